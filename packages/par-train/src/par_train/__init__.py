@@ -1,0 +1,3 @@
+"""The pieces of par wired together."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Multi-rank tests in milliseconds."""
