@@ -1,3 +1,78 @@
-"""Which ranks work together, and how tensors are cut over them."""
+"""Which ranks work together, and how tensors are cut over them.
+
+The arithmetic (`Topology`, `Box`, `Sharding`, modes, registries) is imported at once and needs no torch; what touches
+torch is imported when it is first used, so that planning for 100,000 ranks stays a small, quick process.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ._environment import Launch, read_environment
+from ._modes import Split, register_mode
+from ._registry import Registry
+from ._sharding import Box, Sharding, cut, set_sharding, whole
+from ._topology import Axes, Topology
+
+if TYPE_CHECKING:
+    from ._dtensor import to_dtensor
+    from ._gradients import gradients, on_written, set_gradient_elsewhere, written_
+    from ._launch import Environment, launch
+    from ._logging import RankLogger, get_logger
+    from ._ownership import check_owned
+    from ._process_groups import Channels, ProcessGroups
+    from ._segments import Segment, Segments, segments_of, set_segments, sharding_of
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Axes",
+    "Box",
+    "Channels",
+    "Environment",
+    "Launch",
+    "ProcessGroups",
+    "RankLogger",
+    "Registry",
+    "Segment",
+    "Segments",
+    "Sharding",
+    "Split",
+    "Topology",
+    "check_owned",
+    "cut",
+    "get_logger",
+    "gradients",
+    "launch",
+    "on_written",
+    "read_environment",
+    "register_mode",
+    "segments_of",
+    "set_gradient_elsewhere",
+    "set_segments",
+    "set_sharding",
+    "sharding_of",
+    "to_dtensor",
+    "whole",
+    "written_",
+]
+
+_LATE = {
+    "_dtensor": ("to_dtensor",),
+    "_gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
+    "_launch": ("Environment", "launch"),
+    "_logging": ("RankLogger", "get_logger"),
+    "_ownership": ("check_owned",),
+    "_process_groups": ("Channels", "ProcessGroups"),
+    "_segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _LATE.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,117 @@
+"""The config grammar: from a `parallel` dict to axes, slowest first. Pure.
+
+    parallel = dict(pipeline=2, tensor=dict(size=4, mode="2d"))
+
+Every axis may be an int or a dict with a size; the data size is what is left of the world.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ._modes import MODES, Split, split_by_mode
+from ._registry import suggest
+
+AXES = ("data", "pipeline", "sequence", "expert", "tensor")
+"""The axes of a config, slowest first; rank = data * (pipeline * ... * tensor) + ... + tensor rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisConfig:
+    """One axis as the user wrote it. A size of None is inferred, a mode of None leaves the axis whole."""
+
+    size: int | None
+    mode: str | None = None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a config means: sizes in layout order, and what the modes make of their axes."""
+
+    sizes: Mapping[str, int]
+    splits: Mapping[str, Split]
+    modes: Mapping[str, tuple[str, Mapping[str, Any]]]
+
+
+def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
+    """Reads a `parallel` config for a world of that size.
+
+    Raises:
+        ValueError: Anything that is not the grammar above; the message names the value, the rule and a remedy.
+    """
+    if not isinstance(parallel, Mapping | None):
+        raise ValueError(f"parallel is {parallel!r}; it must be a dict such as dict(pipeline=2)")
+    check_size("world_size", world_size)
+    parallel = parallel or {}
+    for key in parallel:
+        if key not in AXES:
+            raise ValueError(f"parallel has the unknown key {key!r}; {suggest(str(key), AXES)}")
+    axes = {name: _parse_axis(name, parallel.get(name, -1 if name == "data" else 1)) for name in AXES}
+    sizes = _infer({name: axis.size for name, axis in axes.items()}, world_size)
+    modes = {name: (axis.mode, axis.options) for name, axis in axes.items() if axis.mode is not None}
+    splits = {name: split_by_mode(name, mode, sizes[name], options) for name, (mode, options) in modes.items()}
+    for name, axis in axes.items():
+        if name == "tensor" and axis.mode is None and sizes[name] > 1:
+            raise _mode_missing(sizes[name])
+    return Layout(sizes=sizes, splits=splits, modes=modes)
+
+
+def check_size(what: str, size: object, *, inferred: bool = False) -> None:
+    """Raises ValueError unless `size` is a whole number of at least 1, or -1 where it can be inferred."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ValueError(f"{what} is {size!r}; it must be a whole number")
+    if size < 1 and not (inferred and size == -1):
+        raise ValueError(f"{what} is {size}; it must be at least 1" + (" (or -1: inferred)" if inferred else ""))
+
+
+def _parse_axis(name: str, value: object) -> AxisConfig:
+    """An int, or a dict with a size and perhaps a mode with options of its own."""
+    if not isinstance(value, Mapping):
+        return AxisConfig(size=_parse_size(name, value), options={})
+    options = dict(value)
+    if "size" not in options:
+        raise ValueError(f"parallel[{name!r}] is {dict(value)!r}, without a size: {name}=dict(size=...)")
+    size, mode = _parse_size(f"{name}.size", options.pop("size")), options.pop("mode", None)
+    if name not in MODES and (mode is not None or options):
+        extra = "mode" if mode is not None else next(iter(options))
+        raise ValueError(f"parallel[{name!r}] has the unknown key {extra!r}; it takes a size alone")
+    if mode is None and options:
+        raise ValueError(f"parallel[{name!r}] has {sorted(options)} but no mode that takes them; name the mode")
+    if mode is not None and not isinstance(mode, str):
+        raise ValueError(f"parallel[{name!r}] has mode={mode!r}; {suggest(str(mode), MODES[name].names())}")
+    return AxisConfig(size=size, mode=mode, options=options)
+
+
+def _parse_size(what: str, size: object) -> int | None:
+    check_size(f"parallel {what}", size, inferred=True)
+    return size if size != -1 else None  # type: ignore[return-value]  # checked above
+
+
+def _infer(sizes: Mapping[str, int | None], world_size: int) -> dict[str, int]:
+    """Fills in the one size that was left out, and checks the product."""
+    unknown = [name for name, size in sizes.items() if size is None]
+    if len(unknown) > 1:
+        raise ValueError(f"the sizes of {' and '.join(unknown)} cannot both be inferred; give all but one")
+    known = {name: size for name, size in sizes.items() if size is not None}
+    product = math.prod(known.values())
+    formula = " * ".join(f"{name} {size}" for name, size in known.items() if size > 1) or "1"
+    if world_size % product or (not unknown and product != world_size):
+        rule = "is not a multiple of" if unknown else "is not"
+        raise ValueError(f"the world of {world_size} ranks {rule} {formula} = {product}; {_remedy(product, unknown)}")
+    return {name: world_size // product if size is None else size for name, size in sizes.items()}
+
+
+def _remedy(product: int, unknown: list[str]) -> str:
+    if unknown:
+        return f"start {product} ranks or a multiple of it, or make an axis smaller"
+    return f"start {product} ranks, or leave data out so that it is inferred"
+
+
+def _mode_missing(size: int) -> ValueError:
+    names = ", ".join(repr(name) for name in MODES["tensor"].names())
+    return ValueError(
+        f"parallel['tensor'] has size {size} but no mode; name one, as in tensor=dict(size={size}, mode='1d'). "
+        f"Modes: {names}"
+    )

@@ -1,0 +1,168 @@
+"""Who am I among the ranks: reading what torchrun, SLURM or Open MPI left in the environment variables. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process's place in the world, and where the ranks meet.
+
+    Args:
+        launcher: Who said so: "torchrun", "slurm", "openmpi", "explicit", or "single" for a process of its own.
+        rank: The global rank.
+        world_size: The number of ranks.
+        local_rank: The rank on this machine; it picks the device.
+        local_world_size: The number of ranks on this machine.
+        address: The host on which rank 0 listens.
+        port: Its TCP port.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+
+    def __post_init__(self) -> None:
+        for what, value, limit in (("rank", self.rank, self.world_size), ("local rank", self.local_rank, None)):
+            if value < 0 or (limit is not None and value >= limit):
+                raise ValueError(f"{what} {value} does not lie in a world of {self.world_size} ranks ({self.launcher})")
+
+
+def read_environment(
+    variables: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+) -> Launch:
+    """Reads explicit arguments, else torchrun's, else SLURM's, else Open MPI's variables.
+
+    With none of them the process is a world of its own.
+
+    Args:
+        variables: Such as `os.environ`.
+        rank: With `world_size`, takes the place of what the launcher says.
+        world_size: The number of ranks.
+        local_rank: The rank on this machine; default: LOCAL_RANK, else 0.
+        address: Where rank 0 listens; default: MASTER_ADDR.
+        port: Its port; default: MASTER_PORT.
+
+    Raises:
+        ValueError: A variable that is missing or no number, by name.
+    """
+    get = _Variables(variables)
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank is {rank} and world_size is {world_size}; give both or neither")
+    if rank is not None and world_size is not None:
+        return _explicit(get, rank, world_size, local_rank, address, port)
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        return _torchrun(get)
+    if "SLURM_PROCID" in variables and ("SLURM_STEP_NUM_TASKS" in variables or "SLURM_STEP_ID" in variables):
+        return _slurm(get)
+    if "OMPI_COMM_WORLD_RANK" in variables:
+        return _openmpi(get)
+    return Launch(
+        launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0
+    )
+
+
+class _Variables:
+    """Look-ups that name the variable when it is missing or malformed."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+
+    def text(self, name: str, launcher: str) -> str:
+        if name not in self._variables:
+            raise ValueError(f"the variable {name} is missing, which {launcher} needs; set it, or start with torchrun")
+        return self._variables[name]
+
+    def number(self, name: str, launcher: str, default: int | None = None) -> int:
+        if default is not None and name not in self._variables:
+            return default
+        text = self.text(name, launcher)
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"the variable {name} is {text!r}; it must be a whole number") from None
+
+    def first(self, *names: str) -> str | None:
+        return next((self._variables[name] for name in names if name in self._variables), None)
+
+
+def _explicit(
+    get: _Variables, rank: int, world_size: int, local_rank: int | None, address: str | None, port: int | None
+) -> Launch:
+    single = "127.0.0.1" if world_size == 1 else None
+    return Launch(
+        launcher="explicit",
+        rank=rank,
+        world_size=world_size,
+        local_rank=get.number("LOCAL_RANK", "launch", 0) if local_rank is None else local_rank,
+        local_world_size=get.number("LOCAL_WORLD_SIZE", "launch", 1),
+        address=address or single or get.text("MASTER_ADDR", "launch(rank=..., world_size=...) without address"),
+        port=port if port is not None else get.number("MASTER_PORT", "launch", 0 if single else _DEFAULT_PORT),
+    )
+
+
+def _torchrun(get: _Variables) -> Launch:
+    return Launch(
+        launcher="torchrun",
+        rank=get.number("RANK", "torchrun"),
+        world_size=get.number("WORLD_SIZE", "torchrun"),
+        local_rank=get.number("LOCAL_RANK", "torchrun", 0),
+        local_world_size=get.number("LOCAL_WORLD_SIZE", "torchrun", 1),
+        address=get.text("MASTER_ADDR", "torchrun"),
+        port=get.number("MASTER_PORT", "torchrun"),
+    )
+
+
+def _slurm(get: _Variables) -> Launch:
+    """Variables that `srun` gives each task; the first host of the step is where rank 0 runs."""
+    tasks = "SLURM_STEP_NUM_TASKS" if get.first("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    hosts = get.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    address = get.first("MASTER_ADDR") or (first_host(hosts) if hosts else get.text("SLURM_STEP_NODELIST", "srun"))
+    per_node = re.match(r"\d+", get.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or "1")
+    job = get.number("SLURM_JOB_ID", "srun", 0)
+    return Launch(
+        launcher="slurm",
+        rank=get.number("SLURM_PROCID", "srun"),
+        world_size=get.number(tasks, "srun"),
+        local_rank=get.number("SLURM_LOCALID", "srun"),
+        local_world_size=int(per_node.group()) if per_node else 1,
+        address=address,
+        port=get.number("MASTER_PORT", "srun", 10_000 + job % 20_000),  # jobs that share a machine do not collide
+    )
+
+
+def _openmpi(get: _Variables) -> Launch:
+    world_size = get.number("OMPI_COMM_WORLD_SIZE", "mpirun")
+    local_world_size = get.number("OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun", 1)
+    local = "127.0.0.1" if local_world_size == world_size else None
+    return Launch(
+        launcher="openmpi",
+        rank=get.number("OMPI_COMM_WORLD_RANK", "mpirun"),
+        world_size=world_size,
+        local_rank=get.number("OMPI_COMM_WORLD_LOCAL_RANK", "mpirun"),
+        local_world_size=local_world_size,
+        address=get.first("MASTER_ADDR") or local or get.text("MASTER_ADDR", "mpirun over several machines"),
+        port=get.number("MASTER_PORT", "mpirun", _DEFAULT_PORT),
+    )
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a SLURM node list, "gpu[003-007,12],login1" -> "gpu003"."""
+    head = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", hosts)
+    if head is None:
+        raise ValueError(f"the node list {hosts!r} names no host; set MASTER_ADDR")
+    prefix, number, suffix = head.groups(default="")
+    return prefix + number + suffix

@@ -1,0 +1,149 @@
+"""Parallel modes: how a mode cuts the group it is given into axes.
+
+A mode is a function from the size of its group, and its own options, to a `Split`. It knows nothing of ranks: the
+topology lays the axes out, slowest first, in place of the axis that was split.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ._registry import Registry, suggest
+
+ModeFunction = Callable[..., "Split"]
+F = TypeVar("F", bound=ModeFunction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """What a mode makes of its group.
+
+    Args:
+        axes: Names and sizes, slowest first; empty if the group stays one axis.
+        declare: Products of axes that need a group of their own beside the single ones.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    declare: tuple[tuple[str, ...], ...] = ()
+
+
+MODES: Mapping[str, Registry[ModeFunction]] = {
+    "tensor": Registry("tensor mode", "par_groups.modes"),
+    "sequence": Registry("sequence mode", "par_groups.sequence_modes"),
+}
+
+
+def register_mode(name: str, *, axis: str = "tensor") -> Callable[[F], F]:
+    """Registers a parallel mode under `name`, as a decorator.
+
+    The function is called as `mode(size, **options)`, where `size` is the number of ranks in the group and the options
+    are the further keys of the user's config. A separate wheel can provide a mode without being imported: an entry
+    point `name = "module:function"` in the group `par_groups.modes` (`par_groups.sequence_modes`).
+
+    Args:
+        name: The mode's name in a config, `tensor=dict(size=4, mode=name)`.
+        axis: The axis whose modes it joins, "tensor" or "sequence".
+
+    Raises:
+        ValueError: The name is taken, or the axis has no modes.
+
+    Example:
+        >>> @register_mode("ladder")
+        ... def ladder(size: int, *, rungs: int = 2) -> Split:
+        ...     return Split(axes=(("rail", size // rungs), ("rung", rungs)))
+    """
+    if axis not in MODES:
+        raise ValueError(f"axis {axis!r} has no modes; {suggest(axis, MODES)}")
+
+    def register(function: F) -> F:
+        MODES[axis].register(name, function)
+        return function
+
+    return register
+
+
+def split_by_mode(axis: str, mode: str, size: int, options: Mapping[str, Any]) -> Split:
+    """What the mode of that name makes of `size` ranks.
+
+    Raises:
+        ValueError: No such mode, an option it does not take, or a size it cannot cut.
+    """
+    function = MODES[axis][mode]
+    _check_options(axis, mode, function, options)
+    split = function(size, **options)
+    product = math.prod(length for _, length in split.axes)
+    if split.axes and product != size:
+        raise ValueError(f"mode {mode!r} split {size} ranks into {dict(split.axes)}, which is {product}: its own error")
+    return split
+
+
+def _check_options(axis: str, mode: str, function: ModeFunction, options: Mapping[str, Any]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return
+    taken = [each.name for each in parameters]
+    for key in options:
+        if key not in taken:
+            raise ValueError(f"mode {mode!r} takes no option {key!r} ({axis}); {suggest(key, taken or ['none'])}")
+    for each in parameters:
+        if each.default is inspect.Parameter.empty and each.name not in options:
+            raise ValueError(f"mode {mode!r} needs the option {each.name!r}: {axis}=dict(..., {each.name}=...)")
+
+
+@register_mode("1d")
+def _one_d(size: int, *, sequence_parallel: bool = False) -> Split:  # noqa: ARG001 - the layers read the options
+    """One axis, "tensor" itself (Megatron-LM, arXiv:1909.08053)."""
+    return Split()
+
+
+@register_mode("2d")
+def _two_d(size: int) -> Split:
+    """A square of rows and columns, local rank = q * row + col (SUMMA; arXiv:2104.05343)."""
+    q = _root("2d", "q*q", size, 1, 2)
+    return Split(axes=(("row", q), ("col", q)))
+
+
+@register_mode("2.5d")
+def _two_and_a_half_d(size: int, *, depth: int) -> Split:
+    """`depth` squares, depth outermost (arXiv:2105.14500)."""
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+        raise ValueError(f"mode '2.5d': depth is {depth!r}, it must be a whole number of at least 1")
+    q = _root("2.5d", f"q*q*depth with depth={depth}", size, depth, 2)
+    return Split(axes=(("depth", depth), ("row", q), ("col", q)))
+
+
+@register_mode("3d")
+def _three_d(size: int) -> Split:
+    """A cube, the weight axis fastest (arXiv:2105.14450)."""
+    q = _root("3d", "q*q*q", size, 1, 3)
+    return Split(
+        axes=(("output", q), ("input", q), ("weight", q)),
+        declare=(("input", "weight"), ("output", "weight")),
+    )
+
+
+@register_mode("ring", axis="sequence")
+def _ring(size: int) -> Split:  # noqa: ARG001
+    """Keys and values travel around the ring of sequence ranks (arXiv:2310.01889)."""
+    return Split()
+
+
+@register_mode("ulysses", axis="sequence")
+def _ulysses(size: int) -> Split:  # noqa: ARG001
+    """Sequence and heads change places in an all-to-all (arXiv:2309.14509)."""
+    return Split()
+
+
+def _root(mode: str, rule: str, size: int, factor: int, power: int) -> int:
+    """The q of size = factor * q**power, or an error that names the sizes that would do."""
+    q: int = round((size / factor) ** (1 / power))
+    if factor * q**power == size:
+        return q
+    below, above = factor * max(q - 1, 1) ** power, factor * (q + 1) ** power
+    near = sorted(
+        {each for each in (below, factor * max(q, 1) ** power, above) if each > 0}, key=lambda n: abs(n - size)
+    )
+    choices = " or ".join(str(each) for each in sorted(near[:2]))
+    raise ValueError(f"mode {mode!r} needs {rule} ranks, but the size is {size}; use {choices}")

@@ -1,0 +1,123 @@
+"""What a tensor is a part of: `sharding_of` for one name, `segments_of` for a flat buffer of several."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from ._sharding import Box, Sharding, recorded_sharding, whole
+
+
+def sharding_of(tensor: torch.Tensor) -> Sharding:
+    """How a local tensor is cut out of its global one.
+
+    Reads our record; understands DTensor (its boxes point into the local tensor); else the tensor is whole, and this
+    rank's own.
+
+    Raises:
+        ValueError: A DTensor with a Partial placement, or a flat tensor that packs several names.
+    """
+    record = recorded_sharding(tensor)
+    if record is not None:
+        return record
+    if isinstance(tensor, _HasSegments):
+        raise ValueError(f"this flat tensor packs {tensor.par_segments.names}; use segments_of(tensor)")
+    if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only who has one pays the import
+
+        from ._dtensor import sharding_of_dtensor  # noqa: PLC0415
+
+        if isinstance(tensor, DTensor):
+            return sharding_of_dtensor(tensor)
+    return whole(tensor.shape, (dist.get_rank() if dist.is_initialized() else 0,))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One named tensor's share of a flat buffer; its boxes point into that buffer.
+
+    Args:
+        name: The parameter's name in the whole model.
+        sharding: Its global shape, and the boxes that lie in the buffer.
+    """
+
+    name: str
+    sharding: Sharding
+
+
+class Segments:
+    """Everything that a flat buffer packs, in order.
+
+    Args:
+        segments: At most one a name.
+
+    Raises:
+        ValueError: A name that is given twice.
+    """
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self._by_name: dict[str, Segment] = {}
+        for segment in segments:
+            if segment.name in self._by_name:
+                raise ValueError(f"{segment.name!r} is packed twice; give one Segment with the boxes of both")
+            self._by_name[segment.name] = segment
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __getitem__(self, name: str) -> Sharding:
+        return self._by_name[name].sharding
+
+    def __repr__(self) -> str:
+        return f"Segments({list(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Segments) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value, never a key
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in the order of the buffer."""
+        return tuple(self._by_name)
+
+    def views(self, flat: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Name, box and view of everything in a buffer that is laid out like this one."""
+        for segment in self:
+            for box in segment.sharding.boxes:
+                yield segment.name, box, box.of(flat)
+
+
+@runtime_checkable
+class _HasSegments(Protocol):
+    """A flat tensor with our record on it."""
+
+    par_segments: Segments
+
+
+def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
+    """Notes what a flat tensor packs. Like `set_sharding`, it stays with this tensor object.
+
+    Raises:
+        ValueError: A box reaches beyond the tensor, or the boxes hold more elements than it has.
+    """
+    for segment in segments:
+        for box in segment.sharding.boxes:
+            if box.last >= tensor.numel():
+                raise ValueError(f"{segment.name!r}: {box} ends at {box.last}, but the tensor has {tensor.numel()}")
+    held = sum(segment.sharding.local_numel for segment in segments)
+    if held > tensor.numel():
+        raise ValueError(f"the segments hold {held} elements, but the tensor has {tensor.numel()}")
+    tensor.par_segments = segments  # type: ignore[attr-defined]  # a tensor takes attributes
+
+
+def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
+    """What a flat tensor packs; an ordinary tensor packs itself, under `name`."""
+    if isinstance(tensor, _HasSegments):
+        return tensor.par_segments
+    return Segments([Segment(name, sharding_of(tensor))])

@@ -1,0 +1,440 @@
+"""A topology: named axes and their sizes, and the arithmetic of ranks on them.
+
+Pure: it imports no torch, so that 100,000 ranks are planned in one small process. The axes are a mixed-radix number
+system: the last axis varies fastest, a rank is the number, its coordinates are the digits.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _config
+from ._config import check_size
+from ._registry import suggest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Axes = str | Sequence[str]
+"""One axis by name, or several: their product."""
+
+Mode = tuple[str, Mapping[str, Any]]
+"""A mode's name and its options, as the config gave them."""
+
+_MEGATRON = {"tp": "tensor", "cp": "sequence", "ep": "expert", "dp": "data", "pp": "pipeline"}
+
+
+class Axis(NamedTuple):
+    """One axis: how many coordinates it has, and how many ranks apart two neighbours are."""
+
+    size: int
+    stride: int
+
+
+class Topology:
+    """Named axes over the ranks 0 .. world_size - 1, the slowest axis first.
+
+    A topology is immutable: `split`, `alias`, `declare` and `view` return new ones. An axis that was split, and an
+    alias, stay usable as names for the product of their parts.
+
+    Args:
+        axes: Names and sizes, slowest first. One size may be -1: what is left of `world_size`.
+        world_size: The number of ranks; needed for a size of -1, otherwise a check.
+
+    Raises:
+        ValueError: A size that is not positive, two -1, a name given twice, or a product that is not the world size.
+
+    Example:
+        >>> topology = Topology({"data": 2, "tensor": 4}).split("tensor", [("row", 2), ("col", 2)])
+        >>> topology.group("data", rank=1)
+        (1, 5)
+        >>> topology.group(("data", "col"), rank=0)
+        (0, 1, 4, 5)
+    """
+
+    __slots__ = ("_axes", "_declared", "_modes", "_parts", "_views")
+
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], world_size: int | None = None) -> None:
+        pairs = _checked_pairs(axes, world_size)
+        strides = itertools.accumulate((size for _, size in reversed(pairs)), lambda a, b: a * b, initial=1)
+        self._axes = {name: Axis(size, stride) for (name, size), stride in zip(reversed(pairs), strides, strict=False)}
+        self._axes = dict(reversed(self._axes.items()))
+        self._parts: dict[str, tuple[str, ...]] = {}
+        self._views: dict[str, Topology] = {}
+        self._modes: dict[str, Mode] = {}
+        self._declared: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def from_config(cls, parallel: Mapping[str, Any] | None, world_size: int) -> "Topology":
+        """The topology of a `parallel` config: data, pipeline, sequence, expert, tensor, and the parts of a mode.
+
+        Every axis is there, of size 1 where the config does not name it; "model" is pipeline x tensor.
+
+        Args:
+            parallel: Such as `dict(pipeline=2, tensor=dict(size=4, mode="2d"))`; {} or None for data parallel alone.
+            world_size: The number of ranks. What the config leaves of it is the data size.
+
+        Raises:
+            ValueError: Anything wrong in the config, naming the value, the rule and a remedy.
+        """
+        layout = _config.parse(parallel, world_size)
+        topology = cls(layout.sizes, world_size)
+        for axis, split in layout.splits.items():
+            topology = topology.split(axis, split.axes) if split.axes else topology
+            topology = topology.declare(*split.declare)
+        topology._modes = dict(layout.modes)
+        return topology.alias("model", ("pipeline", "tensor"))
+
+    @classmethod
+    def from_order(cls, order: str, *, world_size: int | None = None, **sizes: int) -> "Topology":
+        """The topology of an order string in Megatron's words, the leftmost axis fastest.
+
+        Args:
+            order: Such as "tp-cp-ep-dp-pp"; tp, cp, ep, dp and pp become tensor, sequence, expert, data and pipeline.
+            world_size: The number of ranks; with it, dp may be left out.
+            **sizes: `tp=2, dp=2, ...`; what is left out is 1.
+
+        Raises:
+            ValueError: An unknown or repeated axis, or one with a size above 1 that the order leaves out.
+
+        Source: Megatron-LM, `RankGenerator`, one factorisation. Its second one, for experts, is a `view` here.
+        """
+        names = order.split("-")
+        for name in [*names, *sizes]:
+            if name not in _MEGATRON:
+                raise ValueError(f"order {order!r}: no axis {name!r}; {suggest(name, _MEGATRON)}")
+        for name, size in sizes.items():
+            if name not in names and size != 1:
+                raise ValueError(f"order {order!r} leaves out {name}, whose size is {size}; add it to the order")
+        inferred = {"dp": -1} if world_size is not None and "dp" in names else {}
+        sizes = {**inferred, **sizes}
+        return cls([(_MEGATRON[name], sizes.get(name, 1)) for name in reversed(names)], world_size)
+
+    # What there is
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return math.prod(axis.size for axis in self._axes.values())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that are not split further, with their sizes, slowest first."""
+        return {name: axis.size for name, axis in self._axes.items()}
+
+    @property
+    def products(self) -> dict[str, tuple[str, ...]]:
+        """The names that stand for a product of axes: what was split, and aliases."""
+        return dict(self._parts)
+
+    @property
+    def views(self) -> Mapping[str, "Topology"]:
+        """Further factorisations of the same ranks, by name."""
+        return MappingProxyType(self._views)
+
+    @property
+    def modes(self) -> Mapping[str, Mode]:
+        """The mode of each axis that has one, with its options."""
+        return MappingProxyType(self._modes)
+
+    @property
+    def declared(self) -> tuple[tuple[str, ...], ...]:
+        """Products of axes that need a live group, beside the named ones."""
+        return self._declared
+
+    def leaves(self, axes: Axes) -> tuple[str, ...]:
+        """The unsplit axes that `axes` stand for, in layout order.
+
+        Raises:
+            ValueError: An unknown name, or an axis that is named twice.
+        """
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        home = self._home(names)
+        leaves = [leaf for name in names for leaf in home._parts.get(name, (name,))]
+        for leaf in leaves:
+            if leaves.count(leaf) > 1:
+                raise ValueError(f"axes {names} name {leaf!r} twice; name each axis once")
+        return tuple(leaf for leaf in home._axes if leaf in leaves)
+
+    def blocks(self, axes: Axes) -> tuple[Axis, ...]:
+        """The canonical form of `axes`: neighbours merged, size 1 dropped, slowest first.
+
+        Two products of axes have the same groups exactly if their blocks are equal, in any factorisation.
+        """
+        merged: list[Axis] = []
+        for axis in self._located(axes):
+            if merged and merged[-1].stride == axis.size * axis.stride:
+                axis = Axis(merged.pop().size * axis.size, axis.stride)  # noqa: PLW2901 - it absorbs its neighbour
+            if axis.size > 1:
+                merged.append(axis)
+        return tuple(merged)
+
+    # Ranks and groups
+
+    def size(self, axes: Axes) -> int:
+        """The number of ranks in each group over `axes`."""
+        return math.prod(axis.size for axis in self._located(axes))
+
+    def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
+        """The coordinates of a rank on every axis (of that view), slowest first."""
+        home = self if view is None else self._view(view)
+        self._check_rank(rank)
+        return {name: rank // axis.stride % axis.size for name, axis in home._axes.items()}
+
+    def rank(self, **coords: int) -> int:
+        """The rank at these coordinates; an axis of size 1 may be left out, a product may stand for its parts.
+
+        Raises:
+            ValueError: An unknown axis, a coordinate out of range, or an axis that is missing or given twice.
+        """
+        home = self._home(tuple(coords))
+        missing = set(home._axes) - set(self.leaves(tuple(coords)))
+        for name in home._axes:
+            if name in missing and home._axes[name].size > 1:
+                raise ValueError(f"rank({_call(coords)}): axis {name!r} is missing; give all of {list(home._axes)}")
+        return sum(self._offset(name, coordinate) for name, coordinate in coords.items())
+
+    def index(self, axes: Axes, rank: int) -> int:
+        """The position of `rank` in its group over `axes`; `group(axes, rank)[index(axes, rank)] == rank`."""
+        self._check_rank(rank)
+        index = 0
+        for axis in self._located(axes):
+            index = index * axis.size + rank // axis.stride % axis.size
+        return index
+
+    def group(self, axes: Axes, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in these axes alone, ascending; O(size of the group)."""
+        self._check_rank(rank)
+        located = self._located(axes)
+        first = rank - sum(rank // axis.stride % axis.size * axis.stride for axis in located)
+        return _spread(first, located)
+
+    def groups(self, axes: Axes) -> Iterator[tuple[int, ...]]:
+        """All groups over `axes`, one at a time, in the order of their first rank. They partition the world."""
+        leaves, home = self.leaves(axes), self._home((axes,) if isinstance(axes, str) else tuple(axes))
+        across = [axis for name, axis in home._axes.items() if name not in leaves]
+        located = self._located(axes)
+        for starts in itertools.product(*(range(0, axis.size * axis.stride, axis.stride) for axis in across)):
+            yield _spread(sum(starts), located)
+
+    # New topologies from this one
+
+    def split(self, axis: str, parts: Mapping[str, int] | Iterable[tuple[str, int]]) -> "Topology":
+        """Splits one axis into several, slowest first; the axis stays usable as their product.
+
+        Raises:
+            ValueError: The axis is no unsplit axis, a part's name is taken, or the parts' product is not its size.
+        """
+        if axis not in self._axes:
+            raise ValueError(f"cannot split {axis!r}: it is no unsplit axis; {suggest(axis, self._axes)}")
+        inside = Topology(parts, self._axes[axis].size)
+        names = [name for name in self._names() if name != axis]
+        for name in inside.axes:
+            if name in names or name == axis:
+                raise ValueError(
+                    f"cannot split {axis!r} into a part called {name!r}: the name is taken; rename the part"
+                )
+        leaves: list[tuple[str, int]] = []
+        for name, each in self._axes.items():
+            leaves += list(inside.axes.items()) if name == axis else [(name, each.size)]
+        new = self._like(Topology(leaves))
+        expanded = {
+            name: tuple(part for leaf in parts for part in (inside.axes if leaf == axis else (leaf,)))
+            for name, parts in self._parts.items()
+        }
+        new._parts = {**expanded, axis: tuple(inside.axes)}
+        return new
+
+    def alias(self, name: str, axes: Axes) -> "Topology":
+        """Gives a product of axes a name, as "model" is pipeline x tensor."""
+        if name in self._names():
+            raise ValueError(f"the name {name!r} is taken; axes and products are {self._names()}")
+        new = self._like(self)
+        new._parts = {**self._parts, name: self.leaves(axes)}
+        return new
+
+    def declare(self, *axes: Axes) -> "Topology":
+        """Notes products of axes that need a live group of their own."""
+        new = self._like(self)
+        wanted = dict.fromkeys(self.leaves(each) for each in axes)
+        new._declared = tuple(dict.fromkeys([*self._declared, *wanted]))
+        return new
+
+    def view(self, name: str, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> "Topology":
+        """Adds a second factorisation of the same ranks; an axis of the same name must mean the same in both.
+
+        Experts cut the world otherwise than dense layers do: `view("expert", {"pipeline": 2, "expert_data": 2,
+        "expert": 2})`. Axes of different factorisations cannot be mixed in one group.
+
+        Args:
+            name: The view's name.
+            axes: As for `Topology`, slowest first; one size may be -1.
+
+        Raises:
+            ValueError: The name is taken, the product is not the world size, or a shared axis lies differently.
+        """
+        if name in self._views:
+            raise ValueError(f"there is a view called {name!r} already; views are {sorted(self._views)}")
+        second = Topology(axes, self.world_size)
+        for axis, located in second._axes.items():
+            if axis in self._names() and self.blocks(axis) != second.blocks(axis):
+                mine = " x ".join(f"{each.size} ranks {each.stride} apart" for each in self.blocks(axis)) or "one rank"
+                raise ValueError(
+                    f"view {name!r}: its axis {axis!r} is {located.size} ranks {located.stride} apart, but {axis!r} of "
+                    f"this topology is {mine}; reorder or resize the axes, or rename this one"
+                )
+        new = self._like(self)
+        new._views = {**self._views, name: second}
+        return new
+
+    # As text and as a picture
+
+    def to_json(self) -> str:
+        """A line of JSON that `from_json` reads; equal topologies give equal lines."""
+        record: dict[str, Any] = {"axes": [[name, axis.size] for name, axis in self._axes.items()]}
+        if self._parts:
+            record["products"] = {name: list(parts) for name, parts in sorted(self._parts.items())}
+        if self._declared:
+            record["declared"] = [list(each) for each in self._declared]
+        if self._modes:
+            record["modes"] = {axis: [mode, dict(options)] for axis, (mode, options) in sorted(self._modes.items())}
+        if self._views:
+            record["views"] = {name: json.loads(view.to_json()) for name, view in sorted(self._views.items())}
+        return json.dumps(record)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Topology":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The text is no topology.
+        """
+        try:
+            record = json.loads(text)
+            new = cls([(name, size) for name, size in record["axes"]])
+            for name, parts in record.get("products", {}).items():
+                new = new.alias(name, parts)
+            for name, view in record.get("views", {}).items():
+                new = new.view(name, view["axes"])
+            new = new.declare(*record.get("declared", ()))
+            new._modes = {axis: (mode, options) for axis, (mode, options) in record.get("modes", {}).items()}
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{text[:80]!r} is no topology, expected what to_json writes: {error}") from error
+        return new
+
+    def digest(self) -> int:
+        """63 bits that are equal on two ranks exactly if (to all practical purposes) their topologies are."""
+        return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8]) >> 1
+
+    def describe(self) -> str:
+        """A table a person reads: every axis, its size, and one of its groups."""
+        from ._describe import describe  # noqa: PLC0415 - only who asks for text pays for it
+
+        return describe(self)
+
+    def draw(self, path: "str | Path") -> None:
+        """Draws the ranks, coloured by group, one panel an axis; PNG, SVG or PDF by the ending. Needs matplotlib."""
+        from ._draw import draw  # noqa: PLC0415 - matplotlib is an extra
+
+        draw(self, path)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"Topology({axes})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Topology) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return self.digest()
+
+    # The parts
+
+    def _names(self) -> list[str]:
+        return [*self._axes, *self._parts]
+
+    def _home(self, names: tuple[str, ...]) -> "Topology":
+        """The factorisation that knows all of these names: this one, or one of the views."""
+        for candidate in (self, *self._views.values()):
+            if all(name in candidate._axes or name in candidate._parts for name in names):
+                return candidate
+        every = list(dict.fromkeys([*self._names(), *(name for view in self._views.values() for name in view._axes)]))
+        for name in names:
+            if name not in every:
+                raise ValueError(f"there is no axis {name!r}; {suggest(name, every)}")
+        raise ValueError(f"axes {names} belong to different factorisations; name axes of one view only")
+
+    def _view(self, name: str) -> "Topology":
+        if name not in self._views:
+            raise ValueError(f"there is no view {name!r}; {suggest(name, self._views or ['none'])}")
+        return self._views[name]
+
+    def _located(self, axes: Axes) -> list[Axis]:
+        home = self._home((axes,) if isinstance(axes, str) else tuple(axes))
+        return [home._axes[name] for name in self.leaves(axes)]
+
+    def _offset(self, name: str, coordinate: int) -> int:
+        """How far from rank 0 a coordinate on an axis, or on a product of axes, lies."""
+        size = self.size(name)
+        if not 0 <= coordinate < size:
+            raise ValueError(f"{name}={coordinate} is out of range: the axis has {size} coordinates, 0 to {size - 1}")
+        offset = 0
+        for axis in reversed(self._located(name)):
+            coordinate, digit = divmod(coordinate, axis.size)
+            offset += digit * axis.stride
+        return offset
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is out of range: the world has {self.world_size} ranks, counted from 0")
+
+    def _like(self, base: "Topology") -> "Topology":
+        """A new topology with the axes of `base`, and everything else from this one."""
+        new = Topology.__new__(Topology)
+        new._axes, new._parts = base._axes, self._parts
+        new._views, new._modes, new._declared = self._views, self._modes, self._declared
+        return new
+
+
+def _checked_pairs(
+    axes: Mapping[str, int] | Iterable[tuple[str, int]], world_size: int | None
+) -> list[tuple[str, int]]:
+    """Names and positive sizes whose product is the world size, with a -1 filled in."""
+    pairs = list(axes.items() if isinstance(axes, Mapping) else axes)
+    names = [name for name, _ in pairs]
+    for name, size in pairs:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an axis is called {name!r}; a name is a string that is not empty")
+        if names.count(name) > 1:
+            raise ValueError(f"axis {name!r} is given twice in {names}; name each axis once")
+        check_size(f"the size of axis {name!r}", size, inferred=True)
+    unknown = [name for name, size in pairs if size == -1]
+    product = math.prod(size for _, size in pairs if size != -1)
+    if len(unknown) > 1:
+        raise ValueError(f"the sizes of {unknown} are all -1; only one can be inferred")
+    if unknown and world_size is None:
+        raise ValueError(f"the size of {unknown[0]!r} is -1; give the world_size that it is inferred from")
+    if world_size is not None:
+        check_size("world_size", world_size)
+        if world_size % product or (not unknown and product != world_size):
+            rule = "does not divide" if unknown else "is not"
+            raise ValueError(
+                f"{dict(pairs)} gives {product} ranks, which {rule} the {world_size} there are; change a size"
+            )
+    return [(name, world_size // product if size == -1 and world_size else size) for name, size in pairs]
+
+
+def _spread(first: int, axes: Iterable[Axis]) -> tuple[int, ...]:
+    """The ranks reached from `first` by every combination of steps; ascending as axes come slowest first."""
+    ranks = [first]
+    for axis in axes:
+        ranks = [rank + step for rank in ranks for step in range(0, axis.size * axis.stride, axis.stride)]
+    return tuple(ranks)
+
+
+def _call(coords: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in coords.items())
