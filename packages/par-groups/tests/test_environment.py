@@ -1,4 +1,5 @@
 import pytest
+
 from par_groups import read_environment
 from par_groups._environment import first_host
 

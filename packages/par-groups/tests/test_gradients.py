@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from par_groups import (
     Segment,
     Segments,

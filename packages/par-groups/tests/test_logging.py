@@ -1,6 +1,7 @@
 import logging
 
 import pytest
+
 from par_groups import get_logger
 
 

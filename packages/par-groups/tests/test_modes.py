@@ -1,4 +1,5 @@
 import pytest
+
 from par_groups import Split, Topology, register_mode
 
 

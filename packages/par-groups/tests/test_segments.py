@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from par_groups import Segment, Segments, cut, segments_of, set_segments, sharding_of, whole
 
 

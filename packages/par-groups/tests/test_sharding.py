@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from par_groups import Box, Sharding, cut, set_sharding, sharding_of, whole
 from par_groups._sharding import row_major
 

@@ -1,15 +1,15 @@
 """DTensor at the edge: reading its placements as boxes, and making one from boxes."""
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ._sharding import Box, Sharding, recorded_sharding, row_major
+from ._sharding import Box, Shape, Sharding, recorded_sharding, row_major
 
 Span = tuple[int, int]
 """First global index and length of a run of indices on one dim."""
@@ -24,18 +24,69 @@ def sharding_of_dtensor(tensor: DTensor) -> Sharding:
     return sharding_of_placements(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
 
 
-def sharding_of_placements(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> Sharding:
-    """This rank's boxes of a tensor of that shape, laid out over a mesh.
-
-    Shards are applied mesh dim by mesh dim, left to right, each with torch.chunk's sizes; on every tensor dim a list of
-    index spans is left, and the boxes are their products.
-    """
+def sharding_of_placements(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> Sharding:
+    """This rank's boxes of a tensor of that shape, laid out over a mesh; none if the rank is not in the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Sharding(shape, ())
+    spans = _spans(shape, mesh, placements)
+    return Sharding(shape, tuple(_boxes(spans, _copies(mesh, placements, coordinate))))
+
+
+def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
+    """A DTensor that shares memory with a local tensor of ours.
+
+    Args:
+        tensor: A local tensor with a `Sharding` on it.
+        mesh: The mesh, such as `groups.mesh(("data", "tensor"))`.
+        placements: One a mesh dim. None finds those that put the same boxes on every rank; that takes one small
+            all-reduce a mesh dim, since a rank with an empty part alone cannot tell.
+
+    Raises:
+        ValueError: The tensor has no record, or no placements on this mesh describe it (a fused q|k|v is three boxes,
+            which no DTensor can say). Every rank raises.
+    """
+    record = recorded_sharding(tensor)
+    if record is None:
+        raise ValueError("the tensor has no Sharding on it; call set_sharding first, or DTensor.from_local yourself")
+    found = _common_placements(tensor, record, mesh) if placements is None else tuple(placements)
+    if found is None or (placements is not None and not _fits(tensor, record, mesh, found)):
+        which = "no placements give" if placements is None else f"placements {tuple(placements)} do not give"
+        raise ValueError(
+            f"{which} every rank of mesh {mesh.mesh_dim_names} {tuple(mesh.shape)} its boxes of a tensor of shape "
+            f"{record.shape}, here {record.boxes}; use the record itself, or gather the tensor"
+        )
+    size, stride = torch.Size(record.shape), row_major(record.shape)
+    return DTensor.from_local(tensor, mesh, found, run_check=False, shape=size, stride=stride)
+
+
+def _common_placements(tensor: torch.Tensor, record: Sharding, mesh: DeviceMesh) -> tuple[Placement, ...] | None:
+    """The first placements that describe the tensor on every rank of the mesh. Collective over the mesh."""
+    candidates = list(_candidates(mesh, len(record.shape)))
+    fits = torch.tensor([_fits(tensor, record, mesh, each) for each in candidates], dtype=torch.int32)
+    fits = fits.to(mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=mesh.get_group(dim))  # dim by dim: the whole mesh
+    return next((each for each, fit in zip(candidates, fits.tolist(), strict=True) if fit), None)
+
+
+def _fits(tensor: torch.Tensor, record: Sharding, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Whether these placements give this rank the very boxes of the record, in a local tensor of this shape."""
+    local_shape = tuple(sum(length for _, length in each) for each in _spans(record.shape, mesh, placements))
+    return local_shape == tuple(tensor.shape) and _geometry(
+        sharding_of_placements(record.shape, mesh, placements)
+    ) == _geometry(record)
+
+
+def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[Span]]:
+    """The global indices on each dim that this rank holds.
+
+    Shards are applied mesh dim by mesh dim, left to right, each with torch.chunk's sizes.
+    """
+    coordinate = mesh.get_coordinate() or ()
     spans: list[list[Span]] = [[(0, length)] for length in shape]
-    for mesh_dim, placement in enumerate(placements):
-        parts, index = mesh.size(mesh_dim), coordinate[mesh_dim]
+    for mesh_dim, (placement, index) in enumerate(zip(placements, coordinate, strict=True)):
+        parts = mesh.size(mesh_dim)
         if isinstance(placement, _StridedShard):
             dim = placement.dim % len(shape)
             spans[dim] = _strided_chunk(spans[dim], int(placement.split_factor), parts, index)
@@ -47,39 +98,7 @@ def sharding_of_placements(shape: tuple[int, ...], mesh: DeviceMesh, placements:
                 f"placement {placement} on mesh dim {mesh_dim} holds terms of a sum, not a part of the tensor; "
                 "redistribute the DTensor to Shard or Replicate first"
             )
-    return Sharding(shape, tuple(_boxes(spans, _copies(mesh, placements, coordinate))))
-
-
-def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
-    """A DTensor that shares memory with a local tensor of ours.
-
-    Args:
-        tensor: A local tensor with a `Sharding` on it.
-        mesh: The mesh, such as `groups.mesh(("data", "tensor"))`.
-        placements: One a mesh dim. None finds those that put the same boxes on this rank; size-1 mesh dims count as
-            replicated, so every rank finds the same.
-
-    Raises:
-        ValueError: The tensor has no record, or no placements on this mesh describe it (a fused q|k|v is three boxes,
-            which no DTensor can say).
-    """
-    record = recorded_sharding(tensor)
-    if record is None:
-        raise ValueError("the tensor has no Sharding on it; call set_sharding first, or DTensor.from_local yourself")
-    wanted = _geometry(record)
-    candidates = [tuple(placements)] if placements is not None else _candidates(mesh, len(record.shape))
-    for candidate in candidates:
-        if _geometry(sharding_of_placements(record.shape, mesh, candidate)) != wanted:
-            continue
-        if math.prod(tensor.shape) == 0 and not _empty_fits(tensor, mesh, candidate):
-            continue
-        stride = row_major(record.shape)
-        size = torch.Size(record.shape)
-        return DTensor.from_local(tensor, mesh, candidate, run_check=False, shape=size, stride=stride)
-    raise ValueError(
-        f"no placements over mesh {mesh.mesh_dim_names} {tuple(mesh.shape)} put the boxes {record.boxes} of shape "
-        f"{record.shape} on this rank; use the record itself, or gather the tensor"
-    )
+    return spans
 
 
 def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
@@ -157,11 +176,3 @@ def _geometry(sharding: Sharding) -> tuple[object, ...]:
 
 def _steps(box: Box) -> tuple[int, ...]:
     return tuple(step for step, size in zip(box.stride, box.size, strict=True) if size > 1)
-
-
-def _empty_fits(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Whether an empty local tensor is empty on the dims on which these placements leave nothing."""
-    sizes = list(tensor.shape)
-    return any(
-        isinstance(each, Shard) and mesh.size(dim) > 1 and sizes[each.dim] == 0 for dim, each in enumerate(placements)
-    )

@@ -1,0 +1,201 @@
+"""What contributors and CI run. `nox -l` lists it; sessions for single packages come from the folder listing."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import nox
+from nox.project import dependency_groups, load_toml
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+TEST_TOOLS = "tools/par-testing"
+CONSTRAINTS = ["-c", "constraints.txt"]
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that CI tests, in one environment. Arguments go to pytest."""
+    install_workspace(session, "test")
+    session.run("pytest", *workers(), *session.posargs)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """The main job: trains a byte-level GPT on two local ranks. Arguments go to `par-train run`."""
+    session.install(*CONSTRAINTS, *editable("par-groups", "par-train"))
+    session.run("par-train", "run", "--ranks", "2", "--output", "runs/train", "--overwrite", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, docstrings, spelling, and who may import whom."""
+    session.install(*group("lint"), "--no-deps", *editable(*PACKAGES), "-e", TEST_TOOLS)
+    session.install("click", "rich", "grimp", "typing-extensions")  # import-linter's own, left out by --no-deps
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+    session.run("codespell")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """The strict type check of every source."""
+    install_workspace(session, "types", "test")
+    session.install(*group("api"), "nox")
+    sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
+    session.run("mypy", *sources, f"{TEST_TOOLS}/src")
+    session.run("mypy", "noxfile.py", "tools/check_api.py", "docs/figures.py", *benchmarks())
+
+
+def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
+    """Tests one package as a user gets it: its wheel, what it declares, and nothing else of ours."""
+    wheels = build_wheels(session, package, *siblings(package))
+    constraints = ["-c", lowest_versions(session, package)] if lowest else []
+    extras = ",".join(project(package).get("optional-dependencies", {}))
+    first, *others = wheels
+    session.install(*CONSTRAINTS, *constraints, f"{first}[{extras}]" if extras else first, *others)
+    session.install(*CONSTRAINTS, *constraints, *group("test"), TEST_TOOLS, *others)
+    session.run("pytest", *workers(), f"packages/{package}/tests", *session.posargs)
+
+
+def register_package_sessions(package: str) -> None:
+    """Adds `test-<package>` and `test-<package>-lowest`."""
+
+    @nox.session(name=f"test-{package}")
+    def newest(session: nox.Session) -> None:
+        """One package alone: its wheel and what it declares."""
+        test_package(session, package, lowest=False)
+
+    @nox.session(name=f"test-{package}-lowest")
+    def lowest(session: nox.Session) -> None:
+        """The same with the oldest versions it declares, torch excepted."""
+        test_package(session, package, lowest=True)
+
+
+for each in PACKAGES:
+    register_package_sessions(each)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Several packages together, on gloo; `-- --device cuda` for the GPUs there are."""
+    install_workspace(session, "test")
+    session.run("pytest", "tests-integration", "--ignore=tests-integration/gpu", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """What needs a GPU. Without nox: `pytest tests-integration/gpu` where the packages are installed."""
+    install_workspace(session, "test")
+    session.run("pytest", "tests-integration/gpu", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Sdist and wheel of each package into dist/, and a clean import of each wheel."""
+    session.install("build")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
+    session.install(*CONSTRAINTS, *(str(path) for path in sorted(ROOT.glob("dist/*.whl"))))
+    for package in PACKAGES:
+        module = package.replace("-", "_")
+        check = f"import {module} as m; [getattr(m, name) for name in m.__all__]; print(m.__name__, m.__version__)"
+        session.run("python", "-W", "error", "-P", "-c", check)
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """The public names against the last tag, and version ranges against the siblings in the tree."""
+    session.install(*group("api"))
+    session.run("python", "tools/check_api.py", *PACKAGES)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation into site/; pictures are drawn anew. `-- serve` serves it instead."""
+    install_workspace(session, "docs")
+    session.run("python", "docs/figures.py")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Every benchmark in tools/bench, or those named; tables go to docs/benchmarks/."""
+    install_workspace(session, "test")
+    for script in [f"tools/bench/{name}.py" for name in session.posargs] or benchmarks():
+        session.run("python", script)
+
+
+def install_workspace(session: nox.Session, *groups: str) -> None:
+    """All packages, editable, with the groups' tools."""
+    tools = [requirement for name in groups for requirement in group(name)]
+    session.install(*CONSTRAINTS, *editable(*PACKAGES), "-e", TEST_TOOLS, *tools)
+
+
+def editable(*packages: str) -> Iterator[str]:
+    """Arguments of pip that install these packages in place."""
+    for package in packages:
+        yield from ("-e", f"packages/{package}")
+
+
+def group(name: str) -> list[str]:
+    """The requirements of a dependency group of the root pyproject."""
+    return list(dependency_groups(load_toml(ROOT / "pyproject.toml"), name))
+
+
+def project(package: str) -> dict[str, dict[str, list[str]]]:
+    """The [project] table of a package."""
+    table: dict[str, dict[str, list[str]]] = load_toml(ROOT / "packages" / package / "pyproject.toml")["project"]
+    return table
+
+
+def requirements(package: str) -> list[str]:
+    """Everything a package declares, extras included."""
+    table = project(package)
+    extras = table.get("optional-dependencies", {}).values()
+    return [*table.get("dependencies", []), *(requirement for extra in extras for requirement in extra)]
+
+
+def siblings(package: str) -> list[str]:
+    """The packages of this workspace that a package needs, and par-groups for the test tools."""
+    names = {requirement.partition(">")[0].partition("[")[0] for requirement in requirements(package)}
+    return [each for each in PACKAGES if each != package and (each in names or each == "par-groups")]
+
+
+def build_wheels(session: nox.Session, *packages: str) -> list[str]:
+    """Wheels of these packages, in the session's own folder."""
+    folder = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("pip", "wheel", "-q", "--no-deps", "-w", str(folder), *(f"./packages/{each}" for each in packages))
+    return [str(next(folder.glob(f"{each.replace('-', '_')}-*.whl"))) for each in packages]
+
+
+def lowest_versions(session: nox.Session, package: str) -> str:
+    """A constraints file with the oldest version of everything that a package declares, torch and siblings excepted."""
+    pins = [
+        f"{name}=={rest.partition(',')[0]}"
+        for name, _, rest in (requirement.partition(">=") for requirement in requirements(package))
+        if name != "torch" and name not in PACKAGES
+    ]
+    path = Path(session.create_tmp()) / "lowest.txt"
+    path.write_text("\n".join(pins) + "\n")
+    session.log(f"oldest versions: {', '.join(pins)}")
+    return str(path)
+
+
+def workers() -> list[str]:
+    """Pytest workers, where there are cores for them; multi-rank tests stay in one worker."""
+    return ["-n", "auto", "--dist", "loadgroup"] if (os.cpu_count() or 1) > 4 else []
+
+
+def benchmarks() -> list[str]:
+    """The benchmark scripts; a name with an underscore in front is a part of them."""
+    return [f"tools/bench/{path.name}" for path in sorted((ROOT / "tools/bench").glob("[!_]*.py"))]

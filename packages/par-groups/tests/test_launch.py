@@ -1,0 +1,77 @@
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_groups import launch
+
+
+@pytest.mark.ranks(2, init=False)
+def test_launch_joins_what_torchrun_describes():
+    with launch(timeout=30) as environment:
+        assert environment.launcher == "torchrun"
+        assert environment.rank == dist.get_rank() == int(os.environ["RANK"])
+        assert environment.world_size == dist.get_world_size() == 2
+        assert environment.is_master == (environment.rank == 0)
+        if not torch.accelerator.is_available():
+            assert environment.device == torch.device("cpu")
+            assert environment.backend == "gloo"
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+    assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(2)
+def test_a_running_world_is_joined_and_left_running():
+    with launch() as environment:
+        assert environment.launcher == "running"
+        assert not environment.started
+        assert environment.rank == dist.get_rank()
+        assert environment.device == torch.device("cpu")
+    assert dist.is_initialized()
+
+
+@pytest.mark.ranks(1, init=False)
+def test_without_a_launcher_the_process_is_a_world_of_one():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    for _ in range(2):
+        with launch("gloo", timeout=timedelta(seconds=10)) as environment:
+            assert (environment.rank, environment.world_size, environment.launcher) == (0, 1, "single")
+            dist.barrier()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_explicit_arguments_need_no_variables():
+    rank, port = int(os.environ.pop("RANK")), int(os.environ["MASTER_PORT"])
+    os.environ.pop("WORLD_SIZE")
+    with launch("gloo", rank=rank, world_size=2, address="127.0.0.1", port=port, timeout=30) as environment:
+        assert environment.launcher == "explicit"
+        assert dist.get_world_size() == 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "message"),
+    [
+        ("MASTER_PORT", {}, "the variable MASTER_PORT is missing"),
+        (None, {"timeout": -1}, "timeout is -1; it must be positive"),
+    ],
+)
+@pytest.mark.ranks(2, init=False, timeout=20)
+def test_every_rank_says_what_is_wrong_before_anything_hangs(missing, arguments, message):
+    if missing:
+        os.environ.pop(missing)
+    with pytest.raises(ValueError, match=message):
+        launch(**arguments)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_rank_without_a_device_is_told_how_many_there_are(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ValueError, match="local rank 3 has no device: this machine has 1 of type cuda"):
+        launch(device="cuda")

@@ -1,0 +1,71 @@
+"""Compares the public names of packages with their last tag, and their version ranges with the tree.
+
+Run as `python tools/check_api.py par-groups par-train`. A package that was never tagged has nothing to keep. Breaking
+a public name is allowed where the version says so: a new minor version below 1.0, a new major one from there on.
+"""
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+
+
+def main(packages: list[str]) -> int:
+    """Prints every problem; the exit status says whether there was one."""
+    problems = [problem for package in packages for problem in (*broken_names(package), *broken_ranges(package))]
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def broken_names(package: str) -> Iterator[str]:
+    """What a user of the last tagged version would miss."""
+    tag = last_tag(package)
+    if tag is None:
+        print(f"{package}: no tag yet, so no public name to keep")
+        return
+    now, then = version(package), Version(tag.rpartition("-v")[2])
+    source, module = f"packages/{package}/src", package.replace("-", "_")
+    old = griffe.load_git(module, ref=tag, repo=ROOT, search_paths=[source])
+    new = griffe.load(module, search_paths=[ROOT / source])
+    breakages = list(griffe.find_breaking_changes(old, new))
+    print(f"{package}: {len(breakages)} breaking changes from {then} to {now}")
+    if (now.major, now.minor if now.major == 0 else 0) == (then.major, then.minor if then.major == 0 else 0):
+        for breakage in breakages:
+            yield f"{package}: {breakage.explain(style=griffe.ExplanationStyle.ONE_LINE)}"
+
+
+def broken_ranges(package: str) -> Iterator[str]:
+    """Siblings whose version in the tree lies outside the range that this package declares."""
+    with (ROOT / "packages" / package / "pyproject.toml").open("rb") as file:
+        declared = tomllib.load(file)["project"].get("dependencies", [])
+    for requirement in map(Requirement, declared):
+        if (ROOT / "packages" / requirement.name).is_dir():
+            present = version(requirement.name)
+            if not requirement.specifier.contains(present, prereleases=True):
+                yield f"{package}: needs {requirement}, but the tree has {requirement.name} {present}; widen the range"
+
+
+def version(package: str) -> Version:
+    """The version in a package's own source."""
+    text = (ROOT / "packages" / package / "src" / package.replace("-", "_") / "__init__.py").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("__version__"))
+    return Version(line.partition("=")[2].strip().strip('"'))
+
+
+def last_tag(package: str) -> str | None:
+    """The newest tag of that package, such as par-groups-v0.1.0."""
+    command = ["git", "tag", "--list", f"{package}-v*", "--sort=-version:refname", "--merged", "HEAD"]
+    tags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return tags[0] if tags else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
