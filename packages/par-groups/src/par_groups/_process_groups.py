@@ -128,6 +128,8 @@ class ProcessGroups:
     def mesh(self, axes: Axes) -> DeviceMesh:
         """A torch DeviceMesh over `axes`, one mesh dim each, made from these very groups.
 
+        FSDP2 over tensor parallelism wants both meshes cut out of one: `mesh(("data", "tensor"))["tensor"]`.
+
         Args:
             axes: One name, or several; a named product is one mesh dim.
         """

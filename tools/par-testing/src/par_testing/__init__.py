@@ -1,1 +1,43 @@
-"""Multi-rank tests in milliseconds."""
+"""Multi-rank tests in milliseconds: a pytest plugin, and what such tests need beside it.
+
+The plugin itself is `par_testing._plugin`, which pytest loads by its entry point; every run of pytest therefore imports
+this file, so the public names are imported when they are first used: most of them need torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._counting import Collective, Counted, count_collectives
+    from ._faults import Fault, InjectedFault, fail_at
+    from ._parity import assert_equal_to_one_device
+    from ._volume import received_per_rank
+
+__all__ = [
+    "Collective",
+    "Counted",
+    "Fault",
+    "InjectedFault",
+    "assert_equal_to_one_device",
+    "count_collectives",
+    "fail_at",
+    "received_per_rank",
+]
+
+_LATE = {
+    "_counting": ("Collective", "Counted", "count_collectives"),
+    "_faults": ("Fault", "InjectedFault", "fail_at"),
+    "_parity": ("assert_equal_to_one_device",),
+    "_volume": ("received_per_rank",),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _LATE.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,88 @@
+"""Draws the pictures of these pages into docs/images/. Run as `python docs/figures.py`."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from par_groups import Topology
+
+HALF_WIDTH, HALF_HEIGHT = 0.95, 0.48
+IMAGES = Path(__file__).parent / "images"
+
+PACKAGES = {
+    "par-layers": "layers over\nseveral ranks",
+    "par-pipeline": "schedules and\ntheir runtime",
+    "par-precision": "fp16, bf16, fp8,\nclipping",
+    "par-checkpoint": "sharded files,\nany topology",
+    "par-zero": "ZeRO 1 to 3,\noffload",
+}
+PRESENT = {"par-groups", "par-train"}
+
+TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
+    "data2-pipeline2-tensor2": ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 8),
+    "tensor-2d": ({"tensor": {"size": 4, "mode": "2d"}}, 8),
+    "tensor-3d": ({"tensor": {"size": 8, "mode": "3d"}}, 8),
+}
+
+
+def main() -> None:
+    """Draws everything; the same input gives the same bytes."""
+    os.environ["SOURCE_DATE_EPOCH"] = "0"  # matplotlib's way to leave today's date out
+    mpl.rcParams["svg.hashsalt"] = "par"
+    mpl.rcParams["svg.fonttype"] = "none"
+    IMAGES.mkdir(exist_ok=True)
+    draw_star(IMAGES / "star.svg")
+    for name, (config, world_size) in TOPOLOGIES.items():
+        Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
+
+
+def draw_star(path: Path) -> None:
+    """The packages: all may import par-groups, none imports a sibling, par-train imports all."""
+    figure = Figure(figsize=(8, 6.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlim(-4.2, 4.2)
+    axes.set_ylim(-3.4, 3.4)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    for position, (name, purpose) in enumerate(PACKAGES.items()):
+        angle = math.pi / 2 - 2 * math.pi * position / len(PACKAGES)
+        x, y = 2.75 * math.cos(angle), 2.3 * math.sin(angle)
+        edge = 1.12 * min(HALF_WIDTH / max(abs(x), 1e-9), HALF_HEIGHT / max(abs(y), 1e-9))  # where the middle box ends
+        axes.annotate("", xy=(edge * x, edge * y), xytext=(x, y), arrowprops={"arrowstyle": "->"}, zorder=0)
+        draw_package(axes, (x, y), name, purpose)
+    draw_package(axes, (0, 0), "par-groups", "which ranks\nwork together")
+    axes.text(
+        0, -3.05, "par-train: wires all of them into one entry point", ha="center", weight="bold", color="#1f5fa8"
+    )
+    frame = mpl.patches.FancyBboxPatch(
+        (-4, -3.2), 8, 6.4, boxstyle="round,pad=0,rounding_size=0.3", fill=False, lw=1.6, color="#1f5fa8"
+    )
+    axes.add_patch(frame)
+    figure.savefig(path)
+
+
+def draw_package(axes: Axes, centre: tuple[float, float], name: str, purpose: str) -> None:
+    """A box with the package's name and its purpose; dashed while it is still to come."""
+    x, y = centre
+    present = name in PRESENT
+    box = mpl.patches.FancyBboxPatch(
+        (x - HALF_WIDTH, y - HALF_HEIGHT),
+        2 * HALF_WIDTH,
+        2 * HALF_HEIGHT,
+        boxstyle="round,pad=0,rounding_size=0.15",
+        facecolor="#dce9f7" if present else "#f6f6f6",
+        edgecolor="#1f5fa8" if present else "0.6",
+        linestyle="-" if present else "--",
+    )
+    axes.add_patch(box)
+    axes.text(x, y + 0.22, name, ha="center", va="center", weight="bold", fontsize=10)
+    axes.text(x, y - 0.17, purpose, ha="center", va="center", fontsize=8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""`--device` chooses what the suites run on."""
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="what the suites run on (default: cpu)")
+
+
+@pytest.fixture
+def device(request):
+    """The device type as a string, which goes to ranks as it is."""
+    import torch
+
+    device = request.config.getoption("--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    return device

@@ -1,0 +1,69 @@
+"""What `@pytest.mark.ranks(...)` says, read and validated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def ranks(
+    n: int | Sequence[int],
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    init: bool = True,
+    dies: Sequence[int] = (),
+) -> "RanksOptions":
+    """The options of a marker; the parameters are those of `@pytest.mark.ranks`.
+
+    Args:
+        n: The world size; a list runs the test once for each of the sizes in it.
+        timeout: Seconds that the test may take.
+        backend: The backend of the default process group: "gloo", "fake", or what else torch knows.
+        init: Whether to initialise torch.distributed before the test body runs.
+        dies: The ranks that must be ended by a signal.
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of its range.
+    """
+    listed = not isinstance(n, int)
+    sizes = (n,) if isinstance(n, int) else tuple(n)
+    options = RanksOptions(sizes, listed, float(timeout), backend, bool(init), tuple(dies))
+    _validate(options)
+    return options
+
+
+@dataclass(frozen=True)
+class RanksOptions:
+    """The validated options of one rank test.
+
+    Args:
+        sizes: The world sizes to run with.
+        listed: Whether the sizes were given as a list, and so belong into the test's name.
+        timeout: Seconds that the test may take.
+        backend: The backend of the default process group.
+        init: Whether to initialise torch.distributed before the test body runs.
+        dies: The ranks that must be ended by a signal.
+    """
+
+    sizes: tuple[int, ...]
+    listed: bool
+    timeout: float
+    backend: str
+    init: bool
+    dies: tuple[int, ...]
+
+
+def _validate(options: RanksOptions) -> None:
+    if not options.sizes:
+        raise ValueError("ranks([]) runs nothing; name at least one world size")
+    for size in options.sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"ranks(n) takes an integer or a list of integers, not {size!r}")
+        if size < 1:
+            raise ValueError(f"ranks({size}): a world has at least 1 rank")
+    if options.timeout <= 0:
+        raise ValueError(f"ranks(timeout={options.timeout}): seconds, more than 0")
+    if not options.backend:
+        raise ValueError('ranks(backend=""): name a backend such as "gloo", or use init=False for none')
+    for rank in options.dies:
+        if not 0 <= rank < min(options.sizes):
+            raise ValueError(f"ranks(dies={options.dies}): rank {rank} is not in a world of {min(options.sizes)}")

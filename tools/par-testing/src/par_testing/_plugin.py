@@ -1,0 +1,84 @@
+"""The pytest plugin: `@pytest.mark.ranks(n)` runs a test body on every one of n ranks.
+
+Loaded in every run of pytest, so nothing here imports torch before there is a test that needs it.
+"""
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from _pytest.unittest import TestCaseFunction
+
+from ._options import RanksOptions, ranks
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
+_SIZE = "ranks"  # the parameter by which a list of world sizes goes into a test's name
+_CONTEXT = pytest.StashKey["ForkServerContext"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the one setting."""
+    parser.addini(
+        "ranks_preload",
+        "modules to import once, in the process from which ranks are forked (torch and its parts are)",
+        type="linelist",
+        default=[],
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declares the markers."""
+    config.addinivalue_line(
+        "markers",
+        'ranks(n, timeout=60, backend="gloo", init=True, dies=()): run the test body on every one of n ranks; '
+        "a list of sizes runs the test once for each",
+    )
+    if not config.pluginmanager.has_plugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): used by pytest-xdist, if it is installed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test once for every world size in the marker's list."""
+    options = _options_of(metafunc.definition)
+    if options is not None and options.listed:
+        metafunc.fixturenames.append(_SIZE)
+        metafunc.parametrize(_SIZE, options.sizes, ids=[f"{size}ranks" for size in options.sizes])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Puts all rank tests on one worker of pytest-xdist (--dist loadgroup), so that worlds never overlap."""
+    if item.get_closest_marker("ranks") is None:
+        return
+    if isinstance(item, TestCaseFunction):
+        raise pytest.UsageError(f"{item.nodeid}: unittest runs its methods itself; write a rank test as a function")
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Calls the body of a rank test: not here, but on its ranks."""
+    __tracebackhide__ = True
+    options = _options_of(pyfuncitem)
+    if options is None:
+        return None
+    from ._run import run_on_ranks  # noqa: PLC0415  # imports torch
+
+    size = pyfuncitem.callspec.params[_SIZE] if options.listed else options.sizes[0]
+    run_on_ranks(pyfuncitem, options, cast("int", size), _context_of(pyfuncitem.config))
+    return True
+
+
+def _options_of(item: pytest.Item) -> RanksOptions | None:
+    mark = item.get_closest_marker("ranks")
+    return None if mark is None else ranks(*mark.args, **mark.kwargs)
+
+
+def _context_of(config: pytest.Config) -> "ForkServerContext":
+    """The forkserver of this session, started at the first rank test."""
+    if _CONTEXT not in config.stash:
+        from ._forkserver import start_forkserver  # noqa: PLC0415
+
+        config.stash[_CONTEXT] = start_forkserver(config.getini("ranks_preload"))
+    return config.stash[_CONTEXT]

@@ -1,0 +1,81 @@
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+INNER = Path(__file__).parent / "inner"
+OPTIONS = ("--import-mode=importlib", "--strict-markers", "-W", "error", "-p", "no:cacheprovider", "-ra")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test of an inner run: how it ended, what was reported, and the seconds it took."""
+
+    kind: str
+    report: str
+    seconds: float
+
+    @property
+    def headline(self):
+        return self.report.partition("\n")[0]
+
+
+def command(file, *arguments):
+    """The command line of an inner run: a pytest session of its own on a file that the outer one does not collect."""
+    return [sys.executable, "-m", "pytest", *OPTIONS, f"--rootdir={INNER}", str(INNER / file), *arguments]
+
+
+@pytest.fixture(scope="session")
+def run_inner(tmp_path_factory):
+    """Runs pytest on inner/<file>; returns its cases by name."""
+
+    def run(file, *arguments, expect=1):
+        xml = tmp_path_factory.mktemp("inner") / "report.xml"
+        done = subprocess.run(
+            command(file, f"--junitxml={xml}", *arguments), capture_output=True, text=True, timeout=90, check=False
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return {case.get("name"): _case(case) for case in ElementTree.parse(xml).iter("testcase")}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def start_inner():
+    """Starts pytest on inner/<file> and lets the test go on."""
+    started = []
+
+    def start(file, *arguments):
+        process = subprocess.Popen(command(file, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def eventually():
+    """Waits for a condition, which must come true within some seconds."""
+
+    def wait(condition, seconds=20):
+        limit = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < limit, "it did not come true in time"
+            time.sleep(0.02)
+
+    return wait
+
+
+def _case(element):
+    for child in element:
+        if child.tag in ("failure", "error", "skipped"):
+            text = child.get("message", "") if child.tag == "skipped" else (child.text or "")
+            return Case(child.tag, text, float(element.get("time")))
+    return Case("passed", "", float(element.get("time")))

@@ -1,0 +1,44 @@
+"""What the plugin does besides running worlds."""
+
+import subprocess
+
+import pytest
+
+from .conftest import command
+
+
+def test_run_without_rank_tests_imports_no_torch(run_inner):
+    assert run_inner("plain.py", expect=0)["test_torch_is_not_imported"].kind == "passed"
+
+
+def test_wrong_marker_is_an_error_of_collection(run_inner):
+    (case,) = run_inner("wrong.py", expect=2).values()
+    assert "ranks(0): a world has at least 1 rank" in case.report
+
+
+def test_run_with_xdist():
+    pytest.importorskip("xdist")
+    arguments = command("spread.py", "-n", "2", "--dist", "loadgroup")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_unittest_is_refused():
+    done = subprocess.run(command("unittest_case.py"), capture_output=True, text=True, timeout=60, check=False)
+    assert "unittest runs its methods itself; write a rank test as a function" in done.stdout + done.stderr
+
+
+def test_marker_is_documented(request):
+    assert any(line.startswith("ranks(n, timeout=60") for line in request.config.getini("markers"))
+
+
+@pytest.mark.ranks(1)
+def test_rank_tests_carry_the_group():
+    pass
+
+
+def test_group_of_rank_tests(request):
+    items = {item.originalname: item for item in request.session.items if item.path == request.path}
+    if (item := items.get("test_rank_tests_carry_the_group")) is None:
+        pytest.skip("run by itself")
+    assert [mark.args for mark in item.iter_markers("xdist_group")] == [("ranks",)]
