@@ -111,7 +111,7 @@ def _two_and_a_half_d(size: int, *, depth: int) -> Split:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"mode '2.5d': depth is {depth!r}, it must be a whole number of at least 1")
     q = _root("2.5d", f"q*q*depth with depth={depth}", size, depth, 2)
-    return Split(axes=(("depth", depth), ("row", q), ("col", q)))
+    return Split(axes=(("depth", depth), ("row", q), ("col", q)), declare=(("depth", "row"),))
 
 
 @register_mode("3d")

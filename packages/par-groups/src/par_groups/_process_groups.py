@@ -76,6 +76,7 @@ class ProcessGroups:
                 self._make(name)
         for each in declared:
             self._declare(each)
+        self._meet()
 
     # What a rank asks
 
@@ -164,6 +165,7 @@ class ProcessGroups:
     def add(self, axes: Axes | Channels) -> None:
         """Makes a group that was not declared. Every rank of the world must call it, in the same order."""
         self._declare(axes)
+        self._meet()
 
     def destroy(self) -> None:
         """Ends every communicator made here; the default group stays. A second call does nothing."""
@@ -183,6 +185,10 @@ class ProcessGroups:
         self.destroy()
 
     # Making groups
+
+    def _meet(self) -> None:
+        """Waits until every rank has connected all its groups: destroyed earlier, one would be closed half-made."""
+        dist.all_reduce(torch.zeros(1, device=self.device))  # over the world
 
     def _declare(self, each: Axes | Channels) -> None:
         if not isinstance(each, Channels):
