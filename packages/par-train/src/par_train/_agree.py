@@ -1,0 +1,82 @@
+"""What only one rank can see, made known to all: they go on together, or all raise the same error."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch.distributed as dist
+
+from ._checkpoint import TrainingState, check_continues, load_state
+from ._checks import check_files
+from ._errors import UserError
+from ._files import RunFiles, existing_folder
+from ._options import Options
+from ._text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts from.
+
+    Args:
+        text: What to train on.
+        state: What to go on from; None starts anew.
+    """
+
+    text: Text
+    state: TrainingState | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What a rank found on its machine."""
+
+    error: str | None = None
+    text: str = ""
+    step: int | None = None
+
+
+def find_start(options: Options, files: RunFiles, group: dist.ProcessGroup) -> Start:
+    """Reads the text and the checkpoint that there may be, and compares them between the ranks.
+
+    Raises:
+        UserError: A rank cannot use what it found, or found something else than the others; on every rank.
+    """
+    try:
+        start = _look(options, files)
+    except UserError as error:
+        _compare(_Facts(error=str(error)), group)
+        raise
+    step = None if start.state is None else start.state.step
+    _compare(_Facts(text=start.text.digest, step=step), group)
+    return start
+
+
+def _look(options: Options, files: RunFiles) -> Start:
+    text = check_files(options)
+    if options.resume == "no" or existing_folder(files.checkpoint) is None:
+        return Start(text=text, state=None)
+    state = load_state(files.checkpoint)
+    check_continues(files.checkpoint, options, state, text.digest)
+    return Start(text=text, state=state)
+
+
+def _compare(mine: _Facts, group: dist.ProcessGroup) -> None:
+    """Raises what a rank has to complain about; a difference between ranks is everybody's complaint."""
+    gathered: list[_Facts | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)  # over the data group, one small object a rank
+    every = cast("list[_Facts]", gathered)
+    for rank, facts in enumerate(every):
+        if facts.error is not None:
+            common = all(each.error == facts.error for each in every)
+            raise UserError(facts.error if common else f"rank {rank}: {facts.error}")
+    texts = [rank for rank, facts in enumerate(every) if facts.text != every[0].text]
+    if texts:
+        raise UserError(
+            f"data.folder holds another text on ranks {texts} than on rank 0; give all of them the same files"
+        )
+    steps = [rank for rank, facts in enumerate(every) if facts.step != every[0].step]
+    if steps:
+        raise UserError(
+            f"ranks {steps} do not find the checkpoint that rank 0 does (step {every[0].step}); put the output folder "
+            f"on a file system that all ranks share"
+        )

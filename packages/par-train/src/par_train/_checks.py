@@ -1,0 +1,85 @@
+"""What can be said about a run before any rank starts: the parallel config, the batch, the model. Imports no torch."""
+
+import tempfile
+from collections.abc import Mapping
+
+from par_groups import Topology
+
+from ._errors import UserError
+from ._options import Options
+from ._order import check_size
+from ._text import Text, read_text
+
+_LATER = ("pipeline", "sequence", "expert", "tensor")
+
+
+def check_config(options: Options, world_size: int) -> Topology:
+    """Makes sure that the options make sense for a world of that size.
+
+    Pure, and so the same on every rank.
+
+    Raises:
+        UserError: They do not.
+    """
+    _refuse_other_axes(options)
+    if options.model.width % options.model.heads:
+        raise UserError(
+            f"model.width {options.model.width} is not a multiple of model.heads {options.model.heads}; change one"
+        )
+    try:
+        topology = Topology.from_config(dict(options.parallel), world_size)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    replicas = topology.size("data")
+    if options.train.batch_size % replicas:
+        near = max(1, round(options.train.batch_size / replicas)) * replicas
+        raise UserError(
+            f"train.batch_size {options.train.batch_size} does not divide by {replicas} data ranks; it is the batch of "
+            f"all ranks together: use {near}, or another number of ranks"
+        )
+    return topology
+
+
+def check_files(options: Options) -> Text:
+    """Reads the text and makes sure that it, and the output folder, can be used.
+
+    Raises:
+        UserError: They cannot.
+    """
+    text = read_text(options.data)
+    check_size(text, options.model)
+    check_output(options)
+    return text
+
+
+def check_output(options: Options) -> None:
+    """Makes sure that the output folder is there, can be written to, and is not another run's.
+
+    Raises:
+        UserError: It is not so.
+    """
+    files = options.files
+    try:
+        files.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=files.folder):
+            present = files.present()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the output folder {options.output!r}: {error.strerror}; name another with --output"
+        ) from None
+    if present and not options.overwrite and options.resume == "no":
+        raise UserError(
+            f"the output folder {options.output!r} holds a run already ({present[0].name}); go on with --resume auto, "
+            f"replace it with --overwrite, or name another with --output"
+        )
+
+
+def _refuse_other_axes(options: Options) -> None:
+    for axis in _LATER:
+        value = options.parallel.get(axis, 1)
+        size = value.get("size") if isinstance(value, Mapping) else value
+        if isinstance(size, int) and size != 1:
+            raise UserError(
+                f"parallel.{axis} has size {size}, but this version of par-train trains with data parallelism alone; "
+                f"leave {axis} out"
+            )

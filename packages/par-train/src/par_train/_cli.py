@@ -1,0 +1,126 @@
+"""The `par-train` command: flags, and exit codes.
+
+0: done, or saved and left on SIGTERM. 1: a rank failed. 2: a mistake in the input. 130: left on Ctrl-C.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from . import __version__
+from ._config import Setting, alternatives, load_options, settings, unknown_key
+from ._errors import UserError
+from ._options import SECTIONS
+
+_PARALLEL = "--parallel."
+
+_EPILOG = """parallel:
+  --parallel.AXIS N, --parallel.AXIS.KEY VALUE
+                        sizes of the axes of par_groups.Topology, such as --parallel.data 2;
+                        this version trains with data parallelism alone
+
+exit codes:
+  0 done, or saved and left on SIGTERM; 1 a rank failed; 2 a mistake in the input; 130 saved and left on Ctrl-C
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except UserError as error:
+        from ._rank import print_error  # noqa: PLC0415 - `--help` is quicker without
+
+        print_error(error)
+        return 2
+    except KeyboardInterrupt:
+        print("par-train: SIGINT: stopped before training began", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
+    rest, parallel = _split_parallel(arguments)
+    given, unknown = _parser().parse_known_args(rest)
+    if unknown:
+        raise _unknown(unknown[0])
+    flags = vars(given)
+    command, config = flags.pop("command"), flags.pop("config", None)
+    if command != "run":
+        raise UserError("no command is given; start with: par-train run, or see par-train --help")
+    options = load_options(None if config is None else Path(config), {**flags, **parallel})
+    from ._start import run  # noqa: PLC0415 - `--help` is quicker without
+
+    return run(options)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as everything else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see par-train run --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="par-train", description="Parallel training in PyTorch.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"par-train {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="train a byte-level GPT on a folder of text",
+        description="Trains a byte-level GPT on a folder of text. Flags win over the config file.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    run.add_argument("config", nargs="?", metavar="CONFIG.toml", help="tables [data], [model], [train], [parallel]")
+    groups = {section: run.add_argument_group(section or "run") for section in ("", *SECTIONS)}
+    for setting in settings():
+        _add_flag(groups[setting.key.rpartition(".")[0]], setting)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    flag = f"--{setting.key}"
+    default = ",".join(setting.default) if isinstance(setting.default, tuple) else setting.default
+    shown = "" if default == "" or default is False else f" (default: {default})"
+    text = setting.help.replace("%", "%%") + shown
+    if setting.kind is bool:
+        group.add_argument(flag, dest=setting.key, action="store_true", help=text)
+    else:
+        group.add_argument(flag, dest=setting.key, metavar=_metavar(setting.kind), help=text)
+
+
+def _metavar(kind: Any) -> str:
+    """How a value is called in the help."""
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        return "A,B"
+    return "|".join({int: "N", float: "X", str: "TEXT"}.get(each) or _metavar(each) for each in alternatives(kind))
+
+
+def _split_parallel(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes `--parallel.tensor.size 2` and `--parallel.tensor.size=2` out, for their keys are not ours."""
+    rest: list[str] = []
+    parallel: dict[str, str] = {}
+    left = iter(arguments)
+    for argument in left:
+        if not argument.startswith(_PARALLEL):
+            rest.append(argument)
+            continue
+        flag, equals, value = argument.partition("=")
+        text = value if equals else next(left, None)
+        if text is None or flag == _PARALLEL:
+            raise UserError(f"{argument} needs an axis and a value, such as --parallel.data 2")
+        parallel[flag.removeprefix("--")] = text
+    return rest, parallel
+
+
+def _unknown(argument: str) -> UserError:
+    """The error for an argument that no flag takes."""
+    if argument.startswith("--"):
+        return unknown_key(argument.removeprefix("--").partition("=")[0])
+    return UserError(f"unexpected argument {argument!r}; give one config file, and flags as --train.steps 100")

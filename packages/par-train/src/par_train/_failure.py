@@ -1,0 +1,54 @@
+"""The failure of a rank, said once: by the one that failed, not by those whose collectives broke when it left."""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from par_groups import read_environment
+
+from ._errors import UserError
+
+
+class Reported(Exception):  # noqa: N818 - not an error to handle, but the end of one
+    """A rank has failed, and everything that there is to say about it is printed."""
+
+
+@contextmanager
+def one_traceback() -> Iterator[None]:
+    """Prints the traceback of the rank that fails first, and ends the others silently.
+
+    Use it inside of the world, so that a rank speaks before it leaves its groups and the others fail too.
+
+    Raises:
+        Reported: In place of any exception but a user's mistake.
+    """
+    try:
+        yield
+    except (UserError, Reported):
+        raise
+    except Exception as error:
+        if _is_first():
+            rank = read_environment(os.environ).rank
+            print(f"par-train: rank {rank} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        raise Reported from error
+
+
+def _is_first() -> bool:
+    """Counts the failures in the store that the ranks met in; if it cannot be reached, better twice than never."""
+    import torch.distributed as dist  # noqa: PLC0415 - this module is loaded before torch
+
+    place = read_environment(os.environ)
+    if place.world_size == 1:
+        return True
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it late
+            place.address, place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+        )
+        first: int = store.add(f"par_train/failures/{attempt}", 1)
+    except dist.DistError:
+        return True
+    return first == 1

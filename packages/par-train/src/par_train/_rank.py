@@ -1,0 +1,75 @@
+"""The life of one rank, from its first signal handler to its exit code.
+
+    python -m par_train._rank OPTIONS_AS_JSON LAUNCHER_PID
+
+is how `_start.py` starts one. torch is imported only after the signal handlers are in place, so that a rank can be
+stopped from its first moment on.
+"""
+
+import json
+import os
+import sys
+from typing import NoReturn
+
+from par_groups import read_environment
+
+from ._config import build_options
+from ._errors import UserError
+from ._failure import Reported, one_traceback
+from ._options import Options
+from ._stop import Stop, catch_signals, exit_code, follow_launcher
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """A rank that the launcher started: this process, until its end."""
+    options, launcher = arguments
+    stop = catch_signals()
+    follow_launcher(stop, int(launcher))
+    _leave(_live(build_options(json.loads(options)), stop))
+
+
+def join(options: Options) -> NoReturn:
+    """A rank that torchrun, SLURM or Open MPI started: this process, until its end."""
+    _leave(_live(options, catch_signals()))
+
+
+def print_error(error: UserError) -> None:
+    """The one line that a user's mistake gets; of many ranks, only the master speaks."""
+    if is_master():
+        print(f"par-train: error: {error}", file=sys.stderr, flush=True)
+
+
+def is_master() -> bool:
+    """Whether this process is rank 0, or no rank at all."""
+    try:
+        return read_environment(os.environ).rank == 0
+    except ValueError:  # a half-set environment: everybody may complain
+        return True
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process without taking the interpreter apart.
+
+    The threads of torch's communication outlive their last collective for a moment. One that asks for an interpreter
+    that is no longer there aborts the process, and a run that was done would count as failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _live(options: Options, stop: Stop) -> int:
+    try:
+        with one_traceback():
+            from ._train import train  # noqa: PLC0415 - slow, and torch's
+
+            return exit_code(train(options, stop))
+    except UserError as error:
+        print_error(error)
+        return 2
+    except Reported:
+        return 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

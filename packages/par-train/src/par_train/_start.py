@@ -1,0 +1,142 @@
+"""Where the ranks come from: started here with torch's elastic launcher, or started by somebody else and joined."""
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from par_groups import read_environment
+
+from ._checks import check_config, check_files
+from ._config import to_tree
+from ._errors import UserError
+from ._options import Options
+from ._rank import join
+from ._stop import exit_code, keep_signals_from_children
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+_PATIENCE = 120  # seconds to save and leave, before the launcher kills a rank
+
+
+def run(options: Options) -> int:
+    """Trains, over ranks that it starts or as one of those that are started.
+
+    Returns:
+        The exit code of the process.
+
+    Raises:
+        UserError: The options, the text or the output folder cannot be used.
+    """
+    try:
+        place = read_environment(os.environ)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if place.launcher != "single":
+        check_config(options, place.world_size)
+        join(options)
+    ranks = _rank_count(options)
+    check_config(options, ranks)
+    check_files(options)
+    return _start(options, ranks)
+
+
+def _rank_count(options: Options) -> int:
+    """How many ranks to start."""
+    gpus = _gpu_count() if options.device == "auto" else 0
+    if options.ranks == "auto":
+        return gpus or 2
+    if gpus and options.ranks > gpus:
+        raise UserError(f"ranks is {options.ranks}, but there are {gpus} GPUs; start fewer, or use --device cpu")
+    return options.ranks
+
+
+def _gpu_count() -> int:
+    """The number of GPUs; torch, which is slow to import, is asked only where a driver is loaded."""
+    drivers = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    if sys.platform == "linux" and not any(Path(driver).exists() for driver in drivers):
+        return 0
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.device_count()
+
+
+def _start(options: Options, ranks: int) -> int:
+    """Starts the ranks and waits for them."""
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
+
+    checkpoint = options.files.checkpoint
+    before = _stamp(checkpoint)
+    # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
+    command = ("-P", "-m", "par_train._rank", json.dumps(to_tree(options)), str(os.getpid()))
+    try:
+        with _quiet_launcher(), keep_signals_from_children():
+            elastic_launch(_launch_config(ranks), sys.executable)(*command)
+    except SignalException as error:
+        return _after_signal(error.sigval, saved=_stamp(checkpoint) != before)
+    except ChildFailedError as error:
+        return _after_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
+    return 0
+
+
+def _launch_config(ranks: int) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"par-train-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # else it looks its own name up, which not every machine can
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks print to this terminal, and no temporary files stay
+        signals_to_handle="SIGTERM,SIGINT",
+        shutdown_timeout=_PATIENCE,
+    )
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keeps the launcher from reporting failures and signals in its own words beside ours."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _after_signal(number: signal.Signals, *, saved: bool) -> int:
+    """The launcher has forwarded the signal, and the ranks have left."""
+    if saved:
+        return exit_code(number)
+    print(f"par-train: {number.name}: stopped before there was anything to save", file=sys.stderr)
+    return 128 + number
+
+
+def _after_failure(codes: dict[int, int]) -> int:
+    """A rank ended the job. What it had to say, it has said."""
+    if 2 in codes.values():
+        return 2
+    if set(codes.values()) <= {0, 128 + signal.SIGINT}:
+        return 128 + signal.SIGINT
+    for rank, code in sorted(codes.items()):
+        if code < 0 and code != -signal.SIGTERM:
+            print(f"par-train: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return 1
+
+
+def _stamp(path: Path) -> Any:
+    """Changes when the folder is replaced."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None

@@ -1,0 +1,86 @@
+"""How a rank is asked to leave: signals, and the death of the process that started it.
+
+Being asked only sets a field. The ranks agree on it in the all-reduce that each step makes anyway, so that they all
+leave after the same step.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Those that save and leave."""
+
+_PATIENCE = 30.0
+
+
+class Stop:
+    """What this rank was asked for; `signal` is 0 until then."""
+
+    signal: int = 0
+
+    def ask(self, number: int) -> None:
+        """Asks to leave as that signal does. The first one counts."""
+        self.signal = self.signal or number
+
+
+def catch_signals() -> Stop:
+    """Lets SIGTERM and Ctrl-C ask instead of ending the process, for the rest of its life.
+
+    They are not given back: a second Ctrl-C while the process is leaving already must not break into that.
+    """
+    stop = Stop()
+
+    def handler(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python's signature
+        stop.ask(number)
+
+    for number in SIGNALS:
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have kept them back until now
+    return stop
+
+
+@contextmanager
+def keep_signals_from_children() -> Iterator[None]:
+    """Starts processes with those signals blocked, until they catch them: they would die of one that came earlier.
+
+    Children inherit what the thread that starts them blocks. A second thread keeps the signals open for this process,
+    whose handlers run in the main thread as ever.
+    """
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True, name="open-to-signals").start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
+def follow_launcher(stop: Stop, launcher: int) -> None:
+    """Leaves when the launching process dies, even if it was killed and could forward nothing.
+
+    A rank that is stuck, and so cannot leave after a step, is ended after some time.
+
+    Args:
+        stop: Is asked as by SIGTERM.
+        launcher: The process id of this process's parent.
+    """
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        stop.ask(signal.SIGTERM)
+        time.sleep(_PATIENCE)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
+
+
+def exit_code(number: int) -> int:
+    """Of a process that saved and left: SIGTERM asked politely, Ctrl-C reports itself as shells expect."""
+    return 128 + signal.SIGINT if number == signal.SIGINT else 0

@@ -1,0 +1,109 @@
+"""Running the command as its users do: in a process of its own, with a small text and a small model."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--model.width=16", "--model.layers=1", "--model.heads=2", "--model.context=16", "--train.batch_size=6"]
+SMALL += ["--train.steps=40", "--train.warmup_steps=4", "--train.validate_every=10", "--ranks=3", "--device=cpu"]
+
+# Read by Python when it starts, so that a test can reach into a rank that the command starts.
+FAULTS = """
+import os, time
+from par_train import _order
+import par_train._text
+
+batch, read_text = _order.DataOrder.batch, par_train._text.read_text
+
+def slow_or_failing(order, position, count):
+    time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
+    if position and os.environ.get("TEST_FAILING_RANK") == os.environ.get("RANK"):
+        raise RuntimeError("the fault of the test")
+    return batch(order, position, count)
+
+def other_text(options):
+    text = read_text(options)
+    if os.environ.get("TEST_OTHER_TEXT") == os.environ.get("RANK", "none"):
+        object.__setattr__(text, "train", text.train[::-1])
+    return text
+
+_order.DataOrder.batch = slow_or_failing
+par_train._text.read_text = other_text
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Starts `par-train` in a folder of the test's own."""
+
+    folder: Path
+
+    def start(self, *arguments, **variables):
+        return self.start_python("-m", "par_train", *arguments, **variables)
+
+    def start_python(self, *arguments, **variables):
+        command = [sys.executable, *arguments]
+        path = f"{self.folder / 'faults'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, process, timeout=60):
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()  # its ranks follow it
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def train(self, output, *arguments, **variables):
+        return self.start("run", "--data.folder=text", f"--output={output}", *SMALL, *arguments, **variables)
+
+    def wait_for_steps(self, output, count, timeout=60):
+        metrics, deadline = self.folder / output / "metrics.jsonl", time.monotonic() + timeout
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+            assert time.monotonic() < deadline, f"{metrics} did not reach {count} steps"
+            time.sleep(0.02)
+
+
+def write_text(folder):
+    folder.mkdir()
+    for number in range(6):
+        lines = [f"{word} {(number * word) % 89} {word * word}" for word in range(300)]
+        (folder / f"{number}.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command")
+    write_text(folder / "text")
+    (folder / "faults").mkdir()
+    (folder / "faults" / "sitecustomize.py").write_text(FAULTS)
+    return Command(folder)
+
+
+def ranks_of(launcher):
+    """The process ids of the ranks that a launcher started, wherever they hang in the process tree by now."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:  # it has ended in between
+            continue
+        if b"par_train._rank" in words and str(launcher).encode() in words:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(name="ranks_of", scope="session")
+def ranks_of_fixture():
+    return ranks_of

@@ -1,0 +1,83 @@
+import json
+
+import pytest
+import torch
+
+import par_train
+from par_train._checkpoint import TrainingState, check_continues, load_state, save_checkpoint
+from par_train._errors import UserError
+from par_train._options import ModelOptions, Options, TrainOptions
+from par_train._trainer import make_optimizer
+
+OPTIONS = Options(model=ModelOptions(width=16, layers=1, heads=2, context=8), seed=5)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = par_train.GPT(OPTIONS.model)
+    optimizer = make_optimizer(model, TrainOptions())
+    model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    state = TrainingState(
+        step=3, samples=12, seconds=1.5, text="digest", optimizer=optimizer.state_dict(), rng=torch.get_rng_state()
+    )
+    save_checkpoint(tmp_path / "checkpoint", model, OPTIONS, state)
+    return tmp_path / "checkpoint", model, state
+
+
+def test_the_model_comes_back(saved):
+    path, model, _ = saved
+    loaded = par_train.load_model(path)
+    assert loaded.options == OPTIONS.model
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_training_state_comes_back(saved):
+    path, _, state = saved
+    loaded = load_state(path)
+    assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
+    for number, values in state.optimizer["state"].items():
+        for name, value in values.items():
+            assert torch.equal(loaded.optimizer["state"][number][name], value)
+
+
+def test_no_file_knows_the_number_of_ranks(saved):
+    path, _, _ = saved
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors", "training_state.pt"]
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no checkpoint .*nothing"):
+        par_train.load_model(tmp_path / "nothing")
+
+
+def test_another_format_is_refused(saved):
+    path, _, _ = saved
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "format": 99}))
+    with pytest.raises(ValueError, match="has format 99, this par-train reads 1"):
+        par_train.load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "message"),
+    [
+        (Options(model=ModelOptions(width=32, layers=1, heads=2, context=8), seed=5), "digest", "model.width 16"),
+        (Options(model=OPTIONS.model, seed=6), "digest", "seed 5, but the config says 6"),
+        (OPTIONS, "another", "the text is not what"),
+    ],
+)
+def test_going_on_with_another_run_is_refused(saved, options, text, message):
+    path, _, state = saved
+    check_continues(path, OPTIONS, state, "digest")
+    with pytest.raises(UserError, match=message):
+        check_continues(path, options, state, text)
+
+
+@pytest.mark.parametrize("data", [b"", b"no zip file", None])
+def test_a_broken_training_state_is_named(saved, data):
+    path, _, _ = saved
+    file = path / "training_state.pt"
+    file.write_bytes(data) if data is not None else file.unlink()
+    with pytest.raises(UserError, match=r"training_state\.pt' cannot be read"):
+        load_state(path)

@@ -1,0 +1,110 @@
+"""Mistakes in the input: one line, exit code 2, and no torch imported for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+NO_TORCH = "import sys; sys.modules['torch'] = None; from par_train._cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def without_torch(folder, *arguments, **variables):
+    """Runs the command in a Python in which importing torch is an error."""
+    return subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *arguments],
+        check=False,
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def assert_one_line(done, *words):
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("par-train: error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the same again " * 4000)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["none.toml"], ["cannot read the config file none.toml"]),
+        (["broken.toml"], ["broken.toml is not TOML", "mend that line"]),
+        (["typo.toml"], ["'train.step'", "did you mean 'train.steps'"]),
+        (["--train.step=3"], ["'train.step'", "did you mean 'train.steps'"]),
+        (["--resum=auto"], ["did you mean 'resume'"]),
+        (["--train.steps=many"], ["train.steps is 'many' (str)", "a whole number"]),
+        (["--train.steps"], ["expected one argument"]),
+        (["one.toml", "two.toml"], ["unexpected argument 'two.toml'"]),
+        (["--parallel.data=3"], ["3", "2 ranks"]),
+        (["--parallel.data"], ["needs an axis and a value"]),
+        (["--parallel.dta=2"], ["'dta'", "did you mean 'data'"]),
+        (["--parallel.tensor.size=2"], ["parallel.tensor has size 2", "data parallelism alone"]),
+        (["--parallel.pipeline=-1"], ["parallel.pipeline has size -1", "data parallelism alone"]),
+        (["--train.batch_size=3"], ["train.batch_size 3", "2 data ranks", "use 4"]),
+        (["--model.heads=3"], ["model.width 128", "model.heads 3"]),
+        (["--data.folder=nowhere"], ["'nowhere'", "not a folder"]),
+        (["--data.folder=empty"], ["'empty' holds no text file"]),
+        (["--data.folder=short"], ["less than 4 windows of model.context 128"]),
+        (["--output=broken.toml"], ["cannot write to the output folder 'broken.toml'", "--output"]),
+        (["--output=broken.toml/below"], ["cannot write to the output folder 'broken.toml/below'"]),
+        (["--output=/proc/nothing"], ["cannot write to the output folder '/proc/nothing'"]),
+        (["--output=old"], ["'old' holds a run already", "--resume auto", "--overwrite"]),
+    ],
+)
+def test_mistakes(folder, flags, words):
+    (folder / "broken.toml").write_text("steps =")
+    (folder / "typo.toml").write_text("[train]\nstep = 3")
+    for name in ("empty", "short", "old"):
+        (folder / name).mkdir()
+    (folder / "short" / "a.txt").write_text("short")
+    (folder / "old" / "metrics.jsonl").write_text("{}")
+    assert_one_line(without_torch(folder, "run", "--data.folder=text", "--device=cpu", *flags), *words)
+    assert not (folder / "runs").exists() or "output" not in flags[0]
+
+
+def test_no_command():
+    assert_one_line(without_torch("."), "par-train run")
+
+
+def test_an_unknown_command():
+    assert_one_line(without_torch(".", "rum"), "'rum'", "run")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_needs_no_torch(arguments):
+    done = without_torch(".", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "par-train" in done.stdout
+
+
+def test_help_names_every_key():
+    from par_train._config import settings
+
+    text = without_torch(".", "run", "--help").stdout
+    assert all(f"--{setting.key}" in text for setting in settings())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_joined_ranks_the_master_speaks(folder, rank):
+    world = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = without_torch(folder, "run", "--train.batch_size=3", **world)
+    assert done.returncode == 2
+    assert done.stderr.count("par-train: error: ") == (rank == "0")
+    assert "Traceback" not in done.stderr
+
+
+def test_half_an_environment_is_named(folder):
+    done = without_torch(folder, "run", RANK="0", WORLD_SIZE="2", MASTER_PORT="1")
+    assert_one_line(done, "MASTER_ADDR")

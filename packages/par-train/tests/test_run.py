@@ -1,0 +1,138 @@
+"""Whole runs: what they leave, how they go on, and how they end.
+
+Over three ranks: a sum of two is the same in every order, and an even split of the work says little.
+"""
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+
+import par_train
+
+LOSS_TOLERANCE = 1e-5  # relative; float32 sums of 96 losses, and of gradients, in another order
+
+
+def read_lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return (folder / "checkpoint" / "model.safetensors").read_bytes()
+
+
+def assert_no_ranks(ranks_of, launcher, within=0.0):
+    deadline = time.monotonic() + within
+    while ranks_of(launcher) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ranks_of(launcher) == []
+
+
+@pytest.fixture(scope="module")
+def reference(command):
+    """A run that nobody interrupted."""
+    done = command.finish(command.train("reference"))
+    assert done.returncode == 0, done.stderr
+    return command.folder / "reference", done
+
+
+def test_files_and_words(reference):
+    folder, done = reference
+    lines = read_lines(folder)
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert [line["step"] for line in lines if "validation_loss" in line] == [10, 20, 30, 40]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["tokens"] == 40 * 6 * 16
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint", "loss.png", "metrics.jsonl"]
+    for word in ("3 ranks", "parameters", "held out", "wrote reference/checkpoint", "wrote reference/loss.png"):
+        assert word in done.stdout
+    assert "step 40/40" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_checkpoint_is_a_model(reference):
+    folder, _ = reference
+    model = par_train.load_model(folder / "checkpoint")
+    assert model(torch.zeros(1, 16, dtype=torch.int64)).shape == (1, 16, 256)
+
+
+def stop(command, name, number, *arguments):
+    """Starts a run, sends its launcher a signal after some steps, and waits for its end."""
+    process = command.train(name, *arguments, TEST_SLEEP="0.1")
+    command.wait_for_steps(name, 3)
+    process.send_signal(number)
+    done = command.finish(process)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count(f"par-train: {number.name}: saved after step") == 1, done.stderr
+    steps = len(read_lines(command.folder / name))
+    assert 3 <= steps < 40
+    return process, done, steps
+
+
+def test_sigterm_saves_and_resume_is_exact(command, reference, ranks_of):
+    process, done, steps = stop(command, "terminated", signal.SIGTERM)
+    assert done.returncode == 0
+    assert_no_ranks(ranks_of, process.pid)
+    folder = command.folder / "terminated"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "loss": 1.0}\n')  # after the checkpoint: to be forgotten
+    again = command.finish(command.train("terminated", "--resume=auto"))
+    assert again.returncode == 0, again.stderr
+    assert f"goes on after step {steps}" in again.stdout
+    assert weights(folder) == weights(reference[0])
+    exact = ("step", "loss", "validation_loss", "learning_rate", "tokens", "gradient_norm")
+    expected = [{key: line.get(key) for key in exact} for line in read_lines(reference[0])]
+    assert [{key: line.get(key) for key in exact} for line in read_lines(folder)] == expected
+
+
+def test_ctrl_c_saves_and_one_rank_goes_on(command, reference, ranks_of):
+    process, done, _ = stop(command, "interrupted", signal.SIGINT)
+    assert done.returncode == 130
+    assert_no_ranks(ranks_of, process.pid)
+    again = command.finish(command.train("interrupted", "--resume=auto", "--ranks=1"))
+    assert again.returncode == 0, again.stderr
+    for name in ("loss", "validation_loss"):
+        expected = [line.get(name) for line in read_lines(reference[0])]
+        assert [line.get(name) for line in read_lines(command.folder / "interrupted")] == [
+            None if each is None else pytest.approx(each, rel=LOSS_TOLERANCE) for each in expected
+        ]
+
+
+def test_a_rank_that_fails_ends_the_job(command, ranks_of):
+    process = command.train("failed", TEST_FAILING_RANK="1")
+    done = command.finish(process)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.index("rank 1 failed") < done.stderr.index("the fault of the test")
+    assert_no_ranks(ranks_of, process.pid)
+
+
+def test_a_killed_launcher_leaves_no_ranks(command, ranks_of):
+    process = command.train("killed", TEST_SLEEP="0.1")
+    command.wait_for_steps("killed", 2)
+    assert len(ranks_of(process.pid)) == 3
+    process.kill()
+    process.wait(timeout=10)
+    assert_no_ranks(ranks_of, process.pid, within=20)
+    command.finish(process)
+    assert par_train.load_model(command.folder / "killed" / "checkpoint")
+
+
+def test_torchrun_ranks_that_see_another_text_all_leave(command):
+    """Also that the command joins ranks that torchrun started."""
+    flags = [
+        "run",
+        "--data.folder=text",
+        "--output=other",
+        "--model.context=16",
+        "--train.batch_size=2",
+        "--device=cpu",
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "par_train"]
+    done = command.finish(command.start_python(*torchrun, *flags, TEST_OTHER_TEXT="1"))
+    assert done.returncode != 0
+    assert done.stderr.count("par-train: error: data.folder holds another text on ranks [1] than on rank 0") == 1
+    assert not (command.folder / "other" / "metrics.jsonl").exists()
