@@ -45,6 +45,9 @@ def test_only_axes_with_modes_take_one():
     [
         ({"size": 6, "mode": "ladder", "rung": 3}, "takes no option 'rung'.*did you mean 'rungs'"),
         ({"size": 4, "mode": "1d", "depth": 2}, "takes no option 'depth'"),
+        ({"size": 8, "mode": "1d", "kv_heads": 3}, "kv_heads=3 does not divide the 8 ranks"),
+        ({"size": 8, "mode": "1d", "kv_heads": 0}, "kv_heads is 0"),
+        ({"size": 8, "mode": "1d", "kv_heads": True}, "kv_heads is True"),
         ({"size": 8, "mode": "2.5d"}, "needs the option 'depth'"),
         ({"size": 8, "mode": "2.5d", "depth": 0}, "depth is 0"),
         (
@@ -61,6 +64,20 @@ def test_only_axes_with_modes_take_one():
 def test_a_wrong_mode_or_option_is_named(config, message):
     with pytest.raises(ValueError, match=message):
         Topology.from_config({"tensor": config}, 72)
+
+
+def test_fewer_key_and_value_heads_than_ranks_are_copied_over_neighbours():
+    topology = Topology.from_config({"tensor": {"size": 4, "mode": "1d", "kv_heads": 2}}, 8)
+    assert topology.axes == {"data": 2, "pipeline": 1, "sequence": 1, "expert": 1, "kv_head": 2, "kv_copy": 2}
+    assert topology.leaves("tensor") == ("kv_head", "kv_copy")
+    assert topology.group("kv_copy", 5) == (4, 5)
+    assert topology.modes["tensor"] == ("1d", {"kv_heads": 2})
+
+
+@pytest.mark.parametrize("kv_heads", [None, 4, 8])
+def test_enough_key_and_value_heads_leave_the_tensor_axis_whole(kv_heads):
+    topology = Topology.from_config({"tensor": {"size": 4, "mode": "1d", "kv_heads": kv_heads}}, 4)
+    assert topology.leaves("tensor") == ("tensor",)
 
 
 def test_sequence_modes_leave_the_axis_whole():

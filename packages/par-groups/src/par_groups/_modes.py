@@ -93,9 +93,26 @@ def _check_options(axis: str, mode: str, function: ModeFunction, options: Mappin
 
 
 @register_mode("1d")
-def _one_d(size: int, *, sequence_parallel: bool = False) -> Split:  # noqa: ARG001 - the layers read the options
-    """One axis, "tensor" itself (Megatron-LM, arXiv:1909.08053)."""
-    return Split()
+def _one_d(
+    size: int,
+    *,
+    sequence_parallel: bool = False,  # noqa: ARG001 - the layers read it
+    kv_heads: int | None = None,
+) -> Split:
+    """One axis, "tensor" itself (Megatron-LM, arXiv:1909.08053).
+
+    Fewer key and value heads than ranks are copied: `kv_heads` then splits the axis into "kv_head" and "kv_copy", the
+    copies of a head on ranks that follow one another, as its query heads do.
+    """
+    if kv_heads is None:
+        return Split()
+    if not isinstance(kv_heads, int) or isinstance(kv_heads, bool) or kv_heads < 1:
+        raise ValueError(f"mode '1d': kv_heads is {kv_heads!r}, it must be a whole number of at least 1")
+    if kv_heads >= size:
+        return Split()
+    if size % kv_heads:
+        raise ValueError(f"mode '1d': kv_heads={kv_heads} does not divide the {size} ranks; make size a multiple of it")
+    return Split(axes=(("kv_head", kv_heads), ("kv_copy", size // kv_heads)))
 
 
 @register_mode("2d")
