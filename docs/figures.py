@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from par_groups import Topology
+from par_layers import TransformerShape, cost
 
 HALF_WIDTH, HALF_HEIGHT = 0.95, 0.48
 IMAGES = Path(__file__).parent / "images"
@@ -21,7 +22,7 @@ PACKAGES = {
     "par-checkpoint": "sharded files,\nany topology",
     "par-zero": "ZeRO 1 to 3,\noffload",
 }
-PRESENT = {"par-groups", "par-train"}
+PRESENT = {"par-groups", "par-layers", "par-train"}
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "data2-pipeline2-tensor2": ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 8),
@@ -39,6 +40,7 @@ def main() -> None:
     draw_star(IMAGES / "star.svg")
     for name, (config, world_size) in TOPOLOGIES.items():
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
+    draw_layer_cost(IMAGES / "layer-cost.svg")
 
 
 def draw_star(path: Path) -> None:
@@ -64,6 +66,37 @@ def draw_star(path: Path) -> None:
     )
     axes.add_patch(frame)
     figure.savefig(path)
+
+
+def draw_layer_cost(path: Path) -> None:
+    """What a rank receives for one transformer layer, against the number of ranks."""
+    shape = TransformerShape(tokens=65_536, width=8_192)
+    lines: dict[str, list[tuple[int, float]]] = {
+        "1d": [(p, received("1d", {"tensor": p}, shape)) for p in (2, 4, 8, 16, 32, 64, 128, 256, 512)],
+        "2d": [(q * q, received("2d", {"row": q, "col": q}, shape)) for q in (2, 4, 8, 16)],
+        "2.5d, depth 2": [
+            (2 * q * q, received("2.5d", {"depth": 2, "row": q, "col": q}, shape)) for q in (2, 4, 8, 16)
+        ],
+        "3d": [(d**3, received("3d", dict.fromkeys(("output", "input", "weight"), d), shape)) for d in (2, 4, 8)],
+    }
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for label, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks in the tensor group")
+    axes.set_ylabel("elements received, a layer and rank")
+    axes.set_title(f"{shape.tokens:,} tokens of width {shape.width:,}, forward and backward")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def received(mode: str, sizes: dict[str, int], shape: TransformerShape) -> float:
+    """Elements a step, with what is summed once."""
+    predicted = cost(mode, sizes, shape)
+    return float(predicted.each + predicted.once)
 
 
 def draw_package(axes: Axes, centre: tuple[float, float], name: str, purpose: str) -> None:

@@ -82,7 +82,7 @@ def count_collectives() -> Iterator[Counted]:
         yield counted
 
 
-class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+class _CountingMode(TorchDispatchMode):
     """Below autograd, every communication is an operator of c10d or _c10d_functional that passes by here."""
 
     def __init__(self, counted: Counted) -> None:

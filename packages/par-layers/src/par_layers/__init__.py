@@ -1,0 +1,52 @@
+"""Layers whose weights live on several ranks: a model is written once and runs in 1D, 2D, 2.5D, 3D or on one device."""
+
+from ._collectives import (
+    all_gather_to,
+    all_to_all,
+    copy_to,
+    exchange,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+)
+from ._cost import Cost, LinearShape, NormShape, TableShape, TransformerShape, cost
+from ._layer_set import LayerSet, layer_set
+from ._layout import Layout
+from ._modes import register_layer_set
+from ._parameter import constant, initialize, normal, uniform
+from ._partial_gradients import PartialGradients
+from ._rules import Cut, Product, Rules
+from ._weight_gradient import WeightGradient
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cost",
+    "Cut",
+    "LayerSet",
+    "Layout",
+    "LinearShape",
+    "NormShape",
+    "PartialGradients",
+    "Product",
+    "Rules",
+    "TableShape",
+    "TransformerShape",
+    "WeightGradient",
+    "all_gather_to",
+    "all_to_all",
+    "constant",
+    "copy_to",
+    "cost",
+    "exchange",
+    "gather_from",
+    "initialize",
+    "layer_set",
+    "normal",
+    "reduce_from",
+    "reduce_scatter_to",
+    "register_layer_set",
+    "scatter_to",
+    "uniform",
+]

@@ -1,0 +1,109 @@
+"""From activations to logits: over few classes, whole, or over a vocabulary, cut."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ._collectives import reduce_from
+from ._embedding import VocabEmbedding, padded
+from ._grid import Grid
+from ._linear import check_divides
+from ._parameter import Init, Rows, make_parameter, uniform
+from ._rules import Rules
+from ._weight_gradient import Hook, weight_and_hook
+
+
+class Classifier(nn.Module):
+    """Whole logits of few classes: each rank multiplies its features, and the partial sums are added.
+
+    Args:
+        hidden: Features of the whole activation.
+        classes: Logits.
+        bias: Whether there is one.
+        rules: Of the mode.
+        grid: Where this rank is.
+    """
+
+    def __init__(self, hidden: int, classes: int, bias: bool, rules: Rules, grid: Grid) -> None:
+        super().__init__()
+        layout = rules.residual
+        check_divides(hidden, layout.features, grid, "hidden")
+        bound = 1 / math.sqrt(hidden)
+        rows = [Rows(length=classes)]
+        self.weight = make_parameter(rows, [(hidden, layout.features)], grid, uniform(bound), layout.batch)
+        self.bias = make_parameter(rows, [], grid, uniform(bound), layout.batch) if bias else None
+        self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, ..., hidden, perhaps cut] to [b, ..., classes], alike on ranks that share tokens."""
+        if self._group is None:
+            return functional.linear(x, self.weight, self.bias)
+        logits = reduce_from(functional.linear(x, self.weight), self._group)
+        return logits if self.bias is None else logits + self.bias
+
+
+class VocabClassifier(nn.Module):
+    """Logits over a vocabulary that is cut as a column layer's features are; padded logits are -inf.
+
+    Args:
+        hidden: Features of the whole activation.
+        vocabulary: Classes.
+        rules: Of the mode.
+        grid: Where this rank is.
+        tied: An embedding whose table it shares.
+        init: How the weight is filled, unless it is shared.
+
+    Raises:
+        ValueError: A shared table of another shape.
+    """
+
+    weight_grad_hook: Hook | None = None
+    """As of a linear; a shared table has none, since its gradient comes from two sides."""
+
+    def __init__(
+        self,
+        hidden: int,
+        vocabulary: int,
+        rules: Rules,
+        grid: Grid,
+        *,
+        tied: VocabEmbedding | None = None,
+        init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self._rules, self._tied = rules, tied is not None
+        axes = rules.column.rows
+        if tied is None:
+            check_divides(hidden, rules.column.columns, grid, "hidden")
+            rows = [Rows(length=vocabulary, axes=axes, padded=padded(vocabulary, grid.size(axes)))]
+            fill = init or uniform(1 / math.sqrt(hidden))
+            columns = [(hidden, rules.column.columns)]
+            self.weight = make_parameter(rows, columns, grid, fill, rules.column.sum_over)
+            local = self.weight.shape[0]
+        else:
+            if (tied.vocabulary, tied.features) != (vocabulary, hidden):
+                shape = (tied.vocabulary, tied.features)
+                raise ValueError(f"the shared table is {shape}, the classifier {(vocabulary, hidden)}; make them equal")
+            self.weight = tied.weight
+            local = padded(vocabulary, grid.size(rules.vocabulary + rules.vocabulary_gathered)) // grid.size(axes)
+        self._real = min(local, max(vocabulary - grid.index(axes) * local, 0))
+        self._local = local
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, ..., hidden] in the residual layout to [b, ..., V] in the inner one."""
+        if self._tied:
+            logits = self._rules.tied_product(x, self._rules.tied(self.weight), None, None)
+        else:
+            weight, hook = weight_and_hook(self)
+            logits = self._rules.column_product(x, weight, None, hook)
+        if self._real == self._local:
+            return logits
+        padding = torch.arange(self._local, device=logits.device) >= self._real
+        return logits.masked_fill(padding, -torch.inf)
+
+    def extra_repr(self) -> str:
+        """The vocabulary, and whether the table is shared."""
+        return f"vocabulary={self.vocabulary}, tied={self._tied}"

@@ -1,0 +1,199 @@
+"""Collectives that can be differentiated, and the asynchronous ones that they are made of.
+
+The functional form (`torch.ops._c10d_functional`, a collective that returns a tensor and a later `wait_tensor`) costs
+no tensor subclass, is traced by torch.compile, and overlaps with whatever is computed before the wait. It is used here
+and nowhere else. What gathers and scatters works on dim 0, where it needs no copy; another dim costs one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ops: Any = torch.ops._c10d_functional
+
+# Asynchronous: started here, complete after `finish`.
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """All-reduce over `group`; the shape stays."""
+    started: Tensor = _ops.all_reduce.default(x.contiguous(), op, group.group_name)
+    return started
+
+
+def start_all_reduce_(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """All-reduce of a contiguous temporary, which is overwritten where it lies: no copy, and little dispatch.
+
+    Returns:
+        A function that waits for it and gives the sum.
+    """
+    if torch.compiler.is_compiling():  # a graph decides itself what to overwrite
+        started = start_all_reduce(x, group)
+        return lambda: finish(started)
+    work = group.allreduce([x])
+
+    def finished() -> Tensor:
+        work.wait()
+        return x
+
+    return finished
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather over `group`, along dim 0."""
+    started: Tensor = _ops.all_gather_into_tensor.default(x.contiguous(), group.size(), group.group_name)
+    return started
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Reduce-scatter over `group`, along dim 0."""
+    started: Tensor = _ops.reduce_scatter_tensor.default(x.contiguous(), "sum", group.size(), group.group_name)
+    return started
+
+
+def finish(started: Tensor) -> Tensor:
+    """Waits for a collective, and gives its result."""
+    finished: Tensor = _ops.wait_tensor.default(started)
+    return finished
+
+
+# On any dim: the one copy that another dim than 0 costs.
+
+
+def finish_all_gather_on(started: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """The gathered tensor, its parts one after another along `dim`."""
+    whole = finish(started)
+    if dim == 0:
+        return whole
+    parts: Tensor = whole.unflatten(0, (group.size(), -1))  # [group, ..., part, ...]
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def start_reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Reduce-scatter along `dim`; `finish` gives this rank's part."""
+    if dim == 0:
+        return start_reduce_scatter(x, group)
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0)  # [group, ..., part, ...]
+    return start_reduce_scatter(parts.flatten(0, 1), group)
+
+
+def all_gather_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """All-gather along `dim`, waited for."""
+    return finish_all_gather_on(start_all_gather(x, group), group, dim)
+
+
+def reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Reduce-scatter along `dim`, waited for."""
+    return finish(start_reduce_scatter_on(x, group, dim))
+
+
+# Differentiable: a collective forward, and the one backward.
+
+
+def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Identity; backward: all-reduce. Where replicated activations enter a cut region."""
+    return _pair(x, lambda t: t.view_as(t), lambda g: finish(start_all_reduce(g, group)))
+
+
+def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce; backward: identity. Where a cut region ends in partial sums."""
+    return _pair(x, lambda t: finish(start_all_reduce(t, group)), lambda g: g)
+
+
+def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """All-gather along `dim`; backward: this rank's part of the gradient, which all ranks have alike."""
+    dim %= x.dim()
+    return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: _own_part(g, group, dim))
+
+
+def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's part along `dim` of what all ranks have alike; backward: all-gather."""
+    dim %= x.dim()
+    _check_divides(x, group, dim)
+    return _pair(x, lambda t: _own_part(t, group, dim), lambda g: all_gather_on(g, group, dim))
+
+
+def all_gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """All-gather along `dim`; backward: reduce-scatter, since each rank goes on differently."""
+    dim %= x.dim()
+    return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: reduce_scatter_on(g, group, dim))
+
+
+def reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Reduce-scatter of partial sums along `dim`; backward: all-gather."""
+    dim %= x.dim()
+    _check_divides(x, group, dim)
+    return _pair(x, lambda t: reduce_scatter_on(t, group, dim), lambda g: all_gather_on(g, group, dim))
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
+    """Cuts along one dim and joins along another, between all ranks; backward: the way back."""
+    split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
+    _check_divides(x, group, split_dim)
+    return _pair(
+        x,
+        lambda t: _all_to_all(t, group, split_dim, join_dim),
+        lambda g: _all_to_all(g, group, join_dim, split_dim),
+    )
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
+    """Swaps equal-shaped tensors with the group's rank `partner`; backward: swaps the gradients."""
+    return _pair(x, lambda t: swap(t, group, partner), lambda g: swap(g, group, partner))
+
+
+def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Pair(torch.autograd.Function):
+    """A function of one tensor, with its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.way_back = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.way_back(gradient), None, None
+
+
+def swap(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
+    """Sends a tensor to the group's rank `partner`, and returns what that one sent."""
+    if partner == dist.get_rank(group):
+        return x
+    mine, theirs = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    peer = dist.get_global_rank(group, partner)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+    )
+    for work in works:
+        work.wait()
+    return theirs
+
+
+def _check_divides(x: Tensor, group: dist.ProcessGroup, dim: int) -> None:
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"dim {dim} of {tuple(x.shape)} is {x.shape[dim]}, which does not divide by {group.size()} ranks; pad it"
+        )
+
+
+def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(group.size(), dim)[dist.get_rank(group)]
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
+    parts = group.size()
+    sent = torch.cat(x.chunk(parts, split_dim))  # the part for rank 0, then that for rank 1, ...
+    sizes = [sent.shape[0] // parts] * parts
+    received = finish(_ops.all_to_all_single.default(sent, sizes, sizes, group.group_name))
+    return torch.cat(received.chunk(parts), join_dim)

@@ -1,0 +1,172 @@
+"""What each layer costs in communication, as exact formulas. Pure; tests count the collectives and compare.
+
+Counted are elements that a rank receives: an all-reduce of n over g ranks 2(g-1)/g n, an all-gather or reduce-scatter
+(g-1)/g of the full size, a broadcast or reduce, averaged over roots, (g-1)/g n, a swap n.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Elements that one rank receives.
+
+    Args:
+        each: In every forward and backward pass.
+        once: Once a step, when partial gradients are summed.
+    """
+
+    each: Fraction = Fraction(0)
+    once: Fraction = Fraction(0)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.each + other.each, self.once + other.once)
+
+    def __rmul__(self, factor: int) -> "Cost":
+        return Cost(factor * self.each, factor * self.once)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """A linear layer without bias: `tokens` x `k` to `tokens` x `n`."""
+
+    tokens: int
+    k: int
+    n: int
+    role: Literal["column", "row"] = "column"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormShape:
+    """LayerNorm, or RMSNorm without the mean."""
+
+    tokens: int
+    features: int
+    mean: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableShape:
+    """A vocabulary table, as an embedding or as a classifier that shares it."""
+
+    tokens: int
+    features: int
+    vocabulary: int
+    role: Literal["embedding", "tied classifier"] = "embedding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """The linears of a transformer layer: q, k and v, output, and an MLP of four times the width."""
+
+    tokens: int
+    width: int
+
+
+Shape = LinearShape | NormShape | TableShape | TransformerShape
+
+
+def cost(mode: str | None, sizes: Mapping[str, int], shape: Shape, *, sequence_parallel: bool = False) -> Cost:
+    """What a layer costs in a mode.
+
+    Args:
+        mode: "1d", "2d", "2.5d", "3d"; None is one device and costs nothing.
+        sizes: Ranks on the mode's axes, such as `{"row": 4, "col": 4}` or a topology's `axes`; 1d takes "tensor".
+        shape: The layer.
+        sequence_parallel: Of 1d.
+
+    Raises:
+        ValueError: An unknown mode, or a size that is missing.
+    """
+    if mode is None:
+        return Cost()
+    if isinstance(shape, TransformerShape):
+        return _transformer(mode, sizes, shape, sequence_parallel=sequence_parallel)
+    if mode not in _MODES:
+        raise ValueError(f"there are no formulas for mode {mode!r}; there are for {', '.join(_MODES)}")
+    missing = [axis for axis in _MODES[mode] if axis not in sizes]
+    if missing:
+        raise ValueError(f"mode {mode!r} needs the sizes of {', '.join(_MODES[mode])}; {missing[0]!r} is missing")
+    if mode == "1d":
+        return _one_d(sizes["tensor"], shape, sequence_parallel=sequence_parallel)
+    if mode == "3d":
+        return _cube(sizes["weight"], shape)
+    return _square(sizes["row"], sizes["depth"] if mode == "2.5d" else 1, shape)
+
+
+_MODES = {"1d": ("tensor",), "2d": ("row", "col"), "2.5d": ("depth", "row", "col"), "3d": ("output", "input", "weight")}
+
+
+def _transformer(mode: str, sizes: Mapping[str, int], shape: TransformerShape, *, sequence_parallel: bool) -> Cost:
+    m, h = shape.tokens, shape.width
+    linears = [
+        LinearShape(tokens=m, k=h, n=3 * h),
+        LinearShape(tokens=m, k=h, n=h, role="row"),
+        LinearShape(tokens=m, k=h, n=4 * h),
+        LinearShape(tokens=m, k=4 * h, n=h, role="row"),
+    ]
+    total = Cost()
+    for linear in linears:
+        total += cost(mode, sizes, linear, sequence_parallel=sequence_parallel)
+    return total
+
+
+def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> Cost:
+    """Column: the all-reduce of the input gradient; row: that of the output.
+
+    With sequence parallelism a gather and a reduce-scatter each take half an all-reduce, and the column gathers its
+    input once more in backward.
+    """
+    full = Fraction(p - 1, p) * shape.tokens
+    match shape:
+        case LinearShape(role="row", n=n):
+            return Cost(2 * full * n)
+        case LinearShape(k=k):
+            return Cost((3 if sequence_parallel else 2) * full * k)
+        case TableShape(role="embedding", features=h):
+            return Cost(2 * full * h)
+        case TableShape(features=h):
+            return Cost((3 if sequence_parallel else 2) * full * h)
+        case NormShape(features=h, mean=mean) if sequence_parallel:
+            return Cost(once=2 * Fraction(p - 1, p) * (2 if mean else 1) * h)
+    return Cost()
+
+
+def _square(q: int, depth: int, shape: Shape) -> Cost:
+    """SUMMA: both operands are broadcast in forward and again in backward, where both gradients are reduced."""
+    m = Fraction(shape.tokens, depth)
+    one = Fraction(q - 1, q * q)
+    over_depth = 2 * Fraction(depth - 1, depth) / (q * q)
+    match shape:
+        case LinearShape(k=k, n=n):
+            return Cost(3 * one * (m * k + k * n), over_depth * k * n)
+        case TableShape(role="embedding", features=h, vocabulary=v):
+            return Cost(2 * one * m * h, over_depth * v * h)
+        case TableShape(features=h, vocabulary=v):
+            swaps = Fraction(2 * h * v, q * q) if q > 1 else Fraction(0)  # off the diagonal; nothing on it
+            return Cost(3 * one * (m * h + h * v) + swaps, over_depth * v * h)
+        case NormShape(features=h, mean=mean):
+            ranks = q * depth
+            vectors = 2 * Fraction(ranks - 1, ranks) * (2 if mean else 1) * Fraction(h, q)
+            return Cost((8 if mean else 4) * one * m, vectors)
+    return Cost()
+
+
+def _cube(d: int, shape: Shape) -> Cost:
+    """Activations and weight are gathered in forward and in backward, where both gradients are reduce-scattered."""
+    m = shape.tokens
+    one = Fraction(d - 1, d**3)
+    match shape:
+        case LinearShape(k=k, n=n):
+            return Cost(one * (3 * m * k + 3 * k * n + 2 * m * n))
+        case TableShape(role="embedding", features=h, vocabulary=v):
+            return Cost(2 * one * (m * h + v * h))
+        case TableShape(features=h, vocabulary=v):
+            return Cost(one * (3 * m * h + 3 * h * v + 2 * m * v))
+        case NormShape(features=h, mean=mean):
+            vectors = 2 * Fraction(d * d - 1, d * d) * (2 if mean else 1) * Fraction(h, d)
+            return Cost((8 if mean else 4) * one * m, vectors)
+    return Cost()

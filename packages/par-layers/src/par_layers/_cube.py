@@ -1,0 +1,85 @@
+"""The product over a cube of ranks, for the mode 3d.
+
+A column product gathers the activations over one axis and the weight over another, multiplies, and reduce-scatters over
+the third. Row products are the same with "input" and "output" in each other's place. Only shards are saved.
+
+Source: Bian et al. 2021 (arXiv:2105.14450), after Agarwal et al. 1995.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._collectives import (
+    finish,
+    finish_all_gather_on,
+    start_all_gather,
+    start_reduce_scatter,
+    start_reduce_scatter_on,
+)
+from ._weight_gradient import Hook, WeightGradient
+
+
+@dataclass(frozen=True)
+class Cube:
+    """The product on a cube of d x d x d ranks.
+
+    Args:
+        gather: The group over which activations come in cut by tokens; "input" for a column.
+        scatter: The group over which they leave cut by tokens; "output" for a column.
+        weight: The group over which the weight is cut a second time.
+        weight_dim: The dim of the weight that is cut a second time: 1 (K), or 0 (N) where a table's own cut is used.
+    """
+
+    gather: dist.ProcessGroup
+    scatter: dist.ProcessGroup
+    weight: dist.ProcessGroup
+    weight_dim: int = 1
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+        """[B/d2, ..., K/d] and [N/d, K/d2] to [B/d2, ..., N/d]."""
+        product: Tensor = _Product.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cube: Cube, hook: Hook | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.cube, ctx.hook = cube, hook
+        gathering_x = start_all_gather(x, cube.gather)  # [B/d, ..., K/d]
+        gathering_weight = start_all_gather(weight, cube.weight)  # [N/d, K/d]
+        whole_weight = finish_all_gather_on(gathering_weight, cube.weight, cube.weight_dim)
+        partial = finish(gathering_x) @ whole_weight.t()  # a sum over `scatter` is still to come
+        return finish(start_reduce_scatter(partial, cube.scatter))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """The gather of x overlaps the input gradient, its reduce-scatter the weight gradient."""
+        x, weight = ctx.saved_tensors
+        cube: Cube = ctx.cube
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        gathering_gradient = start_all_gather(gradient, cube.scatter)  # [B/d, ..., N/d]
+        gathering_weight = start_all_gather(weight, cube.weight) if needs_x else None
+        gathering_x = start_all_gather(x, cube.gather) if needs_weight and ctx.hook is None else None
+        upstream = finish(gathering_gradient)
+        scattering = of_weight = None
+        if gathering_weight is not None:
+            whole_weight = finish_all_gather_on(gathering_weight, cube.weight, cube.weight_dim)
+            scattering = start_reduce_scatter(upstream @ whole_weight, cube.gather)
+        if gathering_x is not None:
+            of_weight = _weight_gradient(gathering_x, upstream, cube)
+        elif needs_weight:
+            ctx.hook(WeightGradient(weight, lambda: _weight_gradient(start_all_gather(x, cube.gather), upstream, cube)))
+        return None if scattering is None else finish(scattering), of_weight, None, None
+
+
+def _weight_gradient(gathering_x: Tensor, upstream: Tensor, cube: Cube) -> Tensor:
+    """[N/d, K/d], a sum over `weight` that each of its ranks gets a part of."""
+    product = upstream.flatten(0, -2).t() @ finish(gathering_x).flatten(0, -2)
+    return finish(start_reduce_scatter_on(product, cube.weight, cube.weight_dim))

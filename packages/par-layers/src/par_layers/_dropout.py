@@ -1,0 +1,72 @@
+"""Dropout whose mask depends on the place in the whole activation, not on the rank.
+
+Every call draws one key from torch's generator, which the ranks of a tensor group seed alike; so one device and any
+mode drop the same elements, and recomputing a checkpointed region, which restores the generator, drops them again.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ._grid import Axes, Grid
+from ._layout import Layout
+
+_BITS = 24  # of the hash that decide; 2**-24 is finer than any probability that matters
+
+
+class Dropout(nn.Module):
+    """Zeroes elements with probability p and scales the rest by 1 / (1 - p), in training.
+
+    Args:
+        p: Probability, 0 <= p < 1.
+        layout: How the activation that it is used on is cut.
+        grid: Where this rank is.
+
+    Raises:
+        ValueError: A probability out of range.
+    """
+
+    def __init__(self, p: float, layout: Layout, grid: Grid) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"p is {p}; a probability of dropping is at least 0 and below 1")
+        self.p = p
+        self._layout, self._grid = layout, grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, ..., features] in the layout to the same."""
+        if not self.training or self.p == 0.0:
+            return x
+        key = int(torch.randint(2**31, ()).item())  # on the CPU generator: no wait for a device
+        keep = hashed(self._places(x), key) >= int(self.p * 2**_BITS)
+        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
+
+    def _places(self, x: Tensor) -> Tensor:
+        """The row-major number of each local element in the whole activation, int64."""
+        axes: list[Axes] = [()] * x.dim()
+        axes[0] = self._layout.batch
+        if x.dim() > 2:
+            axes[1] = self._layout.sequence
+        axes[-1] = axes[-1] + self._layout.features
+        places = torch.zeros((), dtype=torch.int64, device=x.device)
+        for dim, length in enumerate(x.shape):
+            first = self._grid.index(axes[dim]) * length
+            along = torch.arange(first, first + length, device=x.device)
+            places = places.unsqueeze(-1) * (length * self._grid.size(axes[dim])) + along
+        return places
+
+    def extra_repr(self) -> str:
+        """The probability."""
+        return f"p={self.p}"
+
+
+def hashed(places: Tensor, key: int) -> Tensor:
+    """24 random bits for every place, a function of (place, key) alone.
+
+    Two rounds of multiply and xor-shift on 32 bits, kept in int64. Source: the finaliser "lowbias32" of C. Wellons.
+    """
+    mask = 0xFFFFFFFF
+    x = (places ^ (places >> 32) * 0x9E3779B1) + key * 0x85EBCA77 & mask
+    for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
+        x = (x ^ (x >> 16)) * multiplier & mask
+        x = x ^ (x >> shift)
+    return x >> (32 - _BITS)

@@ -1,0 +1,227 @@
+"""Embeddings: from whole ids, or whole images, to the residual layout."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ._collectives import all_gather_to, reduce_from, reduce_scatter_to
+from ._grid import Axes, Grid
+from ._layout import Layout, part
+from ._linear import check_divides
+from ._parameter import Init, Rows, constant, make_parameter, normal, uniform
+from ._product_1d import SEQUENCE
+from ._rules import Rules
+
+
+class Embedding(nn.Module):
+    """A table whose features alone are cut; for small vocabularies.
+
+    Args:
+        vocabulary: Ids are 0 .. vocabulary - 1.
+        features: Of the whole activation.
+        rules: Of the mode.
+        grid: Where this rank is.
+        init: How the table is filled; default: normal(1), as torch.nn.Embedding.
+    """
+
+    def __init__(self, vocabulary: int, features: int, rules: Rules, grid: Grid, init: Init | None = None) -> None:
+        super().__init__()
+        check_divides(features, rules.residual.features, grid, "features")
+        self.vocabulary = vocabulary
+        self._layout, self._grid = rules.residual, grid
+        others = [(features, rules.residual.features)]
+        self.weight = make_parameter(
+            [Rows(length=vocabulary)], others, grid, init or normal(1.0), rules.residual.tokens
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Whole ids [B, S] to the residual layout of [B, S, features]; Raises as `VocabEmbedding`."""
+        check_ids(ids, self.vocabulary)
+        return functional.embedding(cut_tokens(ids, self._layout, self._grid), self.weight)
+
+
+class VocabEmbedding(nn.Module):
+    """A table that is cut over the vocabulary too; a vocabulary that does not divide is padded.
+
+    Each rank looks up the ids of its own rows, the rest gives zeros, and the partial sums are added where they meet.
+
+    Args:
+        vocabulary: Ids are 0 .. vocabulary - 1.
+        features: Of the whole activation.
+        rules: Of the mode.
+        grid: Where this rank is.
+        padding_id: An id whose row is zero and stays so, or None.
+        init: How the table is filled; default: normal(1), as torch.nn.Embedding.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        features: int,
+        rules: Rules,
+        grid: Grid,
+        *,
+        padding_id: int | None = None,
+        init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        check_divides(features, rules.residual.features, grid, "features")
+        if padding_id is not None and not 0 <= padding_id < vocabulary:
+            raise ValueError(f"padding_id is {padding_id}; it must be an id, 0 to {vocabulary - 1}")
+        self.vocabulary, self.features, self.padding_id = vocabulary, features, padding_id
+        self._rules, self._grid = rules, grid
+        axes = rules.vocabulary + rules.vocabulary_gathered
+        rows = Rows(length=vocabulary, axes=axes, padded=padded(vocabulary, grid.size(axes)))
+        inside = rules.vocabulary + rules.vocabulary_gathered
+        sum_over = tuple(axis for axis in rules.residual.batch if axis not in inside)
+        init = init or normal(1.0)
+        fill = init if padding_id is None else _with_zero_row(init, padding_id)
+        self.weight = make_parameter([rows], [(features, rules.residual.features)], grid, fill, sum_over)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Whole ids [B, S] to the residual layout of [B, S, features].
+
+        Raises:
+            ValueError: An id that is not in the vocabulary, or a batch or sequence that does not divide. On an
+                accelerator, where a look would wait for the device, a wrong id is a device-side assertion instead.
+        """
+        check_ids(ids, self.vocabulary)
+        rules, grid = self._rules, self._grid
+        table: Tensor = self.weight
+        if grid.size(rules.vocabulary_gathered) > 1:
+            table = all_gather_to(table, grid.group(rules.vocabulary_gathered), 0)
+        if grid.size(rules.vocabulary) == 1:
+            return functional.embedding(cut_tokens(ids, rules.residual, grid), table, self.padding_id)
+        looked_up = self._look_up(cut_batch(ids, self._batch_before, grid), table)
+        group = grid.group(rules.vocabulary)
+        if rules.vocabulary[-1] in rules.residual.batch:
+            return reduce_scatter_to(looked_up, group, 0)
+        if rules.residual.sequence:
+            return reduce_scatter_to(looked_up, group, SEQUENCE)
+        return reduce_from(looked_up, group)
+
+    @property
+    def _batch_before(self) -> Axes:
+        """The batch axes that cut the ids before the look-up; the last one cuts its result."""
+        batch = self._rules.residual.batch
+        return tuple(axis for axis in batch if axis not in self._rules.vocabulary)
+
+    def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of this rank's part of the table, zeros for ids elsewhere."""
+        local = ids - self._grid.index(self._rules.vocabulary) * table.shape[0]
+        elsewhere = (local < 0) | (local >= table.shape[0])
+        if self.padding_id is not None:
+            elsewhere = elsewhere | (ids == self.padding_id)
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), table)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    def extra_repr(self) -> str:
+        """Vocabulary and features."""
+        return f"{self.vocabulary}, {self.features}"
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned vector for every position.
+
+    Args:
+        length: The longest sequence.
+        features: Of the whole activation.
+        rules: Of the mode.
+        grid: Where this rank is.
+        init: How it is filled; default: normal(0.02).
+    """
+
+    def __init__(self, length: int, features: int, rules: Rules, grid: Grid, init: Init | None = None) -> None:
+        super().__init__()
+        check_divides(features, rules.residual.features, grid, "features")
+        self.length = length
+        self._axes, self._grid = rules.residual.sequence, grid
+        others = [(features, rules.residual.features)]
+        self.weight = make_parameter([Rows(length=length)], others, grid, init or normal(0.02), rules.residual.tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, features] in the residual layout to the same."""
+        here = x.shape[SEQUENCE]
+        whole = here * self._grid.size(self._axes)
+        if whole > self.length:
+            raise ValueError(f"the sequence has {whole} positions, this embedding {self.length}; shorten it")
+        first = self._grid.index(self._axes) * here
+        return x + self.weight[first : first + here]
+
+
+class PatchEmbedding(nn.Module):
+    """Cuts images into patches, projects them, and puts a learned class token in front.
+
+    Args:
+        patch: Side of a patch, in pixels.
+        channels: Of the images.
+        features: Of the whole activation.
+        rules: Of the mode.
+        grid: Where this rank is.
+    """
+
+    def __init__(self, patch: int, channels: int, features: int, rules: Rules, grid: Grid) -> None:
+        super().__init__()
+        layout = rules.residual
+        check_divides(features, layout.features, grid, "features")
+        self.patch = patch
+        self._layout, self._grid = layout, grid
+        pixels = channels * patch * patch
+        rows = [Rows(length=features, axes=layout.features)]
+        bound = 1 / math.sqrt(pixels)
+        self.weight = make_parameter(rows, [(pixels, ())], grid, uniform(bound), layout.tokens)
+        self.bias = make_parameter(rows, [], grid, uniform(bound), layout.tokens)
+        self.class_token = make_parameter(rows, [], grid, constant(0.0), layout.tokens)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Whole images [B, C, H, W] to the residual layout of [B, 1 + patches, features].
+
+        Raises:
+            ValueError: A side that is no multiple of the patch, or tokens that do not divide over the sequence ranks.
+        """
+        images = cut_batch(images, self._layout.batch, self._grid)
+        batch, _, height, width = images.shape
+        if height % self.patch or width % self.patch:
+            raise ValueError(f"images of {height} x {width} do not divide into patches of {self.patch} x {self.patch}")
+        pixels = functional.unfold(images, self.patch, stride=self.patch).transpose(1, 2)  # [B, patches, C * p * p]
+        patches = functional.linear(pixels, self.weight, self.bias)
+        tokens = torch.cat([self.class_token.expand(batch, 1, -1), patches], dim=1)
+        return tokens[:, part(tokens.shape[1], self._layout.sequence, self._grid, "1 + patches")]
+
+
+def cut_tokens(x: Tensor, layout: Layout, grid: Grid) -> Tensor:
+    """This rank's tokens of a whole [B, S, ...] without features: ids or targets."""
+    x = cut_batch(x, layout.batch, grid)
+    if grid.size(layout.sequence) > 1:
+        x = x[:, part(x.shape[SEQUENCE], layout.sequence, grid, "the sequence")]
+    return x
+
+
+def cut_batch(x: Tensor, axes: Axes, grid: Grid) -> Tensor:
+    """This rank's part of the first dim."""
+    return x[part(x.shape[0], axes, grid, "the batch")] if grid.size(axes) > 1 else x
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Raises ValueError on every rank for an id that none has; on an accelerator asserts there, without waiting."""
+    fine = (ids >= 0) & (ids < vocabulary)
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not fine.all():
+            raise ValueError(f"id {ids[~fine][0].item()} is outside the vocabulary: ids are 0 to {vocabulary - 1}")
+    else:
+        torch._assert_async(fine.all(), f"an id is outside the vocabulary of {vocabulary}")
+
+
+def padded(length: int, parts: int) -> int:
+    """The next multiple."""
+    return math.ceil(length / parts) * parts
+
+
+def _with_zero_row(init: Init, row: int) -> Init:
+    def fill(whole: Tensor, generator: torch.Generator) -> None:
+        init(whole, generator)
+        whole[row] = 0.0
+
+    return fill

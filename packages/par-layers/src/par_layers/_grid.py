@@ -1,0 +1,65 @@
+"""This rank's place on the axes of a tensor group, whether there are groups or just one device."""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import torch.distributed as dist
+
+from par_groups import ProcessGroups, Topology
+
+Axes = tuple[str, ...]
+
+
+class Grid:
+    """Sizes, positions and groups over the axes of a tensor mode.
+
+    Args:
+        groups: The live groups; None for one device, where every axis has size 1.
+    """
+
+    def __init__(self, groups: ProcessGroups | None) -> None:
+        self.groups = groups
+        self.copies = lru_cache(maxsize=None)(self._copies)
+
+    @property
+    def topology(self) -> Topology | None:
+        """The topology of the groups."""
+        return None if self.groups is None else self.groups.topology
+
+    def size(self, axes: Axes) -> int:
+        """The number of ranks over these axes; 1 for none."""
+        return 1 if self.groups is None or not axes else self.groups.size(axes)
+
+    def index(self, axes: Axes) -> int:
+        """This rank's position over these axes, counted in the order in which they are given."""
+        position = 0
+        for axis in axes:
+            position = position * self.size((axis,)) + self.rank_on(axis)
+        return position
+
+    def rank_on(self, axis: str) -> int:
+        """This rank's coordinate on one axis."""
+        return 0 if self.groups is None else self.groups.rank(axis)
+
+    def group(self, axes: Axes) -> dist.ProcessGroup:
+        """The live group over these axes; only asked for where there is more than one rank."""
+        if self.groups is None:
+            raise RuntimeError(f"one device has no group over {axes}")
+        return self.groups[axes if len(axes) > 1 else axes[0]]
+
+    def larger(self, axes: Sequence[str]) -> Axes:
+        """Those of the axes that have more than one rank."""
+        return tuple(axis for axis in axes if self.size((axis,)) > 1)
+
+    @cached_property
+    def tensor_axes(self) -> Axes:
+        """The axes of the tensor group, slowest first."""
+        return () if self.topology is None else self.topology.leaves("tensor")
+
+    def _copies(self, cut_by: Axes) -> tuple[int, ...]:
+        """The ranks that hold the same part of a parameter that is cut over these axes, of the same pipeline stage."""
+        if self.groups is None or self.topology is None:
+            return (dist.get_rank() if dist.is_initialized() else 0,)
+        taken = {*cut_by, *self.topology.leaves("pipeline")} if "pipeline" in self.topology.axes else set(cut_by)
+        others = [axis for axis in self.topology.axes if axis not in taken]
+        return self.topology.group(others, self.groups.global_rank)

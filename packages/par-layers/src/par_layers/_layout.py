@@ -1,0 +1,44 @@
+"""Layouts: which axes cut which dims of an activation. Pure.
+
+An activation is [batch, ..., features]; with a sequence it is [batch, sequence, features]. A mode is little more than
+two layouts, the residual one that blocks add to, and the inner one between a column and a row layer, and the product
+that leads from one to the other.
+"""
+
+from dataclasses import dataclass
+
+from ._grid import Axes, Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The axes that cut each dim of an activation, the slowest first.
+
+    Args:
+        batch: Axes over which the first dim is cut.
+        sequence: Axes over which the second dim is cut.
+        features: Axes over which the last dim is cut.
+    """
+
+    batch: Axes = ()
+    sequence: Axes = ()
+    features: Axes = ()
+
+    @property
+    def tokens(self) -> Axes:
+        """Axes along which ranks see different tokens: a parameter used here has partial gradients along them."""
+        return self.batch + self.sequence
+
+
+def part(length: int, axes: Axes, grid: Grid, what: str) -> slice:
+    """This rank's slice of a dim that is cut over `axes`.
+
+    Raises:
+        ValueError: The length does not divide; the message names both.
+    """
+    parts = grid.size(axes)
+    if length % parts:
+        raise ValueError(f"{what} is {length}, which does not divide by {parts} ranks ({' x '.join(axes)}); pad it")
+    each = length // parts
+    start = grid.index(axes) * each
+    return slice(start, start + each)

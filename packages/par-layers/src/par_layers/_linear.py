@@ -1,0 +1,111 @@
+"""Linear layers: a column opens a pair, a row closes it, a Linear stays in the residual layout."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from ._grid import Axes, Grid
+from ._layout import Layout
+from ._parameter import Init, Rows, make_parameter, uniform
+from ._rules import Cut, Product
+from ._weight_gradient import Hook, weight_and_hook
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer whose weight is cut over ranks; `LayerSet` makes it.
+
+    Args:
+        rows: The runs of output features, each cut by itself.
+        in_features: K.
+        bias: Whether there is one.
+        cut: How the weight is cut.
+        out: The layout of the output; the bias is cut as its features are.
+        product: The product over the ranks.
+        grid: Where this rank is.
+        init: How the weight is filled; default: as torch.nn.Linear, uniform in +-1/sqrt(K).
+        then: What happens to the output.
+    """
+
+    weight_grad_hook: Hook | None = None
+    """Set by who wants to compute weight gradients later, such as a pipeline schedule."""
+
+    def __init__(  # noqa: PLR0913 - one call, in _layer_set.py
+        self,
+        rows: Sequence[Rows],
+        in_features: int,
+        bias: bool,
+        *,
+        cut: Cut,
+        out: Layout,
+        product: Product,
+        grid: Grid,
+        init: Init | None = None,
+        then: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = sum(run.length for run in rows)
+        self.local_parts = tuple((run.padded or run.length) // grid.size(run.axes) for run in rows)
+        self._product, self._then = product, then
+        bound = 1 / math.sqrt(in_features)
+        check_divides(in_features, cut.columns, grid, "in_features")
+        self.weight = make_parameter(rows, [(in_features, cut.columns)], grid, init or uniform(bound), cut.sum_over)
+        self.bias = make_parameter(rows, [], grid, uniform(bound), out.tokens) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., k] to [..., n], both local."""
+        weight, hook = weight_and_hook(self)
+        y = self._product(x, weight, self.bias, hook)
+        return y if self._then is None else self._then(y)
+
+    def parts(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Cuts an output into the local parts of its blocks, such as q, k and v."""
+        parts: tuple[Tensor, ...] = y.split(self.local_parts, dim=-1)
+        return parts
+
+    def extra_repr(self) -> str:
+        """In features, out features and whether there is a bias."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def block_rows(out_features: int, blocks: int | Sequence[int], unit: int, axes: Axes, grid: Grid) -> list[Rows]:
+    """The runs of a column layer's output features, each cut over `axes` in whole units.
+
+    A block with fewer units than ranks is cut over the leading axes alone, and copied over the rest: fewer key and
+    value heads than ranks. Its gradient is then partial over the rest.
+
+    Raises:
+        ValueError: Sizes that do not add up, or do not divide.
+    """
+    if isinstance(blocks, int):
+        if out_features % blocks:
+            raise ValueError(f"out_features is {out_features}, which does not divide into {blocks} blocks")
+        blocks = [out_features // blocks] * blocks
+    if sum(blocks) != out_features:
+        raise ValueError(f"blocks {list(blocks)} add up to {sum(blocks)}, but out_features is {out_features}")
+    return [_rows_of_block(length, unit, axes, grid) for length in blocks]
+
+
+def _rows_of_block(length: int, unit: int, axes: Axes, grid: Grid) -> Rows:
+    if length % unit:
+        raise ValueError(f"a block of {length} features does not divide into units of {unit}")
+    units = length // unit
+    for leading in range(len(axes), 0, -1):
+        if units % grid.size(axes[:leading]) == 0:
+            return Rows(length=length, axes=axes[:leading], sum_over=axes[leading:])
+    ranks = grid.size(axes)
+    if not axes or ranks == 1:
+        return Rows(length=length)
+    raise ValueError(
+        f"{units} units of {unit} features do not divide by {ranks} ranks ({' x '.join(axes)}); for fewer key and "
+        f"value heads than ranks, say so in the config: tensor=dict(size={ranks}, mode='1d', kv_heads={units})"
+    )
+
+
+def check_divides(length: int, axes: Axes, grid: Grid, what: str) -> None:
+    """Raises ValueError, naming size and divisor, unless a dim can be cut evenly over `axes`."""
+    ranks = grid.size(axes)
+    if length % ranks:
+        near = math.ceil(length / ranks) * ranks
+        raise ValueError(f"{what} is {length}, which does not divide by {ranks} ranks ({' x '.join(axes)}); use {near}")

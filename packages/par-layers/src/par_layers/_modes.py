@@ -1,0 +1,131 @@
+"""The modes we ship: what makes 1d, 2d, 2.5d and 3d differ, and nothing else."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from par_groups import ProcessGroups, Registry
+
+from ._collectives import all_to_all, exchange, gather_from
+from ._cube import Cube
+from ._grid import Axes, Grid
+from ._layout import Layout
+from ._product_1d import SEQUENCE, Column1D, Row1D
+from ._rules import Cut, Rules
+from ._summa import Summa
+
+RulesFunction = Callable[..., Rules]
+
+LAYER_SETS: Registry[RulesFunction] = Registry("layer set", "par_layers.layer_sets")
+
+
+def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
+    """Registers the layers of a parallel mode, as a decorator on a function from a grid (and options) to `Rules`.
+
+    Another wheel can provide them by an entry point in the group `par_layers.layer_sets`.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def register(function: RulesFunction) -> RulesFunction:
+        LAYER_SETS.register(name, function)
+        return function
+
+    return register
+
+
+def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> Rules:
+    """The rules of a mode; one device has none. Options are those of the topology's config, and further ones."""
+    if mode is None or grid.groups is None:
+        return Rules()
+    function = LAYER_SETS[mode]
+    taken = inspect.signature(function)
+    try:
+        taken.bind(grid, **options)
+    except TypeError as error:
+        raise ValueError(f"mode {mode!r} does not take the options {options}: {error}; it takes {taken}") from None
+    return function(grid, **options) if grid.size(grid.tensor_axes) > 1 else Rules()
+
+
+@register_layer_set("1d")
+def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None = None) -> Rules:  # noqa: ARG001
+    axes = grid.tensor_axes
+    group = grid.group(axes)
+    sequence = axes if sequence_parallel else ()
+    column = Column1D(group, sequence_parallel)
+    return Rules(
+        residual=Layout(sequence=sequence),
+        inner=Layout(features=axes),
+        column=Cut(rows=axes),
+        row=Cut(columns=axes),
+        column_product=column,
+        row_product=Row1D(group, sequence_parallel),
+        to_residual=(lambda y: all_to_all(y, group, SEQUENCE, -1)) if sequence_parallel else _gathering(group),
+        vocabulary=axes,
+        tied_product=column,
+    )
+
+
+@register_layer_set("2d")
+def _two_d(grid: Grid) -> Rules:
+    return _square(grid, ())
+
+
+@register_layer_set("2.5d")
+def _two_and_a_half_d(grid: Grid, *, depth: int | None = None) -> Rules:  # noqa: ARG001 - the topology knows it
+    return _square(grid, ("depth",))
+
+
+def _square(grid: Grid, depth: Axes) -> Rules:
+    """Squares of rows and columns, `depth` of them side by side on different tokens."""
+    layout = Layout(batch=(*depth, "row"), features=("col",))
+    product = _summa(grid)
+    cut = Cut(rows=("col",), columns=("row",), sum_over=depth)
+    q = grid.size(("col",))
+    transposed = (grid.index(depth) * q + grid.rank_on("col")) * q + grid.rank_on("row")
+    return Rules(
+        residual=layout,
+        inner=layout,
+        column=cut,
+        row=cut,
+        column_product=product,
+        row_product=product,
+        vocabulary=("row",),
+        tied=lambda table: exchange(table, grid.group(grid.tensor_axes), transposed),
+        tied_product=product,
+    )
+
+
+def _summa(grid: Grid) -> Summa:
+    return Summa(along_row=grid.group(("col",)), along_col=grid.group(("row",)))
+
+
+@register_layer_set("3d")
+def _three_d(grid: Grid) -> Rules:
+    incoming, outgoing, weight = (grid.group((axis,)) for axis in ("input", "output", "weight"))
+    d = grid.size(("weight",))
+    o, i, w = (grid.rank_on(axis) for axis in ("output", "input", "weight"))
+    cube = grid.group(("output", "input", "weight"))
+    return Rules(
+        residual=Layout(batch=("weight", "input"), features=("output",)),
+        inner=Layout(batch=("weight", "output"), features=("input",)),
+        column=Cut(rows=("input",), columns=("output", "weight")),
+        row=Cut(rows=("output",), columns=("input", "weight")),
+        column_product=Cube(gather=incoming, scatter=outgoing, weight=weight),
+        row_product=Cube(gather=outgoing, scatter=incoming, weight=weight),
+        to_residual=lambda y: exchange(y, cube, (i * d + o) * d + w),
+        vocabulary=("input",),
+        vocabulary_gathered=("weight",),
+        tied_product=Cube(gather=incoming, scatter=outgoing, weight=weight, weight_dim=0),
+    )
+
+
+def _gathering(group: Any) -> Callable[[Any], Any]:
+    return lambda y: gather_from(y, group, -1)
+
+
+def tensor_mode(groups: ProcessGroups) -> tuple[str | None, dict[str, Any]]:
+    """The tensor mode that a topology was made with, and its options."""
+    mode, options = groups.topology.modes.get("tensor", (None, {}))
+    return mode, dict(options)

@@ -1,0 +1,88 @@
+"""LayerNorm and RMSNorm over features that may be cut."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ._collectives import finish, start_all_reduce
+from ._grid import Grid
+from ._layout import Layout
+from ._linear import check_divides
+from ._parameter import Rows, constant, make_parameter
+
+
+class ParallelNorm(nn.Module):
+    """Normalises over features; with a mean it is LayerNorm, without RMSNorm. `LayerSet` makes it.
+
+    Args:
+        features: Of the whole activation.
+        layout: Where it is used: weights are cut as its features are.
+        grid: Where this rank is.
+        mean: Whether the mean is taken off, and there is a bias.
+        eps: Added to the variance.
+    """
+
+    def __init__(self, features: int, layout: Layout, grid: Grid, *, mean: bool, eps: float) -> None:
+        super().__init__()
+        check_divides(features, layout.features, grid, "features")
+        rows = [Rows(length=features, axes=layout.features)]
+        self.features, self.eps = features, eps
+        self.weight = make_parameter(rows, [], grid, constant(1.0), layout.tokens)
+        self.bias = make_parameter(rows, [], grid, constant(0.0), layout.tokens) if mean else None
+        self._mean = mean
+        self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., features, perhaps cut] to the same."""
+        if self._group is None:
+            if self._mean:
+                return functional.layer_norm(x, (self.features,), self.weight, self.bias, self.eps)
+            return functional.rms_norm(x, (self.features,), self.weight, self.eps)
+        normal: Tensor = _Normalise.apply(x, self._group, self.features, self.eps, self._mean)  # type: ignore[no-untyped-call]
+        scaled = normal * self.weight
+        return scaled if self.bias is None else scaled + self.bias
+
+    def extra_repr(self) -> str:
+        """Features, eps, and which of the two it is."""
+        return f"{self.features}, eps={self.eps}, mean={self._mean}"
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) over features cut over a group.
+
+    The sums take one all-reduce of a number a token each, the mean before the variance: the sum of squares of numbers
+    far from zero would lose digits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, features: int, eps: float, mean: bool) -> Tensor:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        if mean:
+            wide = wide - _sum(wide, group) / features
+        scale = torch.rsqrt(_sum(wide.square(), group) / features + eps)
+        normal = (wide * scale).to(x.dtype)
+        ctx.save_for_backward(normal, scale)
+        ctx.group, ctx.features, ctx.mean = group, features, mean
+        return normal
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Dx = scale * (g - normal * mean(g * normal) - mean(g)); both means in one all-reduce."""
+        normal, scale = ctx.saved_tensors
+        g = gradient.to(scale.dtype)
+        along = [(g * normal).sum(-1)] + ([g.sum(-1)] if ctx.mean else [])
+        means = finish(start_all_reduce(torch.stack(along), ctx.group)) / ctx.features
+        result = g - normal * means[0].unsqueeze(-1)
+        if ctx.mean:
+            result = result - means[1].unsqueeze(-1)
+        return (result * scale).to(gradient.dtype), None, None, None, None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Over the last dim of all ranks, kept as a dim of 1."""
+    return finish(start_all_reduce(x.sum(-1, keepdim=True), group))

@@ -1,0 +1,36 @@
+"""Sums of gradients that are still partial: parameters that are copied over ranks which see different tokens."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from par_groups import ProcessGroups, gradients
+
+
+class PartialGradients:
+    """A gradient handler: one all-reduce a step for each set of axes that some box is partial over.
+
+    Norms and biases under sequence parallelism and in 2D to 3D, weights over the depth of 2.5D, copied key and value
+    heads. Call `handle_gradient` once, after the last backward of a step: sums over different axes commute, so
+    data-parallel reduction may come before or after.
+
+    Args:
+        source: The model, or the optimizer where gradients live in flat shards.
+        groups: The groups that the model's layers were made with.
+    """
+
+    def __init__(self, source: nn.Module | torch.optim.Optimizer, groups: ProcessGroups) -> None:
+        self._source = source
+        self._groups = groups
+
+    def handle_gradient(self) -> None:
+        """Sums, in place. Every rank of the tensor group must call it."""
+        partial: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+        for _, box, view in gradients(self._source):
+            if box.sum_over:
+                partial.setdefault((box.sum_over, view.dtype), []).append(view)
+        for (axes, _), views in partial.items():
+            flat = torch.cat([view.reshape(-1) for view in views])
+            dist.all_reduce(flat, group=self._groups[axes if len(axes) > 1 else axes[0]])  # sum over `axes`
+            for view, summed in zip(views, flat.split([view.numel() for view in views]), strict=True):
+                view.copy_(summed.view_as(view))

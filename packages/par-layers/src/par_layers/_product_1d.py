@@ -1,0 +1,163 @@
+"""Linear products over one axis: Megatron's column and row, with and without sequence parallelism.
+
+Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism: Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ._collectives import (
+    all_gather_on,
+    finish,
+    finish_all_gather_on,
+    reduce_from,
+    reduce_scatter_to,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter_on,
+)
+from ._weight_gradient import Hook, WeightGradient
+
+SEQUENCE = 1
+"""The dim of an activation that sequence parallelism cuts."""
+
+
+def local_product(x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+    """What torch.nn.Linear does, on one device or inside a cut region."""
+    if hook is None:
+        return functional.linear(x, weight, bias)
+    product: Tensor = _Local.apply(x, weight, bias, hook)  # type: ignore[no-untyped-call]
+    return product
+
+
+@dataclass(frozen=True)
+class Column1D:
+    """x, whole or cut along the sequence, times the columns of this rank: features come out cut.
+
+    Args:
+        group: The tensor group.
+        sequence: Whether activations outside are cut along the sequence.
+    """
+
+    group: dist.ProcessGroup
+    sequence: bool
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+        """[..., K] or [B, S/p, K] and [N/p, K] to [..., N/p] or [B, S, N/p]."""
+        function = _SequenceColumn if self.sequence else _Column
+        product: Tensor = function.apply(x, weight, bias, self.group, hook)  # type: ignore[no-untyped-call]
+        return product
+
+
+@dataclass(frozen=True)
+class Row1D:
+    """x with cut features times the rows of this rank: sums of partial products, whole or cut along the sequence.
+
+    Args:
+        group: The tensor group.
+        sequence: Whether activations outside are cut along the sequence.
+    """
+
+    group: dist.ProcessGroup
+    sequence: bool
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+        """[..., K/p] and [N, K/p] to [..., N] or [B, S/p, N]; the bias is added once, after the sum."""
+        partial = local_product(x, weight, None, hook)
+        summed = reduce_scatter_to(partial, self.group, SEQUENCE) if self.sequence else self._reduced(partial)
+        return summed if bias is None else summed.add_(bias)  # nobody else has seen the sum
+
+    def _reduced(self, partial: Tensor) -> Tensor:
+        """All-reduce; backward: identity, which is what autograd does with an output that is overwritten unseen."""
+        if torch.compiler.is_compiling():
+            return reduce_from(partial, self.group)
+        start_all_reduce_(partial.detach(), self.group)()
+        return partial
+
+
+class _Column(torch.autograd.Function):
+    """Backward: the all-reduce of the input gradient is in flight while the weight gradient is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: Hook | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.hook = group, hook
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        summed = start_all_reduce_(rows.mm(weight), ctx.group) if needs_x else None
+        of_weight = weight_gradient(rows, x, weight, ctx.hook) if needs_weight else None
+        of_bias = rows.sum(0) if needs_bias else None
+        return None if summed is None else summed().view(x.shape), of_weight, of_bias, None, None
+
+
+class _SequenceColumn(torch.autograd.Function):
+    """Only the cut input is saved; backward gathers it again, while the input gradient is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: Hook | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.hook = group, hook
+        return functional.linear(all_gather_on(x, group, SEQUENCE), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathering = start_all_gather(x, ctx.group) if needs_weight else None
+        scattering = start_reduce_scatter_on(gradient @ weight, ctx.group, SEQUENCE) if needs_x else None
+        of_weight = None
+        if gathering is not None:
+            whole = finish_all_gather_on(gathering, ctx.group, SEQUENCE)
+            of_weight = weight_gradient(gradient, whole, weight, ctx.hook)
+        of_bias = bias_gradient(gradient) if needs_bias else None
+        return None if scattering is None else finish(scattering), of_weight, of_bias, None, None
+
+
+class _Local(torch.autograd.Function):
+    """The plain product, whose weight gradient is left to a hook."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.hook = hook
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_x = gradient @ weight if needs_x else None
+        of_weight = weight_gradient(gradient, x, weight, ctx.hook) if needs_weight else None
+        return of_x, of_weight, bias_gradient(gradient) if needs_bias else None, None
+
+
+def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: Hook | None) -> Tensor | None:
+    """[..., N] and [..., K] to [N, K], now, or by the hook later."""
+    left, right = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    if hook is None:
+        return left.t().mm(right)
+    hook(WeightGradient(weight, lambda: left.t().mm(right), (left, right)))
+    return None
+
+
+def bias_gradient(gradient: Tensor) -> Tensor:
+    """[..., N] to [N]."""
+    return gradient.reshape(-1, gradient.shape[-1]).sum(0)

@@ -1,0 +1,154 @@
+"""The product over a square of ranks: SUMMA, for the modes 2d and 2.5d.
+
+Rank (row i, col j) holds block X[i, j] of the activations (tokens by row, features by col) and block W[j, i] of the
+weight [N, K] (N by col, K by row). Every block of K is broadcast in turn, while the one before is multiplied.
+
+Source: van de Geijn and Watts 1997 (SUMMA); Xu et al. 2021 (arXiv:2104.05343); Wang et al. 2021 (arXiv:2105.14500).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._weight_gradient import Hook, WeightGradient
+
+
+@dataclass(frozen=True)
+class Summa:
+    """The product on a square of q x q ranks.
+
+    Args:
+        along_row: The group over "col": the ranks of this row, which share tokens.
+        along_col: The group over "row": the ranks of this column, which share the output features.
+    """
+
+    along_row: dist.ProcessGroup
+    along_col: dist.ProcessGroup
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+        """[B/q, ..., K/q] and [N/q, K/q] to [B/q, ..., N/q]."""
+        product: Tensor = _Product.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + bias
+
+    @property
+    def q(self) -> int:
+        """Ranks on a side of the square."""
+        return self.along_row.size()
+
+    def blocks(self, x: Tensor, weight: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Block k of K, of both operands, for every k; the next one's broadcasts are in flight during this one's use.
+
+        Yields:
+            k, X[i, k] of this row (broadcast over "col" from col k), W[j, k] of this column (over "row" from row k).
+        """
+        started = self._start(0, x, weight)
+        for k in range(self.q):
+            blocks, works = started
+            if k + 1 < self.q:
+                started = self._start(k + 1, x, weight)
+            for work in works:
+                work.wait()
+            yield k, *blocks
+
+    def _start(self, k: int, x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, Tensor], list[dist.Work]]:
+        x_block, x_work = _start_broadcast(x, k, self.along_row)
+        w_block, w_work = _start_broadcast(weight, k, self.along_col)
+        return (x_block, w_block), [x_work, w_work]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, square: Summa, hook: Hook | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.square, ctx.hook = square, hook
+        tokens = x.flatten(0, -2)
+        product = x.new_zeros(tokens.shape[0], weight.shape[0])
+        for _, x_block, w_block in square.blocks(tokens, weight):
+            product.addmm_(x_block, w_block.t())
+        shaped: Tensor = product.unflatten(0, x.shape[:-1])
+        return shaped
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        tokens, upstream, square = x.flatten(0, -2), gradient.flatten(0, -2), ctx.square
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        of_x = of_weight = None
+        if needs_x and needs_weight and ctx.hook is None:
+            of_x, of_weight = _both_gradients(tokens, weight, upstream, square)
+        elif needs_x:
+            of_x = _input_gradient(weight, upstream, square)
+        elif needs_weight and ctx.hook is None:
+            of_weight = _weight_gradient(tokens, upstream, square)
+        if needs_weight and ctx.hook is not None:
+            ctx.hook(WeightGradient(weight, lambda: _weight_gradient(tokens, upstream, square)))
+        return None if of_x is None else of_x.unflatten(0, x.shape[:-1]), of_weight, None, None
+
+
+def _both_gradients(x: Tensor, weight: Tensor, gradient: Tensor, square: Summa) -> tuple[Tensor, Tensor]:
+    """dX[i, k] is the sum over "col" of dY[i, j] W[j, k]; dW[j, k] the sum over "row" of dY[i, j].T X[i, k]."""
+    of_x, of_weight = _Reduction(square.along_row), _Reduction(square.along_col)
+    for k, x_block, w_block in square.blocks(x, weight):
+        of_x.start(gradient @ w_block, k)
+        of_weight.start(gradient.t() @ x_block, k)
+    return of_x.finish(), of_weight.finish()
+
+
+def _input_gradient(weight: Tensor, gradient: Tensor, square: Summa) -> Tensor:
+    of_x = _Reduction(square.along_row)
+    for k in range(square.q):
+        w_block, work = _start_broadcast(weight, k, square.along_col)
+        work.wait()
+        of_x.start(gradient @ w_block, k)
+    return of_x.finish()
+
+
+def _weight_gradient(x: Tensor, gradient: Tensor, square: Summa) -> Tensor:
+    of_weight = _Reduction(square.along_col)
+    for k in range(square.q):
+        x_block, work = _start_broadcast(x, k, square.along_row)
+        work.wait()
+        of_weight.start(gradient.t() @ x_block, k)
+    return of_weight.finish()
+
+
+class _Reduction:
+    """Partial sums for every member of a group; each keeps the sum that is its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._works: list[dist.Work] = []
+        self._mine: Tensor | None = None
+
+    def start(self, partial: Tensor, member: int) -> None:
+        """Starts the reduce to the group's rank `member`."""
+        root = dist.get_global_rank(self._group, member)
+        work = dist.reduce(partial, root, group=self._group, async_op=True)  # sum, at the root alone
+        if work is not None:
+            self._works.append(work)
+        if member == dist.get_rank(self._group):
+            self._mine = partial
+
+    def finish(self) -> Tensor:
+        """Waits for all, and returns this rank's sum."""
+        for work in self._works:
+            work.wait()
+        if self._mine is None:
+            raise RuntimeError("no sum was started for this rank")
+        return self._mine
+
+
+def _start_broadcast(x: Tensor, member: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Broadcast over `group` from its rank `member`."""
+    own = member == dist.get_rank(group)
+    block = x.contiguous() if own else torch.empty_like(x, memory_format=torch.contiguous_format)
+    work = dist.broadcast(block, dist.get_global_rank(group, member), group=group, async_op=True)
+    if work is None:
+        raise RuntimeError("an asynchronous broadcast gave no handle")
+    return block, work

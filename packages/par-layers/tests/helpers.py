@@ -1,0 +1,112 @@
+"""What the tests share: every mode that a world can run, and the comparison of a layer with the same on one device."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from par_groups import ProcessGroups, Topology, sharding_of
+from par_layers import LayerSet, PartialGradients, initialize, layer_set
+from par_testing import assert_equal_to_one_device
+
+MODES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"mode": "1d"},
+        {"mode": "1d", "sequence_parallel": True},
+        {"mode": "2d"},
+        {"mode": "2.5d", "depth": 1},
+        {"mode": "3d"},
+    ],
+    2: [{"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}],
+    4: [
+        {"mode": "1d"},
+        {"mode": "1d", "sequence_parallel": True},
+        {"mode": "2d"},
+        {"mode": "2.5d", "depth": 1},
+        {"mode": "2.5d", "depth": 4},
+    ],
+    8: [{"mode": "2.5d", "depth": 2}, {"mode": "3d"}],
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One mode, live: its config, its layers and its groups."""
+
+    tensor: dict[str, Any]
+    layers: LayerSet
+    groups: ProcessGroups
+
+    @property
+    def by_sequence(self) -> bool:
+        return bool(self.tensor.get("sequence_parallel", False))
+
+
+def modes(configs: list[dict[str, Any]] | None = None) -> Iterator[Mode]:
+    """Every mode of this world, one after another: those of `configs`, or all that its size allows."""
+    world = dist.get_world_size()
+    for tensor in configs or MODES[world]:
+        with ProcessGroups(Topology.from_config({"tensor": {"size": world, **tensor}}, world)) as groups:
+            yield Mode(tensor, layer_set("auto", groups), groups)
+
+
+def numbers(*shape: int, seed: int = 5, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers, the same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def integers(limit: int, *shape: int, seed: int = 6) -> Tensor:
+    """Whole numbers below `limit`, the same on every rank."""
+    return torch.randint(limit, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(module: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
+    """The module, its parameters drawn."""
+    initialize(module, seed=3, dtype=dtype)
+    return module
+
+
+def assert_layer_equals_one_device(
+    mode: Mode, make: Callable[[LayerSet], nn.Module], x: Tensor, *, inner: bool = False, exact: float = 1e-10
+) -> None:
+    """The output, and the gradients of the input and of every parameter.
+
+    Args:
+        mode: The mode.
+        make: Makes the layer from a layer set.
+        x: A whole activation.
+        inner: Whether the output is in the inner layout.
+        exact: The tolerance, absolute and relative: sums are in another order.
+    """
+    whole, parallel = filled(make(layer_set(None)), x.dtype), filled(make(mode.layers), x.dtype)
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, y = whole(other), mode.layers.gather(parallel(mode.layers.split(mine)), inner=inner)
+    _assert_close(y, expected, f"{mode.tensor}: the output", exact)
+    upstream = numbers(*expected.shape, seed=7, dtype=x.dtype)
+    expected.backward(upstream)
+    y.backward(upstream)
+    PartialGradients(parallel, mode.groups).handle_gradient()
+    _assert_close(mine.grad, other.grad, f"{mode.tensor}: the input's gradient", exact)
+    reason = f"{mode.tensor}: sums in another order"
+    assert_equal_to_one_device(parallel, whole, gradients=True, rtol=exact, atol=exact, reason=reason)
+
+
+def _assert_close(here: Tensor | None, there: Tensor | None, what: str, exact: float) -> None:
+    torch.testing.assert_close(here, there, rtol=exact, atol=exact, msg=lambda message: f"{what}: {message}")
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter put together from the shards of the world: each element from the one rank that owns it."""
+    ranks = range(dist.get_world_size())
+    state = {}
+    for name, parameter in model.named_parameters():
+        sharding = sharding_of(parameter)
+        state[name] = torch.zeros(sharding.shape, dtype=parameter.dtype)
+        for box in sharding.boxes:
+            if box.owns(dist.get_rank(), ranks):
+                state[name][box.slices] = box.of(parameter.detach())
+        dist.all_reduce(state[name])  # over the world
+    return state

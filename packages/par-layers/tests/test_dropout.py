@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from par_layers import layer_set
+
+from .helpers import MODES, filled, modes, numbers
+
+
+@pytest.mark.ranks([1, 2, 4, 8])
+def test_the_mask_is_that_of_one_device():
+    for mode in modes():
+        for shape in ((8, 4, 16), (8, 4, 3, 16), *([] if mode.by_sequence else [(8, 16)])):
+            x = numbers(*shape)
+            torch.manual_seed(1)
+            expected = layer_set(None).Dropout(0.3)(x)
+            torch.manual_seed(1)
+            assert torch.equal(mode.layers.gather(mode.layers.Dropout(0.3)(mode.layers.split(x))), expected)
+            assert 0 < (expected == 0).sum() < expected.numel()
+
+
+@pytest.mark.ranks([4, 8])
+def test_the_mask_in_the_inner_layout():
+    for mode in modes():
+        torch.manual_seed(1)
+        expected = layer_set(None).Dropout(0.3)(torch.ones(8, 4, 24, dtype=torch.float64))
+        column = filled(mode.layers.ColumnLinear(16, 24, init=lambda whole, _: whole.zero_()))
+        torch.manual_seed(1)
+        ones = torch.ones_like(column(mode.layers.split(numbers(8, 4, 16))))
+        assert torch.equal(mode.layers.gather(mode.layers.Dropout(0.3, inner=True)(ones), inner=True), expected)
+
+
+@pytest.mark.ranks(4)
+def test_recomputing_a_checkpointed_region_drops_the_same():
+    for mode in modes(MODES[4][1:3]):
+        dropout, x = mode.layers.Dropout(0.5), mode.layers.split(numbers(8, 4, 16)).requires_grad_()
+        y = checkpoint(lambda x, drop=dropout: drop(drop(x).sin()), x, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(gradient == 0, y == 0)
+
+
+def test_every_call_draws_a_mask_of_its_own():
+    dropout, x = layer_set(None).Dropout(0.5), torch.ones(64, 64)
+    torch.manual_seed(1)
+    first, second = dropout(x), dropout(x)
+    torch.manual_seed(1)
+    assert torch.equal(dropout(x), first)
+    # Two independent masks agree in half of 4096 places, give or take 4 sigma.
+    agree = ((first == 0) == (second == 0)).float().mean()
+    assert abs(agree - 0.5) < 4 * 0.5 / math.sqrt(4096)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
+def test_the_mean_stays(p):
+    torch.manual_seed(2)
+    dropout, n = layer_set(None).Dropout(p), 400 * 1000
+    sigma = math.sqrt(p * (1 - p) / n)  # of the share that is kept
+    for _ in range(3):
+        kept = dropout(torch.ones(400, 1000))
+        assert abs((kept != 0).double().mean() - (1 - p)) < 4 * sigma
+        assert torch.equal(kept[kept != 0].unique(), torch.tensor([1 / (1 - p)]))
+        rows = (kept != 0).double().mean(1)  # no row or column is special: the variance is that of coins
+        assert 0.7 < rows.var() / (p * (1 - p) / 1000) < 1.3  # 400 rows: 4 sigma are 0.28
+        columns = (kept != 0).double().mean(0)
+        assert 0.8 < columns.var() / (p * (1 - p) / 400) < 1.2  # 1000 columns: 4 sigma are 0.18
+
+
+def test_evaluation_and_p_of_0_change_nothing_and_draw_nothing():
+    x = numbers(4, 4)
+    before = torch.get_rng_state()
+    assert layer_set(None).Dropout(0.5).eval()(x) is x
+    assert layer_set(None).Dropout(0.0)(x) is x
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_dtype_stays_and_gradients_are_masked():
+    x = torch.ones(100, dtype=torch.bfloat16, requires_grad=True)
+    y = layer_set(None).Dropout(0.5)(x.unsqueeze(0))
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(x.grad, y[0])
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 2.0])
+def test_p_out_of_range(p):
+    with pytest.raises(ValueError, match=f"p is {p}"):
+        layer_set(None).Dropout(p)

@@ -1,0 +1,122 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_groups import ProcessGroups, Split, Topology, register_mode
+from par_layers import Cut, Layout, Rules, layer_set, register_layer_set
+from par_layers._product_1d import Column1D, Row1D
+
+from .helpers import assert_layer_equals_one_device, integers, modes, numbers
+
+
+def groups_of(**parallel):
+    return ProcessGroups(Topology.from_config(parallel, dist.get_world_size()))
+
+
+# Which mode
+
+
+def test_no_groups_are_one_device():
+    assert layer_set().mode is None
+    assert layer_set(None).rules == Rules()
+
+
+def test_a_mode_needs_groups():
+    with pytest.raises(ValueError, match=r"mode '2d' needs live groups: layer_set\('2d', groups\)"):
+        layer_set("2d")
+
+
+@pytest.mark.ranks(4)
+def test_auto_takes_the_mode_and_the_options_of_the_topology():
+    with groups_of(tensor={"size": 4, "mode": "1d", "sequence_parallel": True}) as groups:
+        layers = layer_set("auto", groups)
+        assert layers.mode == "1d"
+        assert layers.rules.residual == Layout(sequence=("tensor",))
+        assert layer_set("auto", groups, sequence_parallel=False).rules.residual == Layout()
+        assert layer_set("1d", groups).rules.residual == Layout()
+    with groups_of() as groups:
+        assert layer_set("auto", groups).mode is None
+
+
+@pytest.mark.ranks([1, 4])
+def test_a_wrong_mode_or_option_is_named():
+    world = dist.get_world_size()
+    with groups_of(tensor={"size": world, "mode": "2d"}) as groups:
+        with pytest.raises(ValueError, match="no layer set is called '4d'"):
+            layer_set("4d", groups)
+        with pytest.raises(ValueError, match=r"mode '2d' does not take .* argument 'sequence_parallel'"):
+            layer_set("2d", groups, sequence_parallel=True)
+        if world > 1:
+            with pytest.raises(ValueError, match=r"'output'|'input'|'weight'"):
+                layer_set("3d", groups)
+
+
+@register_mode("pairs")
+def pairs(size: int) -> Split:
+    return Split(axes=(("pair", size),))
+
+
+@register_layer_set("pairs")
+def pair_layers(grid):
+    """What 1d does, over an axis of another name."""
+    group = grid.group(("pair",))
+    return Rules(
+        inner=Layout(features=("pair",)),
+        column=Cut(rows=("pair",)),
+        row=Cut(columns=("pair",)),
+        column_product=Column1D(group, sequence=False),
+        row_product=Row1D(group, sequence=False),
+        vocabulary=("pair",),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_mode_of_our_own():
+    for mode in modes([{"mode": "pairs"}]):
+        pair = lambda layers: torch.nn.Sequential(layers.ColumnLinear(16, 32), layers.RowLinear(32, 16))  # noqa: E731
+        assert_layer_equals_one_device(mode, pair, numbers(4, 3, 16))
+    with pytest.raises(ValueError, match="registered twice"):
+        register_layer_set("pairs")(lambda grid: Rules())
+
+
+# What it does between layers
+
+
+@pytest.mark.ranks([4, 8])
+def test_split_and_gather_are_each_others_way_back():
+    for mode in modes():
+        for shape in ((8, 4, 16), (8, 4, 3, 16), *([] if mode.by_sequence else [(8, 16)])):
+            x = numbers(*shape).requires_grad_()
+            local, layout = mode.layers.split(x), mode.layers.rules.residual
+            assert local.numel() * mode.layers.grid.size(layout.tokens + layout.features) == x.numel()
+            whole = mode.layers.gather(local)
+            assert torch.equal(whole, x)
+            upstream = numbers(*shape, seed=7)
+            whole.backward(upstream)
+            assert torch.equal(x.grad, upstream)
+
+
+@pytest.mark.ranks([4, 8])
+def test_split_cuts_ids_as_embeddings_do():
+    for mode in modes():
+        ids = integers(9, 8, 4)
+        expected = mode.layers.split(ids.unsqueeze(-1).expand(8, 4, 16).double())[..., 0]
+        assert torch.equal(mode.layers.split(ids).double(), expected)
+
+
+@pytest.mark.ranks([4, 8])
+def test_the_first_token_is_there_on_every_rank_of_its_batch():
+    for mode in modes():
+        x = numbers(8, 4, 16).requires_grad_()
+        token = mode.layers.first_token(mode.layers.split(x))
+        layout = Layout(batch=mode.layers.rules.residual.batch, features=mode.layers.rules.residual.features)
+        whole = token
+        for axes, dim in reversed(mode.layers._cuts(layout, 2)):
+            parts = [torch.empty_like(whole) for _ in range(mode.groups.size(axes))]
+            dist.all_gather(parts, whole.detach().contiguous(), mode.layers.grid.group(axes))
+            whole = torch.cat(parts, dim)
+        assert torch.equal(whole, x[:, 0])
+        token.sum().backward()
+        expected = torch.zeros_like(x)
+        expected[:, 0] = 1
+        assert torch.equal(x.grad, expected)

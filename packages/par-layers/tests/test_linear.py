@@ -1,0 +1,226 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from par_groups import sharding_of
+from par_layers import PartialGradients, layer_set
+
+from .helpers import assert_layer_equals_one_device, filled, integers, modes, numbers
+
+SIZES = [1, 2, 4, 8]
+
+
+def stack(layers):
+    """Linear after linear stays in the residual layout."""
+    return nn.Sequential(layers.Linear(16, 32), layers.LayerNorm(32), layers.Linear(32, 16))
+
+
+class MLP(nn.Module):
+    def __init__(self, layers, width, bias=True):
+        super().__init__()
+        self.expand = layers.ColumnLinear(width, 4 * width, bias)
+        self.contract = layers.RowLinear(4 * width, width, bias)
+
+    def forward(self, x):
+        return self.contract(functional.gelu(self.expand(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, layers, width, heads, key_heads):
+        super().__init__()
+        self.layers, self.head = layers, width // heads
+        sizes = [width, key_heads * self.head, key_heads * self.head]
+        self.qkv = layers.ColumnLinear(width, sum(sizes), blocks=sizes, unit=self.head)
+        self.output = layers.RowLinear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv.parts(self.qkv(x))
+        return self.output(self.layers.attention(q, k, v, head=self.head, causal=True))
+
+
+# Equality with one device
+
+
+@pytest.mark.ranks(SIZES)
+def test_column_row_and_linear():
+    x = numbers(8, 4, 16)
+    for mode, bias in ((mode, bias) for mode in modes() for bias in (True, False)):
+        assert_layer_equals_one_device(mode, lambda layers: layers.ColumnLinear(16, 24, bias), x, inner=True)  # noqa: B023
+        assert_layer_equals_one_device(mode, lambda layers: layers.Linear(16, 24, bias), x)  # noqa: B023
+        assert_layer_equals_one_device(mode, lambda layers: MLP(layers, 16, bias), x)  # noqa: B023
+        assert_layer_equals_one_device(mode, stack, x)
+
+
+@pytest.mark.ranks([2, 4, 8])
+def test_inputs_of_two_and_of_four_dims_and_not_contiguous():
+    for mode in modes():
+        if not mode.by_sequence:  # it cuts dim 1, which a matrix of tokens does not have
+            assert_layer_equals_one_device(mode, lambda layers: layers.Linear(16, 24), numbers(8, 16))
+            assert_layer_equals_one_device(mode, lambda layers: layers.ColumnLinear(16, 24), numbers(8, 16), inner=True)
+            assert_layer_equals_one_device(mode, lambda layers: MLP(layers, 16), numbers(8, 16))
+        assert_layer_equals_one_device(mode, lambda layers: layers.Linear(16, 24), numbers(8, 4, 3, 16))
+        assert_layer_equals_one_device(mode, lambda layers: MLP(layers, 16), numbers(8, 4, 3, 16))
+        for x in (numbers(4, 8, 16).transpose(0, 1), numbers(16, 4, 8).transpose(0, 2)):
+            assert not x.is_contiguous()
+            assert_layer_equals_one_device(mode, lambda layers: layers.ColumnLinear(16, 24), x, inner=True)
+            assert_layer_equals_one_device(mode, lambda layers: MLP(layers, 16), x)
+
+
+@pytest.mark.ranks([1, 4, 8])
+def test_blocks_are_cut_each_by_itself():
+    for mode in modes():
+        local = filled(mode.layers.ColumnLinear(16, 48, blocks=3))
+        parts = local.parts(local(mode.layers.split(numbers(8, 4, 16))))
+        one = filled(layer_set(None).ColumnLinear(16, 48, blocks=3))
+        for part, expected in zip(parts, one(numbers(8, 4, 16)).chunk(3, dim=-1), strict=True):
+            torch.testing.assert_close(mode.layers.gather(part, inner=True), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks([2, 4, 8])
+def test_self_attention():
+    x = numbers(8, 4, 32)
+    for mode in modes():
+        assert_layer_equals_one_device(mode, lambda layers: Attention(layers, 32, 8, key_heads=8), x)
+        assert_layer_equals_one_device(mode, lambda layers: Attention(layers, 32, 8, key_heads=4), x)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_fewer_key_and_value_heads_than_ranks(key_heads):
+    one_d, x = {"mode": "1d", "kv_heads": key_heads}, numbers(8, 4, 32)
+    for mode in modes([one_d, {**one_d, "sequence_parallel": True}]):
+        assert_layer_equals_one_device(mode, lambda layers: Attention(layers, 32, 8, key_heads), x)
+        query, key, value = sharding_of(Attention(mode.layers, 32, 8, key_heads).qkv.weight).boxes
+        assert [len(box.copies) for box in (query, key, value)] == [1, 4 // key_heads, 4 // key_heads]
+        assert key.sum_over == value.sum_over == ("kv_copy",)
+        assert mode.layers.local_heads(key_heads) == 1
+        assert mode.layers.local_heads(8) == 2
+
+
+@pytest.mark.ranks([2, 4, 8])
+def test_bfloat16_is_close():
+    # Every product rounds to 8 bits, and sums over ranks round once more: a few units of 2**-8, of outputs around 1.
+    for mode in modes():
+        x = numbers(8, 4, 16, dtype=torch.bfloat16)
+        assert_layer_equals_one_device(mode, lambda layers: layers.Linear(16, 24), x, exact=0.05)
+        parallel, exact = filled(MLP(mode.layers, 16), torch.bfloat16), filled(MLP(layer_set(None), 16))
+        y = mode.layers.gather(parallel(mode.layers.split(x)))
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.double(), exact(x.double()), rtol=0.02, atol=0.02)
+
+
+# What needs no gradient
+
+
+@pytest.mark.ranks([2, 4, 8])
+def test_frozen_weights_and_inputs_without_gradient():
+    x = numbers(8, 4, 16)
+    for mode in modes():
+        frozen = filled(MLP(mode.layers, 16))
+        frozen.expand.weight.requires_grad_(False)
+        frozen.contract.bias.requires_grad_(False)
+        one = filled(MLP(layer_set(None), 16))
+        mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        mode.layers.gather(frozen(mode.layers.split(mine))).sum().backward()
+        one(other).sum().backward()
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-10)
+        assert frozen.expand.weight.grad is None
+        assert frozen.contract.bias.grad is None
+
+        weights_alone = filled(MLP(mode.layers, 16))
+        mode.layers.gather(weights_alone(mode.layers.split(x))).sum().backward()
+        PartialGradients(weights_alone, mode.groups).handle_gradient()
+        for box in sharding_of(weights_alone.expand.weight).boxes:
+            expected = one.expand.weight.grad[box.slices]
+            torch.testing.assert_close(box.of(weights_alone.expand.weight.grad), expected, rtol=1e-10, atol=1e-10)
+
+
+# The gradient of the weight, later
+
+
+def hooked(layers, layer):
+    """A layer of each product, with the list that its hook fills."""
+    module = filled(layer(layers))
+    later = []
+    module.weight_grad_hook = later.append
+    return module, later
+
+
+LAYERS = [
+    lambda layers: layers.ColumnLinear(16, 24),
+    lambda layers: layers.Linear(16, 24),
+    lambda layers: layers.VocabClassifier(16, 30),
+]
+
+
+@pytest.mark.ranks(SIZES)
+def test_the_weight_gradient_hook_gives_the_same_gradient_later():
+    for mode in modes():
+        flat = not mode.by_sequence
+        for layer in LAYERS:
+            for x in [numbers(8, 4, 16), *([numbers(8, 16)] if flat else [])]:
+                plain = filled(layer(mode.layers))
+                plain(mode.layers.split(x)).nan_to_num(neginf=0.0).sum().backward()
+                for listened in (True, False):
+                    module, later = hooked(mode.layers, layer)
+                    fired = []
+                    module.weight.register_post_accumulate_grad_hook(fired.append)
+                    mine = x.clone().requires_grad_()
+                    module(mode.layers.split(mine)).nan_to_num(neginf=0.0).sum().backward()
+                    assert module.weight.grad is None
+                    assert mine.grad is not None
+                    (closure,) = later
+                    closure(listened=True)
+                    assert len(fired) == 1
+                    torch.testing.assert_close(module.weight.grad, plain.weight.grad, rtol=1e-10, atol=1e-10)
+                    before = module.weight.grad
+                    closure(listened=listened)
+                    assert len(fired) == (2 if listened else 1)
+                    assert module.weight.grad is before
+                    assert not module.weight.grad.requires_grad
+                    torch.testing.assert_close(module.weight.grad, 2 * plain.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks([1, 4, 8])
+def test_the_weight_gradient_hook_of_a_row_and_of_frozen_weights():
+    x = numbers(8, 4, 16)
+    for mode in modes():
+        plain, late = filled(MLP(mode.layers, 16)), filled(MLP(mode.layers, 16))
+        later = []
+        late.expand.weight_grad_hook = late.contract.weight_grad_hook = later.append
+        for model in (plain, late):
+            (model(mode.layers.split(x)) ** 2).sum().backward()
+        for closure in later:
+            closure()
+        for name in ("expand", "contract"):
+            here, there = getattr(late, name).weight.grad, getattr(plain, name).weight.grad
+            torch.testing.assert_close(here, there, rtol=1e-10, atol=1e-10)
+        late.requires_grad_(False)
+        late(mode.layers.split(x).requires_grad_()).sum().backward()
+        assert len(later) == 2  # a frozen weight has no gradient to compute
+
+
+# Several layers in a row
+
+
+@pytest.mark.ranks(8)
+def test_layouts_do_not_depend_on_the_order_of_construction():
+    for mode in modes([{"mode": "3d"}]):
+        last = mode.layers.RowLinear(32, 16)
+        first = mode.layers.ColumnLinear(16, 32)
+        swapped = filled(nn.ModuleDict({"first": first, "last": last}))
+        one = layer_set(None)
+        whole = filled(nn.ModuleDict({"first": one.ColumnLinear(16, 32), "last": one.RowLinear(32, 16)}))
+        x = numbers(8, 4, 16)
+        y = mode.layers.gather(swapped["last"](swapped["first"](mode.layers.split(x))))
+        torch.testing.assert_close(y, whole["last"](whole["first"](x)), rtol=1e-10, atol=1e-10)
+
+
+def test_on_one_device_without_groups_it_is_torch():
+    layers, x = layer_set(None), numbers(3, 5, 16)
+    linear = filled(layers.Linear(16, 24))
+    assert torch.equal(linear(x), functional.linear(x, linear.weight, linear.bias))
+    assert layers.gather(layers.split(x)) is x
+    assert torch.equal(layers.split(integers(9, 2, 3)), integers(9, 2, 3))
+    assert "in_features=16, out_features=24, bias=True" in repr(linear)

@@ -1,0 +1,137 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import ProcessGroups, Topology, check_owned, sharding_of
+from par_layers import constant, initialize, layer_set, normal, uniform
+from par_layers.examples import GPT, ViT
+from par_testing import assert_equal_to_one_device
+
+from .helpers import MODES, filled, modes
+
+
+class Everything(nn.Module):
+    """Every kind of parameter, among them some that do not divide."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.gpt = GPT(layers, 13, 16, 4, 1, 12, tied=True)
+        self.own = layers.VocabClassifier(16, 13)
+        self.vit = ViT(layers, 2, 4, 16, 4, 1, 5)
+        self.small = layers.Embedding(7, 16)
+        self.padded = layers.VocabEmbedding(13, 16, padding_id=11)
+        self.linear = layers.Linear(16, 32)
+
+
+@pytest.mark.ranks([1, 2, 4, 8])
+def test_weights_are_the_same_bits_in_every_mode():
+    whole = filled(Everything(layer_set(None)), torch.bfloat16)
+    for mode in modes():
+        parallel = filled(Everything(mode.layers), torch.bfloat16)
+        assert_equal_to_one_device(parallel, whole)
+
+
+@pytest.mark.ranks([2, 8])
+def test_a_parameter_keeps_its_identity_and_its_record():
+    for mode in modes():
+        model = Everything(mode.layers)
+        before = {name: (parameter, sharding_of(parameter)) for name, parameter in model.named_parameters()}
+        assert all(parameter.is_meta for parameter, _ in before.values())
+        model.linear.weight.requires_grad_(False)
+        filled(model)
+        for name, parameter in model.named_parameters():
+            assert parameter is before[name][0]
+            assert sharding_of(parameter) is before[name][1]
+            assert parameter.device.type == "cpu"
+            assert parameter.dtype == torch.float64
+            assert parameter.requires_grad == (parameter is not model.linear.weight)
+
+
+@pytest.mark.ranks([4, 8])
+def test_local_parts_add_up_and_padding_is_zero():
+    for mode in modes():
+        for parameter in filled(Everything(mode.layers)).parameters():
+            covered = torch.zeros_like(parameter)
+            for box in sharding_of(parameter).boxes:
+                box.of(covered).add_(1)
+            assert covered.max() <= 1
+            assert not parameter[covered == 0].any()
+
+
+@pytest.mark.ranks([4, 8])
+def test_the_tensor_group_owns_every_element_once():
+    for mode in modes():
+        records = [(name, sharding_of(each)) for name, each in Everything(mode.layers).named_parameters()]
+        check_owned(records)
+        check_owned(records, mode.groups["tensor"])
+
+
+@pytest.mark.ranks([2, 4, 8])
+def test_data_parallel_replicas_are_copies():
+    world = dist.get_world_size()
+    for tensor in [*MODES[world // 2], *([{"mode": "1d", "kv_heads": 2}] if world == 8 else [])]:
+        config = {"tensor": {"size": world // 2, **tensor}}
+        with ProcessGroups(Topology.from_config(config, world)) as groups:
+            model = Everything(layer_set("auto", groups))
+            records = [(name, sharding_of(each)) for name, each in model.named_parameters()]
+            check_owned(records)
+            check_owned(records, groups["tensor"])
+            copies = records[0][1].boxes[0].copies
+            assert set(copies) >= set(groups.ranks("data"))
+
+
+@pytest.mark.ranks(2)
+def test_data_parallel_alone_has_copies_too():
+    with ProcessGroups(Topology.from_config({}, 2)) as groups:
+        model = Everything(layer_set("auto", groups))
+        check_owned([(name, sharding_of(each)) for name, each in model.named_parameters()])
+
+
+@pytest.mark.ranks(4)
+def test_a_pipeline_stage_is_no_copy_of_another():
+    config = {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
+    with ProcessGroups(Topology.from_config(config, 4)) as groups:
+        stage = groups.rank("pipeline")
+        model = layer_set("auto", groups).Linear(16, 16)
+        check_owned([(f"stages.{stage}.{name}", sharding_of(each)) for name, each in model.named_parameters()])
+
+
+def test_a_prefix_stands_for_the_rest_of_the_name():
+    layers = layer_set(None)
+    whole = nn.ModuleDict({"stage": nn.ModuleDict({"linear": layers.Linear(4, 4)})})
+    part = nn.ModuleDict({"linear": layers.Linear(4, 4)})
+    initialize(whole, seed=3)
+    initialize(part, seed=3, prefix="stage.")
+    assert torch.equal(whole["stage"]["linear"].weight, part["linear"].weight)
+    initialize(part, seed=4, prefix="stage.")
+    assert not torch.equal(whole["stage"]["linear"].weight, part["linear"].weight)
+
+
+def test_parameters_that_are_not_ours():
+    model = nn.ModuleDict({"ours": layer_set(None).Linear(4, 4), "torchs": nn.Linear(4, 4)})
+    before = model["torchs"].weight.clone()
+    initialize(model, seed=3)
+    assert torch.equal(model["torchs"].weight, before)
+    model["lost"] = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match=r"'lost.weight' is on the meta device and has no init rule"):
+        initialize(model, seed=3)
+
+
+def test_rules():
+    layers = layer_set(None)
+    model = nn.ModuleDict(
+        {
+            "normal": layers.Linear(100, 100, init=normal(0.02)),
+            "uniform": layers.Linear(100, 100, init=uniform(0.5)),
+            "constant": layers.Linear(100, 100, init=constant(3.0)),
+            "default": layers.Linear(100, 100),
+        }
+    )
+    initialize(model, seed=3)
+    weights = {name: layer.weight for name, layer in model.items()}
+    assert abs(weights["normal"].std() - 0.02) < 4 * 0.02 / (2 * 10_000) ** 0.5  # 4 sigma
+    assert 0.49 < weights["uniform"].abs().max() <= 0.5
+    assert (weights["constant"] == 3.0).all()
+    assert 0.09 < weights["default"].abs().max() <= 0.1  # 1 / sqrt(100), as torch.nn.Linear
+    assert not torch.equal(model["default"].bias, model["normal"].bias)
