@@ -5,7 +5,6 @@ all-gather or reduce-scatter (g-1)/g of the full size, a broadcast or reduce, av
 M = tokens, K = in features, N = out features, H = width, V = vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -109,12 +108,11 @@ def live():
             )
 
 
-def received(model, x: torch.Tensor, groups: ProcessGroups, call: Callable | None = None) -> tuple[Fraction, Fraction]:
+def received(model, x: torch.Tensor, groups: ProcessGroups) -> tuple[Fraction, Fraction]:
     """In forward and backward, and once a step."""
     x = x.requires_grad_() if x.is_floating_point() else x
     with count_collectives() as counted:
-        y = (call or model)(x)
-        y.nan_to_num(neginf=0.0).sum().backward()
+        model(x).nan_to_num(neginf=0.0).sum().backward()
     with count_collectives() as once:
         PartialGradients(model, groups).handle_gradient()
     return counted.received(), once.received()

@@ -120,3 +120,13 @@ def test_the_first_token_is_there_on_every_rank_of_its_batch():
         expected = torch.zeros_like(x)
         expected[:, 0] = 1
         assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_number_that_is_none_in_another_ranks_tokens_stays_there():
+    for mode in modes([{"mode": "1d", "sequence_parallel": True}]):
+        x = torch.full((1, 2, 4), float("nan") if dist.get_rank() else 1.0, requires_grad=True)
+        token = mode.layers.first_token(x)
+        assert token.eq(1).all()
+        token.sum().backward()
+        assert x.grad.sum().item() == (0 if dist.get_rank() else 4)

@@ -135,3 +135,13 @@ def test_rules():
     assert (weights["constant"] == 3.0).all()
     assert 0.09 < weights["default"].abs().max() <= 0.1  # 1 / sqrt(100), as torch.nn.Linear
     assert not torch.equal(model["default"].bias, model["normal"].bias)
+
+
+@pytest.mark.ranks(2)
+def test_without_a_seed_the_weights_are_zeros_with_their_records():
+    for mode in modes():
+        linear = mode.layers.ColumnLinear(4, 6)
+        initialize(linear, seed=None)
+        assert not linear.weight.is_meta
+        assert linear.weight.eq(0).all()
+        assert sharding_of(linear.weight).shape == (6, 4)

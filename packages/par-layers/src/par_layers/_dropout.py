@@ -62,11 +62,10 @@ class Dropout(nn.Module):
 def hashed(places: Tensor, key: int) -> Tensor:
     """24 random bits for every place, a function of (place, key) alone.
 
-    Two rounds of multiply and xor-shift on 32 bits, kept in int64. Source: the finaliser "lowbias32" of C. Wellons.
+    The place and the key are mixed to 32 bits (kept in int64), and these finalised by C. Wellons' "lowbias32".
     """
     mask = 0xFFFFFFFF
     x = (places ^ (places >> 32) * 0x9E3779B1) + key * 0x85EBCA77 & mask
-    for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
-        x = (x ^ (x >> 16)) * multiplier & mask
-        x = x ^ (x >> shift)
-    return x >> (32 - _BITS)
+    x = (x ^ x >> 16) * 0x7FEB352D & mask
+    x = (x ^ x >> 15) * 0x846CA68B & mask
+    return (x ^ x >> 16) >> (32 - _BITS)

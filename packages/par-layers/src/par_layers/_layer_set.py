@@ -258,8 +258,8 @@ class LayerSet:
         token: Tensor = check(x, self.rules.residual, "first_token")[:, 0]
         if self.grid.size(axes) == 1:
             return token
-        mine = token if self.grid.index(axes) == 0 else torch.zeros_like(token) * token
-        return reduce_from(mine, self.grid.group(axes))
+        elsewhere = torch.tensor(self.grid.index(axes) > 0, device=x.device)  # a mask, so that x stays in the graph
+        return reduce_from(token.masked_fill(elsewhere, 0.0), self.grid.group(axes))
 
     def _made(self, module: M, takes: Layout | None, gives: Layout | None) -> M:
         return watched(module, takes, gives) if self.debug else module

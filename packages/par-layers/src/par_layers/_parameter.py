@@ -82,7 +82,7 @@ class _HasInit(Protocol):
 
 def initialize(
     model: nn.Module,
-    seed: int,
+    seed: int | None,
     prefix: str = "",
     *,
     device: torch.device | str | None = None,
@@ -92,11 +92,11 @@ def initialize(
 
     Each parameter has a generator of its own, seeded by (seed, name). The whole tensor is drawn on the CPU in fp32, and
     this rank's part is kept: one parameter at a time, so that a model larger than one rank's memory can be built.
-    Parameters keep their identity.
+    Parameters keep their identity. (`nn.Module.to_empty` makes new ones, without a record of how they are cut.)
 
     Args:
         model: Holds layers of ours; other parameters are left alone.
-        seed: The run's seed.
+        seed: The run's seed; None draws nothing and leaves zeros, for weights that are loaded next.
         prefix: What comes before the names, where `model` is a part of a whole such as a pipeline stage.
         device: Where to; default: the CPU.
         dtype: Of the parameters; default: fp32.
@@ -110,11 +110,12 @@ def initialize(
                 raise ValueError(f"parameter {name!r} is on the meta device and has no init rule; materialise it first")
             continue
         sharding = sharding_of(parameter)
-        whole = torch.empty(sharding.shape)
-        parameter.par_init(whole, torch.Generator().manual_seed(_seed_of(seed, prefix + name)))
         local = torch.zeros(parameter.shape)  # padding stays zero
-        for box in sharding.boxes:
-            box.of(local).copy_(whole[box.slices])
+        if seed is not None:
+            whole = torch.empty(sharding.shape)
+            parameter.par_init(whole, torch.Generator().manual_seed(_seed_of(seed, prefix + name)))
+            for box in sharding.boxes:
+                box.of(local).copy_(whole[box.slices])
         filled = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
         _attach(filled, sharding, parameter.par_init)
         torch.utils.swap_tensors(parameter, filled)
