@@ -21,7 +21,7 @@ def saved(tmp_path):
     state = TrainingState(
         step=3, samples=12, seconds=1.5, text="digest", optimizer=optimizer.state_dict(), rng=torch.get_rng_state()
     )
-    save_checkpoint(tmp_path / "checkpoint", model, OPTIONS, state)
+    save_checkpoint(tmp_path / "checkpoint", model.state_dict(), OPTIONS, state)
     return tmp_path / "checkpoint", model, state
 
 

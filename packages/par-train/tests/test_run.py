@@ -94,11 +94,40 @@ def test_ctrl_c_saves_and_one_rank_goes_on(command, reference, ranks_of):
     assert_no_ranks(ranks_of, process.pid)
     again = command.finish(command.train("interrupted", "--resume=auto", "--ranks=1"))
     assert again.returncode == 0, again.stderr
-    for name in ("loss", "validation_loss"):
-        expected = [line.get(name) for line in read_lines(reference[0])]
-        assert [line.get(name) for line in read_lines(command.folder / "interrupted")] == [
+    assert_losses_of_the_reference(command, "interrupted", reference)
+
+
+def assert_losses_of_the_reference(command, name, reference):
+    for key in ("loss", "validation_loss", "gradient_norm"):
+        expected = [line.get(key) for line in read_lines(reference[0])]
+        assert [line.get(key) for line in read_lines(command.folder / name)] == [
             None if each is None else pytest.approx(each, rel=LOSS_TOLERANCE) for each in expected
         ]
+
+
+def test_two_dimensions_stop_and_one_goes_on(command, reference):
+    """Layers cut over four ranks in 2D, then over two in 1D: the losses of data parallelism throughout."""
+    stop(command, "cut", signal.SIGTERM, "--ranks=4", "--parallel.tensor.mode=2d")
+    again = command.finish(command.train("cut", "--resume=auto", "--ranks=2", "--parallel.tensor.mode=1d"))
+    assert again.returncode == 0, again.stderr
+    assert_losses_of_the_reference(command, "cut", reference)
+
+
+def test_replicas_of_cut_layers(command, reference):
+    arguments = ["--ranks=4", "--parallel.tensor.mode=1d", "--parallel.tensor.size=2"]
+    arguments += ["--parallel.tensor.sequence_parallel=true"]
+    done = command.finish(command.train("replicas", *arguments))
+    assert done.returncode == 0, done.stderr
+    assert_losses_of_the_reference(command, "replicas", reference)
+
+
+def test_a_model_that_a_mode_cannot_cut_is_one_line(command):
+    done = command.finish(command.train("uncut", "--ranks=4", "--parallel.tensor.mode=2d", "--train.batch_size=3"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("par-train: error: the batch is 3, which does not divide by 2 ranks (row); use 4"), (
+        done.stderr
+    )
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_rank_that_fails_ends_the_job(command, ranks_of):

@@ -9,6 +9,7 @@ from torch.nn import functional
 from ._collectives import reduce_from
 from ._embedding import VocabEmbedding, padded
 from ._grid import Grid
+from ._layout import check_features
 from ._linear import check_divides
 from ._parameter import Init, Rows, make_parameter, uniform
 from ._rules import Rules
@@ -34,10 +35,12 @@ class Classifier(nn.Module):
         rows = [Rows(length=classes)]
         self.weight = make_parameter(rows, [(hidden, layout.features)], grid, uniform(bound), layout.batch)
         self.bias = make_parameter(rows, [], grid, uniform(bound), layout.batch) if bias else None
+        self._layout = layout
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, ..., hidden, perhaps cut] to [b, ..., classes], alike on ranks that share tokens."""
+        check_features(x, self.weight.shape[1], self._layout, "a classifier")
         if self._group is None:
             return functional.linear(x, self.weight, self.bias)
         logits = reduce_from(functional.linear(x, self.weight), self._group)
@@ -56,7 +59,7 @@ class VocabClassifier(nn.Module):
         init: How the weight is filled, unless it is shared.
 
     Raises:
-        ValueError: A shared table of another shape.
+        ValueError: A shared table of another shape, or of another layer set.
     """
 
     weight_grad_hook: Hook | None = None
@@ -74,6 +77,7 @@ class VocabClassifier(nn.Module):
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
+        self._local_hidden = hidden // grid.size(rules.residual.features)
         self._rules, self._tied = rules, tied is not None
         axes = rules.column.rows
         if tied is None:
@@ -84,6 +88,8 @@ class VocabClassifier(nn.Module):
             self.weight = make_parameter(rows, columns, grid, fill, rules.column.sum_over)
             local = self.weight.shape[0]
         else:
+            if tied._rules is not rules:
+                raise ValueError("the shared table is of another layer set; make both layers with the same one")
             if (tied.vocabulary, tied.features) != (vocabulary, hidden):
                 shape = (tied.vocabulary, tied.features)
                 raise ValueError(f"the shared table is {shape}, the classifier {(vocabulary, hidden)}; make them equal")
@@ -94,6 +100,7 @@ class VocabClassifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, ..., hidden] in the residual layout to [b, ..., V] in the inner one."""
+        check_features(x, self._local_hidden, self._rules.residual, "a classifier")
         if self._tied:
             logits = self._rules.tied_product(x, self._rules.tied(self.weight), None, None)
         else:

@@ -1,10 +1,11 @@
-"""A debug mode: activations carry their layout, and a layer refuses one that it was not made for.
+"""A debug mode: activations carry their layout and layer set, and a layer refuses one that it was not made for.
 
 Two column layers in a row have the right shapes in 3D and the wrong values; so has a residual that is added to an inner
 activation. With `layer_set(..., debug=True)` both raise. It costs a tensor subclass, so it is for finding mistakes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 class LaidOut(Tensor):
     """A tensor that knows its layout, and hands it on to what is computed from it."""
 
-    par_layout: Layout
+    par_mark: "Mark"
 
     @classmethod
     def __torch_function__(
@@ -28,22 +29,22 @@ class LaidOut(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Computes as usual; raises if the layouts of the inputs differ."""
-        layout = _common_layout((*args, *(kwargs or {}).values()), f"torch's {getattr(func, '__name__', func)}")
+        carried = _common_mark((*args, *(kwargs or {}).values()), f"torch's {getattr(func, '__name__', func)}")
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
-        if layout is not None:
+        if carried is not None:
             for each in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(each, LaidOut):
-                    each.par_layout = layout
+                    each.par_mark = carried
         return result
 
 
-def watched(module: M, takes: Layout | None, gives: Layout | None) -> M:
+def watched(module: M, takes: "Mark | None", gives: "Mark | None") -> M:
     """Lets a module check the layout of its input, and mark its output.
 
     Args:
         module: A layer.
-        takes: The layout that it is made for; None does not check.
-        gives: The layout of its output; None does not mark it.
+        takes: What it is made for; None does not check.
+        gives: The mark of its output; None does not mark it.
     """
 
     def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -57,35 +58,59 @@ def watched(module: M, takes: Layout | None, gives: Layout | None) -> M:
     return module
 
 
-def check(x: Any, layout: Layout | None, who: str) -> Any:
+@dataclass(frozen=True)
+class Mark:
+    """What an activation carries.
+
+    Args:
+        layout: How it is cut.
+        layers: The layer set that it comes from; only identity counts.
+    """
+
+    layout: Layout
+    layers: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mark) and self.layout == other.layout and self.layers is other.layers
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+
+    def differs(self, other: "Mark") -> str:
+        """How two marks differ, in words."""
+        if self.layout == other.layout:
+            return "two layer sets; make all layers of a model with one"
+        return f"{self.layout.describe()}, and {other.layout.describe()}"
+
+
+def check(x: Any, takes: Mark | None, who: str) -> Any:
     """The plain tensor.
 
     Raises:
-        ValueError: It carries another layout than `layout`.
+        ValueError: It carries another mark than `takes`.
     """
     if not isinstance(x, LaidOut):
         return x
-    if layout is not None and x.par_layout != layout:
+    if takes is not None and x.par_mark != takes:
         raise ValueError(
-            f"{who} takes activations in {layout}, but was given one in {x.par_layout}; a column layer is closed by a "
-            "row layer, and a Linear stays in the residual layout"
+            f"{who} was given an activation of another layout than it takes: {takes.differs(x.par_mark)}. A column "
+            "layer is closed by a row layer, and a Linear stays in the residual layout"
         )
     return x.as_subclass(Tensor)
 
 
-def mark(x: Tensor, layout: Layout) -> Tensor:
-    """The tensor, with its layout."""
+def mark(x: Tensor, carried: Mark) -> Tensor:
+    """The tensor, with its mark."""
     marked = x.as_subclass(LaidOut)
-    marked.par_layout = layout
+    marked.par_mark = carried
     return marked
 
 
-def _common_layout(values: Iterable[Any], who: str) -> Layout | None:
-    found: Layout | None = None
+def _common_mark(values: Iterable[Any], who: str) -> Mark | None:
+    found: Mark | None = None
     for value in values:
         for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, LaidOut) and hasattr(each, "par_layout"):
-                if found is not None and each.par_layout != found:
-                    raise ValueError(f"{who} mixes activations in {found} and in {each.par_layout}")
-                found = each.par_layout
+            if isinstance(each, LaidOut) and hasattr(each, "par_mark"):
+                if found is not None and each.par_mark != found:
+                    raise ValueError(f"{who} mixes activations: {found.differs(each.par_mark)}")
+                found = each.par_mark
     return found

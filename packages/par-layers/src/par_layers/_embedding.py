@@ -89,6 +89,9 @@ class VocabEmbedding(nn.Module):
         """
         check_ids(ids, self.vocabulary)
         rules, grid = self._rules, self._grid
+        check_divides(ids.shape[0], rules.residual.batch, grid, "the batch")
+        if rules.residual.sequence:
+            check_divides(ids.shape[SEQUENCE], rules.residual.sequence, grid, "the sequence")
         table: Tensor = self.weight
         if grid.size(rules.vocabulary_gathered) > 1:
             table = all_gather_to(table, grid.group(rules.vocabulary_gathered), 0)

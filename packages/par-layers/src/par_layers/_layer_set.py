@@ -11,7 +11,7 @@ from par_groups import ProcessGroups
 
 from . import _classifier, _dropout, _embedding
 from ._collectives import gather_from, reduce_from, scatter_to
-from ._debug import check, mark, watched
+from ._debug import Mark, check, mark, watched
 from ._embedding import cut_tokens
 from ._grid import Axes, Grid
 from ._layout import Layout
@@ -107,6 +107,7 @@ class LayerSet:
             in_features,
             bias,
             cut=rules.row,
+            takes=rules.inner,
             out=rules.residual,
             product=rules.row_product,
             grid=self.grid,
@@ -209,7 +210,7 @@ class LayerSet:
             ValueError: A target that is no class (on an accelerator a device-side assertion), or wrong smoothing.
         """
         options = LossOptions(classes=classes, ignore_index=ignore_index, label_smoothing=label_smoothing)
-        logits = check(logits, self.rules.inner, "cross_entropy")
+        logits = check(logits, self._mark(self.rules.inner), "cross_entropy")
         return cross_entropy(logits, target, self.rules, self.grid, options)
 
     def linear_cross_entropy(
@@ -226,12 +227,12 @@ class LayerSet:
             **options: `ignore_index`, `label_smoothing`.
         """
         loss = LossOptions(classes=classes, **options)
-        hidden = check(hidden, self.rules.residual, "linear_cross_entropy")
+        hidden = check(hidden, self._mark(self.rules.residual), "linear_cross_entropy")
         return linear_cross_entropy(hidden, classifier, target, self.rules, self.grid, options=loss, chunks=chunks)
 
     def accuracy(self, logits: Tensor, target: Tensor, *, classes: int, ignore_index: int = -100) -> Tensor:
         """Share of the tensor group's tokens that are right; ignored ones do not count."""
-        logits = check(logits, self.rules.inner, "accuracy")
+        logits = check(logits, self._mark(self.rules.inner), "accuracy")
         options = LossOptions(classes=classes, ignore_index=ignore_index)
         return accuracy(logits, target, self.rules, self.grid, options)
 
@@ -242,12 +243,12 @@ class LayerSet:
             return cut_tokens(x, layout, self.grid)
         for axes, dim in self._cuts(layout, x.dim()):
             x = scatter_to(x, self.grid.group(axes), dim)
-        return mark(x, layout) if self.debug else x
+        return mark(x, Mark(layout, self)) if self.debug else x
 
     def gather(self, y: Tensor, *, inner: bool = False) -> Tensor:
         """The whole of a local activation; backward: this rank's part of the gradient, which all have alike."""
         layout: Layout = self.rules.inner if inner else self.rules.residual
-        y = check(y, layout, "gather")
+        y = check(y, Mark(layout, self), "gather")
         for axes, dim in reversed(self._cuts(layout, y.dim())):
             y = gather_from(y, self.grid.group(axes), dim)
         return y
@@ -255,14 +256,17 @@ class LayerSet:
     def first_token(self, x: Tensor) -> Tensor:
         """The first token of each sequence, [b, S, features] to [b, features], on every rank that shares the batch."""
         axes: Axes = self.rules.residual.sequence
-        token: Tensor = check(x, self.rules.residual, "first_token")[:, 0]
+        token: Tensor = check(x, self._mark(self.rules.residual), "first_token")[:, 0]
         if self.grid.size(axes) == 1:
             return token
         elsewhere = torch.tensor(self.grid.index(axes) > 0, device=x.device)  # a mask, so that x stays in the graph
         return reduce_from(token.masked_fill(elsewhere, 0.0), self.grid.group(axes))
 
     def _made(self, module: M, takes: Layout | None, gives: Layout | None) -> M:
-        return watched(module, takes, gives) if self.debug else module
+        return watched(module, self._mark(takes), self._mark(gives)) if self.debug else module
+
+    def _mark(self, layout: Layout | None) -> Mark | None:
+        return None if layout is None else Mark(layout, self)
 
     def _cuts(self, layout: Layout, dims: int) -> list[tuple[Axes, int]]:
         """The axes that cut, one by one, with the dim that each cuts; the slowest first."""
@@ -278,6 +282,7 @@ class LayerSet:
             in_features,
             bias,
             cut=rules.column,
+            takes=rules.residual,
             out=rules.inner,
             product=rules.column_product,
             grid=self.grid,

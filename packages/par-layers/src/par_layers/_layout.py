@@ -7,6 +7,8 @@ that leads from one to the other.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ._grid import Axes, Grid
 
 
@@ -24,10 +26,25 @@ class Layout:
     sequence: Axes = ()
     features: Axes = ()
 
+    def describe(self) -> str:
+        """The layout in words, for messages."""
+        cuts = [("batch", self.batch), ("sequence", self.sequence), ("features", self.features)]
+        words = [f"{dim} over {' x '.join(axes)}" for dim, axes in cuts if axes]
+        return f"cut by {', '.join(words)}" if words else "whole"
+
     @property
     def tokens(self) -> Axes:
         """Axes along which ranks see different tokens: a parameter used here has partial gradients along them."""
         return self.batch + self.sequence
+
+
+def check_features(x: Tensor, features: int, layout: Layout, who: str) -> None:
+    """Raises ValueError, naming the layout that was expected, unless the last dim is this rank's part of it."""
+    if x.shape[-1] != features:
+        raise ValueError(
+            f"{who} takes activations {layout.describe()}, here [..., {features}], but was given {list(x.shape)}; a "
+            "column layer is closed by a row layer, and all layers of a model come from one layer set"
+        )
 
 
 def part(length: int, axes: Axes, grid: Grid, what: str) -> slice:

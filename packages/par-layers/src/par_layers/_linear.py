@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from ._grid import Axes, Grid
-from ._layout import Layout
+from ._layout import Layout, check_features
 from ._parameter import Init, Rows, make_parameter, uniform
 from ._rules import Cut, Product
 from ._weight_gradient import Hook, weight_and_hook
@@ -20,6 +20,7 @@ class ParallelLinear(nn.Module):
         in_features: K.
         bias: Whether there is one.
         cut: How the weight is cut.
+        takes: The layout of the input.
         out: The layout of the output; the bias is cut as its features are.
         product: The product over the ranks.
         grid: Where this rank is.
@@ -37,6 +38,7 @@ class ParallelLinear(nn.Module):
         bias: bool,
         *,
         cut: Cut,
+        takes: Layout,
         out: Layout,
         product: Product,
         grid: Grid,
@@ -47,7 +49,8 @@ class ParallelLinear(nn.Module):
         self.in_features = in_features
         self.out_features = sum(run.length for run in rows)
         self.local_parts = tuple((run.padded or run.length) // grid.size(run.axes) for run in rows)
-        self._product, self._then = product, then
+        self._product, self._then, self._takes = product, then, takes
+        self._local_in = in_features // grid.size(takes.features)
         bound = 1 / math.sqrt(in_features)
         check_divides(in_features, cut.columns, grid, "in_features")
         self.weight = make_parameter(rows, [(in_features, cut.columns)], grid, init or uniform(bound), cut.sum_over)
@@ -55,6 +58,7 @@ class ParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., k] to [..., n], both local."""
+        check_features(x, self._local_in, self._takes, "a linear")
         weight, hook = weight_and_hook(self)
         y = self._product(x, weight, self.bias, hook)
         return y if self._then is None else self._then(y)

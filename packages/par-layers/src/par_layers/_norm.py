@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ._collectives import finish, start_all_reduce
 from ._grid import Grid
-from ._layout import Layout
+from ._layout import Layout, check_features
 from ._linear import check_divides
 from ._parameter import Rows, constant, make_parameter
 
@@ -30,7 +30,7 @@ class ParallelNorm(nn.Module):
         super().__init__()
         check_divides(features, layout.features, grid, "features")
         rows = [Rows(length=features, axes=layout.features)]
-        self.features, self.eps = features, eps
+        self.features, self.eps, self._layout = features, eps, layout
         self.weight = make_parameter(rows, [], grid, constant(1.0), layout.tokens)
         self.bias = make_parameter(rows, [], grid, constant(0.0), layout.tokens) if mean else None
         self._mean = mean
@@ -38,6 +38,7 @@ class ParallelNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., features, perhaps cut] to the same."""
+        check_features(x, self.weight.shape[0], self._layout, "a norm")
         if self._group is None:
             if self._mean:
                 return functional.layer_norm(x, (self.features,), self.weight, self.bias, self.eps)

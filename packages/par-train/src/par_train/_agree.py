@@ -35,7 +35,7 @@ class _Facts:
     step: int | None = None
 
 
-def find_start(options: Options, files: RunFiles, group: dist.ProcessGroup) -> Start:
+def find_start(options: Options, files: RunFiles) -> Start:
     """Reads the text and the checkpoint that there may be, and compares them between the ranks.
 
     Raises:
@@ -44,10 +44,10 @@ def find_start(options: Options, files: RunFiles, group: dist.ProcessGroup) -> S
     try:
         start = _look(options, files)
     except UserError as error:
-        _compare(_Facts(error=str(error)), group)
+        _compare(_Facts(error=str(error)))
         raise
     step = None if start.state is None else start.state.step
-    _compare(_Facts(text=start.text.digest, step=step), group)
+    _compare(_Facts(text=start.text.digest, step=step))
     return start
 
 
@@ -60,10 +60,10 @@ def _look(options: Options, files: RunFiles) -> Start:
     return Start(text=text, state=state)
 
 
-def _compare(mine: _Facts, group: dist.ProcessGroup) -> None:
+def _compare(mine: _Facts) -> None:
     """Raises what a rank has to complain about; a difference between ranks is everybody's complaint."""
-    gathered: list[_Facts | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)  # over the data group, one small object a rank
+    gathered: list[_Facts | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)  # over the world, one small object a rank
     every = cast("list[_Facts]", gathered)
     for rank, facts in enumerate(every):
         if facts.error is not None:

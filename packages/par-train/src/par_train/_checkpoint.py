@@ -9,6 +9,7 @@ No file mentions the number of ranks that wrote it.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -48,13 +49,13 @@ class TrainingState:
     rng: torch.Tensor
 
 
-def save_checkpoint(path: Path, model: GPT, options: Options, state: TrainingState) -> None:
-    """Writes a checkpoint, in place of the one that is there; a crash leaves one of them whole."""
+def save_checkpoint(path: Path, weights: Mapping[str, torch.Tensor], options: Options, state: TrainingState) -> None:
+    """Writes a checkpoint of whole weights, in place of the one that is there; a crash leaves one of them whole."""
     config = {"format": _FORMAT, "par_train": __version__, "options": to_tree(options)}
     record = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
     def fill(folder: Path) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, _weights(folder))
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, _weights(folder))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         torch.save(record, folder / "training_state.pt")
 
@@ -71,7 +72,7 @@ def load_model(path: str | Path) -> GPT:
         ValueError: There is no checkpoint, or its format is not this version's.
     """
     folder = _folder(Path(path))
-    model = GPT(load_options_of(folder).model)
+    model = GPT(load_options_of(folder).model, seed=None)
     model.load_state_dict(load_file(_weights(folder)))
     return model
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 from par_groups import Topology
 
@@ -10,7 +11,7 @@ from ._options import Options
 from ._order import check_size
 from ._text import Text, read_text
 
-_LATER = ("pipeline", "sequence", "expert", "tensor")
+_LATER = ("pipeline", "sequence", "expert")
 
 
 def check_config(options: Options, world_size: int) -> Topology:
@@ -27,7 +28,7 @@ def check_config(options: Options, world_size: int) -> Topology:
             f"model.width {options.model.width} is not a multiple of model.heads {options.model.heads}; change one"
         )
     try:
-        topology = Topology.from_config(dict(options.parallel), world_size)
+        topology = Topology.from_config(_with_tensor_size(options.parallel), world_size)
     except ValueError as error:
         raise UserError(str(error)) from None
     replicas = topology.size("data")
@@ -74,12 +75,20 @@ def check_output(options: Options) -> None:
         )
 
 
+def _with_tensor_size(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """A tensor mode without a size takes the ranks that the other axes leave."""
+    tensor = parallel.get("tensor")
+    if not isinstance(tensor, Mapping) or "size" in tensor or "mode" not in tensor:
+        return dict(parallel)
+    return {"data": 1, **parallel, "tensor": {**tensor, "size": -1}}
+
+
 def _refuse_other_axes(options: Options) -> None:
     for axis in _LATER:
         value = options.parallel.get(axis, 1)
         size = value.get("size") if isinstance(value, Mapping) else value
         if isinstance(size, int) and size != 1:
             raise UserError(
-                f"parallel.{axis} has size {size}, but this version of par-train trains with data parallelism alone; "
-                f"leave {axis} out"
+                f"parallel.{axis} has size {size}, but this version of par-train trains with data and tensor "
+                f"parallelism alone; leave {axis} out"
             )

@@ -19,7 +19,8 @@ _PARALLEL = "--parallel."
 _EPILOG = """parallel:
   --parallel.AXIS N, --parallel.AXIS.KEY VALUE
                         sizes of the axes of par_groups.Topology, such as --parallel.data 2;
-                        this version trains with data parallelism alone
+                        --parallel.tensor.mode 1d (2d, 2.5d, 3d) cuts the layers over the ranks that
+                        are left, or over --parallel.tensor.size of them
 
 exit codes:
   0 done, or saved and left on SIGTERM; 1 a rank failed; 2 a mistake in the input; 130 saved and left on Ctrl-C

@@ -11,13 +11,13 @@ from par_groups import Environment, ProcessGroups, Topology, launch
 from ._agree import Start, find_start
 from ._checkpoint import TrainingState, load_model, save_checkpoint
 from ._checks import check_config
+from ._errors import UserError
 from ._failure import one_traceback
-from ._files import RunFiles
 from ._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 from ._options import Options, learning_rate
 from ._report import make_progress, print_banner, print_summary
 from ._stop import Stop
-from ._trainer import Replica, StepResult, Trainer
+from ._trainer import StepResult, Trainer
 
 
 def train(options: Options, stop: Stop) -> int:
@@ -34,21 +34,13 @@ def train(options: Options, stop: Stop) -> int:
         _set_threads(environment)
         topology = check_config(options, environment.world_size)
         with ProcessGroups(topology) as groups:
-            replica = Replica(
-                group=groups["data"],
-                index=groups.rank("data"),
-                count=groups.size("data"),
-                device=environment.device,
-            )
-            start = find_start(options, options.files, replica.group)
-            trainer = Trainer(options, start.text, replica)
+            start = find_start(options, options.files)
+            trainer = _make_trainer(options, start, groups, environment.device)
             if start.state is not None:
-                _restore(trainer, options.files, start.state)
+                trainer.restore(load_model(options.files.checkpoint).state_dict(), start.state)
             master = Master(trainer, topology, start) if environment.is_master else None
-            ended_by = _loop(trainer, stop, master)
-            if master is not None:
-                master.finish(ended_by)
-            dist.barrier(replica.group)  # nobody leaves, and is taken for failed, while the master still writes
+            ended_by = _loop(trainer, stop, start, master)
+            dist.barrier()  # nobody leaves, and is taken for failed, while the master still writes
             return ended_by
 
 
@@ -59,18 +51,18 @@ def _set_threads(environment: Environment) -> None:
         torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
-def _restore(trainer: Trainer, files: RunFiles, state: TrainingState) -> None:
-    """Brings a new trainer to where the checkpoint was written."""
-    trainer.model.load_state_dict(load_model(files.checkpoint).state_dict())
-    trainer.optimizer.load_state_dict(state.optimizer)
-    trainer.step, trainer.samples = state.step, state.samples
-    torch.set_rng_state(state.rng)
+def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Trainer:
+    """The trainer; sizes that a tensor mode cannot cut are the user's mistake, seen alike on every rank."""
+    try:
+        return Trainer(options, start.text, groups, device)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
-def _loop(trainer: Trainer, stop: Stop, master: "Master | None") -> int:
+def _loop(trainer: Trainer, stop: Stop, start: Start, master: "Master | None") -> int:
     """Steps, until the last one or until a rank was asked to leave; returns the signal that asked."""
     options = trainer.options.train
-    ended_by = 0
+    ended_by, began = 0, time.monotonic() - (start.state.seconds if start.state else 0.0)
     while trainer.step < options.steps and not ended_by:
         before = time.monotonic()
         result = trainer.advance(stop.signal)
@@ -78,9 +70,33 @@ def _loop(trainer: Trainer, stop: Stop, master: "Master | None") -> int:
         ended_by = result.signal
         due = trainer.step % options.validate_every == 0 or trainer.step == options.steps
         validation_loss = trainer.validate() if due and not ended_by else None
+        seconds = time.monotonic() - began
         if master is not None:
-            master.after_step(result, validation_loss, took)
+            master.after_step(result, validation_loss, took, seconds)
+        last = trainer.step == options.steps or ended_by
+        if not last and options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
+            _save(trainer, start, seconds, master)
+    if master is not None:
+        master.close()
+    _save(trainer, start, time.monotonic() - began, master)
+    if master is not None:
+        master.finish(ended_by)
     return ended_by
+
+
+def _save(trainer: Trainer, start: Start, seconds: float, master: "Master | None") -> None:
+    """Writes the checkpoint on the master; every rank gives its part."""
+    weights, optimizer = trainer.weights(), trainer.optimizer_state()
+    if master is not None:
+        state = TrainingState(
+            step=trainer.step,
+            samples=trainer.samples,
+            seconds=seconds,
+            text=start.text.digest,
+            optimizer=optimizer,
+            rng=torch.get_rng_state(),
+        )
+        save_checkpoint(trainer.options.files.checkpoint, weights, trainer.options, state)
 
 
 class Master:
@@ -96,7 +112,6 @@ class Master:
         self._trainer = trainer
         self._options = trainer.options
         self._files = trainer.options.files
-        self._text = start.text
         if start.state is None:
             self._files.clear()  # that there is nothing to keep was checked, or --overwrite was said
         else:
@@ -104,15 +119,15 @@ class Master:
         print_banner(self._options, topology, trainer, start)
         self._metrics = MetricsFile(self._files.metrics)
         self._progress = make_progress(self._options.train.steps, trainer.step)
-        self._started = time.monotonic() - (start.state.seconds if start.state else 0.0)
 
-    def after_step(self, result: StepResult, validation_loss: float | None, took: float) -> None:
-        """Notes the step, and saves if it is time to.
+    def after_step(self, result: StepResult, validation_loss: float | None, took: float, seconds: float) -> None:
+        """Notes the step.
 
         Args:
             result: Of the step.
             validation_loss: If there was a validation.
             took: Seconds for the step alone.
+            seconds: Since training began, earlier runs included.
         """
         options, trainer = self._options.train, self._trainer
         metrics = Metrics(
@@ -121,36 +136,20 @@ class Master:
             validation_loss=validation_loss,
             learning_rate=learning_rate(options, trainer.step),
             tokens=trainer.tokens,
-            seconds=round(self._seconds(), 3),
+            seconds=round(seconds, 3),
             tokens_per_second=round(options.batch_size * self._options.model.context / took, 1),
             gradient_norm=result.gradient_norm,
         )
         self._metrics.append(metrics)
         self._progress.show(metrics)
-        every = options.checkpoint_every
-        if every and trainer.step % every == 0 and trainer.step < options.steps and not result.signal:
-            self._save()
 
-    def finish(self, ended_by: int) -> None:
-        """Writes the checkpoint and the curve, and says so."""
+    def close(self) -> None:
+        """Ends the progress display and the metrics file."""
         self._progress.close()
         self._metrics.close()
-        self._save()
+
+    def finish(self, ended_by: int) -> None:
+        """Writes the curve, and says what was written."""
         lines = read_metrics(self._files.metrics)
         draw_loss(self._files.curve, lines)
         print_summary(self._options, lines, self._trainer.step, ended_by)
-
-    def _save(self) -> None:
-        trainer = self._trainer
-        state = TrainingState(
-            step=trainer.step,
-            samples=trainer.samples,
-            seconds=self._seconds(),
-            text=self._text.digest,
-            optimizer=trainer.optimizer.state_dict(),
-            rng=torch.get_rng_state(),
-        )
-        save_checkpoint(self._files.checkpoint, trainer.model, self._options, state)
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started

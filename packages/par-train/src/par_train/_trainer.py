@@ -1,39 +1,31 @@
-"""One data-parallel rank's model, optimizer and place in the data: what a step computes and communicates."""
+"""One rank's model, optimizer and place in the data: what a step computes and communicates."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from par_groups import ProcessGroups, sharding_of
+from par_layers import PartialGradients, layer_set
+
+from ._checkpoint import TrainingState
+from ._clip import clip_gradients_
 from ._errors import UserError
-from ._gpt import GPT, VOCABULARY
+from ._gpt import GPT
 from ._options import Options, TrainOptions, learning_rate
 from ._order import DataOrder, Windows, share, spread, window_count
 from ._stop import SIGNALS
 from ._text import Text
+from ._whole import gather_whole, part_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class Replica:
-    """Which data-parallel rank this is.
-
-    Args:
-        group: The ranks that average gradients.
-        index: This one's position among them.
-        count: How many they are.
-        device: Where it computes.
-    """
-
-    group: dist.ProcessGroup
-    index: int
-    count: int
-    device: torch.device
+_IGNORED = -100  # a target that does not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +44,22 @@ class StepResult:
 
 
 class Trainer:
-    """Trains a GPT on the text; every rank holds a replica and computes its share of each global batch.
+    """Trains a GPT on the text; the ranks of a tensor group hold one replica, which computes its share of each batch.
 
     Args:
         options: The same on every rank.
         text: The same on every rank.
-        replica: Who this rank is.
+        groups: Who works together; "data" averages gradients, "tensor" shares the layers.
+        device: Where this rank computes.
     """
 
-    def __init__(self, options: Options, text: Text, replica: Replica) -> None:
+    def __init__(self, options: Options, text: Text, groups: ProcessGroups, device: torch.device) -> None:
         torch.manual_seed(options.seed)
         self.options = options
-        self.replica = replica
-        self.model = GPT(options.model).to(replica.device)
+        self.groups, self.device = groups, device
+        self.replica, self.replicas = groups.rank("data"), groups.size("data")
+        self.model = GPT(options.model, layer_set("auto", groups), seed=options.seed, device=device)
+        self._partial = PartialGradients(self.model, groups)
         self.optimizer = make_optimizer(self.model, options.train)
         self.step = 0
         self.samples = 0
@@ -73,8 +68,8 @@ class Trainer:
         self._held_out = np.frombuffer(text.held_out, np.uint8)
         self._order = DataOrder(windows=window_count(len(text.train), context), seed=options.seed)
         self._validation = spread(window_count(len(text.held_out), context), options.data.validation_windows)
-        devices = None if replica.device.type == "cpu" else [replica.device]
-        self._parallel = DistributedDataParallel(self.model, device_ids=devices, process_group=replica.group)
+        devices = None if device.type == "cpu" else [device]
+        self._parallel = DistributedDataParallel(self.model, device_ids=devices, process_group=groups["data"])
         self._settle_buckets()
 
     def advance(self, signal: int) -> StepResult:
@@ -88,10 +83,10 @@ class Trainer:
         """
         options = self.options.train
         loss = self._loss(self._next_windows())
-        torch.autograd.backward(
-            loss
-        )  # all-reduce over the data group: the mean of the replicas' gradients, bucket by bucket
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
+        # All-reduce over the data group, bucket by bucket: the mean of the replicas' gradients.
+        torch.autograd.backward(loss)
+        self._partial.handle_gradient()  # sums inside the tensor group
+        norm = clip_gradients_(self.model, self.groups, options.clip_norm)
         self._set_learning_rate(learning_rate(options, self.step + 1))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -100,18 +95,54 @@ class Trainer:
         return self._agree(loss.detach(), norm, signal)
 
     def validate(self) -> float:
-        """The mean loss over the validation windows, which the ranks share as evenly as they can."""
-        mine = share(self._validation, self.replica.index, self.replica.count)
-        total = torch.zeros(2, dtype=torch.float64, device=self.replica.device)  # sum of losses, count
+        """The mean loss over the validation windows, which the replicas share as evenly as they can."""
+        mine = share(self._validation, self.replica, self.replicas)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, count
         with torch.no_grad():
             for start in range(0, len(mine), self._share_size):
-                inputs, targets = self._tokens(self._held_out, mine[start : start + self._share_size])
-                losses = functional.cross_entropy(
-                    self.model(inputs).flatten(0, 1), targets.flatten(), reduction="none"
-                ).double()
-                total += torch.stack([losses.sum(), losses.new_tensor(losses.numel())])
-        dist.all_reduce(total, group=self.replica.group)  # sum over the data group, shape (2,)
+                windows = mine[start : start + self._share_size]
+                # Every batch has the same size, for a tensor mode may cut it; what it is filled up with does not count.
+                inputs, targets = self._tokens(self._held_out, np.resize(windows, self._share_size))
+                targets[len(windows) :] = _IGNORED
+                count = len(windows) * targets.shape[1]
+                total += torch.stack(
+                    [self.model.loss(self.model(inputs), targets).double() * count, total.new_tensor(count)]
+                )
+        dist.all_reduce(total, group=self.groups["data"])  # sum over the data group, shape (2,)
         return float(total[0] / total[1])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole parameters by name, on the CPU. Every rank must call it."""
+        return {name: gather_whole(each, sharding_of(each), self.groups) for name, each in self._named()}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state dict with whole tensors, on the CPU. Every rank must call it."""
+        state = self.optimizer.state_dict()
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        for number, parameter in enumerate(parameters):
+            state["state"][number] = {
+                name: gather_whole(slot, sharding_of(parameter), self.groups) if slot.dim() else slot
+                for name, slot in state["state"].get(number, {}).items()
+            }
+        return state
+
+    def restore(self, weights: Mapping[str, Tensor], state: TrainingState) -> None:
+        """Goes on from whole weights and a whole state; takes this rank's part of them."""
+        with torch.no_grad():
+            for name, parameter in self._named():
+                parameter.copy_(part_of(weights[name], parameter, sharding_of(parameter)))
+        optimizer = dict(state.optimizer)
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        optimizer["state"] = {
+            number: {
+                name: part_of(slot, parameters[number], sharding_of(parameters[number])) if slot.dim() else slot
+                for name, slot in slots.items()
+            }
+            for number, slots in state.optimizer["state"].items()
+        }
+        self.optimizer.load_state_dict(optimizer)
+        self.step, self.samples = state.step, state.samples
+        torch.set_rng_state(state.rng)
 
     @property
     def tokens(self) -> int:
@@ -120,22 +151,25 @@ class Trainer:
 
     @property
     def _share_size(self) -> int:
-        return self.options.train.batch_size // self.replica.count
+        return self.options.train.batch_size // self.replicas
 
     def _next_windows(self) -> Windows:
         """This rank's share of the next global batch."""
         batch = self._order.batch(self.samples, self.options.train.batch_size)
-        return share(batch, self.replica.index, self.replica.count)
+        return share(batch, self.replica, self.replicas)
 
     def _loss(self, windows: Windows) -> Tensor:
         inputs, targets = self._tokens(self._train_text, windows)
-        return functional.cross_entropy(self._parallel(inputs).view(-1, VOCABULARY), targets.flatten())
+        return self.model.loss(self._parallel(inputs), targets)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters()
 
     def _tokens(self, text: np.ndarray, windows: Windows) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (windows, context): the target of a byte is the one behind it."""
         context = self.options.model.context
         places = windows[:, None] * context + np.arange(context + 1)
-        tokens = torch.from_numpy(text[places].astype(np.int64)).to(self.replica.device)
+        tokens = torch.from_numpy(text[places].astype(np.int64)).to(self.device)
         return tokens[:, :-1], tokens[:, 1:]
 
     def _set_learning_rate(self, rate: float) -> None:
@@ -145,11 +179,11 @@ class Trainer:
     def _agree(self, loss: Tensor, norm: Tensor, signal: int) -> StepResult:
         """The mean loss, and whether any rank was asked to leave."""
         asked = [float(signal == each) for each in SIGNALS]
-        sums = torch.tensor([0.0, *asked], dtype=torch.float64, device=self.replica.device)
+        sums = torch.tensor([0.0, *asked], dtype=torch.float64, device=self.device)
         sums[0] = loss
-        dist.all_reduce(sums, group=self.replica.group)  # sum over the data group, shape (1 + signals,)
+        dist.all_reduce(sums)  # sum over the world, shape (1 + signals,)
         mean, *asked = sums.tolist()
-        mean /= self.replica.count  # every replica's share has the same size
+        mean /= dist.get_world_size()  # every replica's share has the same size, and its ranks have the same loss
         if not math.isfinite(mean):
             raise UserError(
                 f"the loss became {mean} at step {self.step}; lower train.learning_rate "
