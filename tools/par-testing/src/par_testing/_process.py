@@ -2,16 +2,20 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._isolate import DUMP_SIGNAL
 from ._job import Job
 from ._outcome import Outcome, as_declared_to_die, died
 from ._rank import run_rank
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 class RankProcess:
@@ -115,10 +119,27 @@ def launched(context: ForkServerContext, jobs: Iterable[Job], dies: Iterable[int
     ranks: list[RankProcess] = []
     try:
         for job in jobs:
-            ranks.append(RankProcess(context, job, dies=job.rank in dies))
+            with interrupts_later():  # a rank that started, but is not in the list, would be left
+                ranks.append(RankProcess(context, job, dies=job.rank in dies))
         yield ranks
     finally:
         for rank in ranks:
             rank.kill()
         for rank in ranks:
             rank.close()
+
+
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Ctrl-C inside the block is raised at its end."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+    usual = signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if pending and callable(usual):
+            usual(*pending[0])
