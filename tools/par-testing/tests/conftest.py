@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,8 @@ def run_inner(tmp_path_factory):
 def start_inner():
     """Starts pytest on inner/<file> and lets the test go on."""
     started = []
+    # A shell that runs its tests in the background ignores Ctrl-C, and what it starts would too.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(file, *arguments):
         process = subprocess.Popen(command(file, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -55,6 +58,7 @@ def start_inner():
         return process
 
     yield start
+    signal.signal(signal.SIGINT, usual)
     for process in started:
         process.kill()
         process.communicate()

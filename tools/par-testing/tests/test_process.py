@@ -7,6 +7,13 @@ import pytest
 from par_testing._process import interrupts_later
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
 def test_an_interrupt_waits_for_the_end_of_the_block():
     done = []
 
