@@ -17,6 +17,7 @@ FAULTS = """
 import os, time
 from par_train import _order
 import par_train._text
+from par_checkpoint import _local
 
 batch, read_text = _order.DataOrder.batch, par_train._text.read_text
 
@@ -32,6 +33,16 @@ def other_text(options):
         object.__setattr__(text, "train", text.train[::-1])
     return text
 
+saves = []
+
+def publish_or_die(staging, **options):
+    saves.append(1)
+    if os.environ.get("TEST_KILL_SAVE") == str(len(saves)):
+        os.kill(os.getpid(), 9)
+    return publish(staging, **options)
+
+publish = _local.LocalStaging.publish
+_local.LocalStaging.publish = publish_or_die
 _order.DataOrder.batch = slow_or_failing
 par_train._text.read_text = other_text
 """

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import par_train
-from par_train._checkpoint import TrainingState, check_continues, load_state, save_checkpoint
+from par_train._checkpoint import (
+    TrainingState,
+    check_continues,
+    find_state,
+    load_checkpoint,
+    load_state,
+    save_checkpoint,
+)
 from par_train._errors import UserError
 from par_train._options import ModelOptions, Options, TrainOptions
 from par_train._trainer import make_optimizer
@@ -18,32 +25,42 @@ def saved(tmp_path):
     optimizer = make_optimizer(model, TrainOptions())
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
-    state = TrainingState(
-        step=3, samples=12, seconds=1.5, text="digest", optimizer=optimizer.state_dict(), rng=torch.get_rng_state()
-    )
-    save_checkpoint(tmp_path / "checkpoint", model.state_dict(), OPTIONS, state)
-    return tmp_path / "checkpoint", model, state
+    state = TrainingState(step=3, samples=12, seconds=1.5, text="digest", rng=torch.get_rng_state())
+    save_checkpoint(tmp_path / "checkpoint", model, optimizer, OPTIONS, state)
+    return tmp_path / "checkpoint", model, optimizer, state
 
 
 def test_the_model_comes_back(saved):
-    path, model, _ = saved
+    path, model, _, _ = saved
     loaded = par_train.load_model(path)
     assert loaded.options == OPTIONS.model
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_the_training_state_comes_back(saved):
-    path, _, state = saved
+    path, _, optimizer, state = saved
     loaded = load_state(path)
     assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
-    for number, values in state.optimizer["state"].items():
+    assert torch.equal(loaded.rng, state.rng)
+    model = par_train.GPT(OPTIONS.model)
+    again = make_optimizer(model, TrainOptions())
+    load_checkpoint(path, model, again)
+    for number, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
-            assert torch.equal(loaded.optimizer["state"][number][name], value)
+            assert torch.equal(again.state_dict()["state"][number][name], value)
 
 
 def test_no_file_knows_the_number_of_ranks(saved):
-    path, _, _ = saved
-    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors", "training_state.pt"]
+    path, *_ = saved
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    assert files == [
+        "config.json",
+        "model.safetensors",
+        "optimizer/optimizer-00001-of-00001.safetensors",
+        "optimizer/optimizer.safetensors.index.json",
+        "par_checkpoint.json",
+        "par_checkpoint.safetensors",
+    ]
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
@@ -51,11 +68,15 @@ def test_a_missing_checkpoint_is_named(tmp_path):
         par_train.load_model(tmp_path / "nothing")
 
 
+def test_no_checkpoint_is_none_to_go_on_from(tmp_path):
+    assert find_state(tmp_path / "nothing") is None
+
+
 def test_another_format_is_refused(saved):
-    path, _, _ = saved
+    path, *_ = saved
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "format": 99}))
-    with pytest.raises(ValueError, match="has format 99, this par-train reads 1"):
+    with pytest.raises(ValueError, match="has format 99, this par-train reads 2"):
         par_train.load_model(path)
 
 
@@ -68,16 +89,16 @@ def test_another_format_is_refused(saved):
     ],
 )
 def test_going_on_with_another_run_is_refused(saved, options, text, message):
-    path, _, state = saved
+    path, _, _, state = saved
     check_continues(path, OPTIONS, state, "digest")
     with pytest.raises(UserError, match=message):
         check_continues(path, options, state, text)
 
 
-@pytest.mark.parametrize("data", [b"", b"no zip file", None])
+@pytest.mark.parametrize("data", [b"", b"no json", None])
 def test_a_broken_training_state_is_named(saved, data):
-    path, _, _ = saved
-    file = path / "training_state.pt"
+    path, *_ = saved
+    file = path / "par_checkpoint.json"
     file.write_bytes(data) if data is not None else file.unlink()
-    with pytest.raises(UserError, match=r"training_state\.pt' cannot be read"):
-        load_state(path)
+    with pytest.raises(UserError, match=r"is no checkpoint of a run"):
+        find_state(path)

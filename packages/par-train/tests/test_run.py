@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import par_train
+from par_checkpoint import verify
 
 LOSS_TOLERANCE = 1e-5  # relative; float32 sums of 96 losses, and of gradients, in another order
 
@@ -86,6 +87,23 @@ def test_sigterm_saves_and_resume_is_exact(command, reference, ranks_of):
     exact = ("step", "loss", "validation_loss", "learning_rate", "tokens", "gradient_norm")
     expected = [{key: line.get(key) for key in exact} for line in read_lines(reference[0])]
     assert [{key: line.get(key) for key in exact} for line in read_lines(folder)] == expected
+
+
+def test_killed_in_the_middle_of_a_save(command, reference, ranks_of):
+    """Rank 0 is killed when everything of the second save is written, and training goes on from the first."""
+    process = command.train("cut-off", "--train.checkpoint_every=4", TEST_KILL_SAVE="2")
+    done = command.finish(process)
+    assert done.returncode == 1
+    assert_no_ranks(ranks_of, process.pid, within=20)
+    folder = command.folder / "cut-off"
+    assert any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
+    assert verify(folder / "checkpoint") == []
+    again = command.finish(command.train("cut-off", "--resume=auto"))
+    assert again.returncode == 0, again.stderr
+    assert "goes on after step 4" in again.stdout
+    assert weights(folder) == weights(reference[0])
+    assert not any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
+    assert_losses_of_the_reference(command, "cut-off", reference)
 
 
 def test_ctrl_c_saves_and_one_rank_goes_on(command, reference, ranks_of):

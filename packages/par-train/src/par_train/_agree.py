@@ -5,10 +5,10 @@ from typing import cast
 
 import torch.distributed as dist
 
-from ._checkpoint import TrainingState, check_continues, load_state
+from ._checkpoint import TrainingState, check_continues, find_state
 from ._checks import check_files
 from ._errors import UserError
-from ._files import RunFiles, existing_folder
+from ._files import RunFiles
 from ._options import Options
 from ._text import Text
 
@@ -53,10 +53,9 @@ def find_start(options: Options, files: RunFiles) -> Start:
 
 def _look(options: Options, files: RunFiles) -> Start:
     text = check_files(options)
-    if options.resume == "no" or existing_folder(files.checkpoint) is None:
-        return Start(text=text, state=None)
-    state = load_state(files.checkpoint)
-    check_continues(files.checkpoint, options, state, text.digest)
+    state = None if options.resume == "no" else find_state(files.checkpoint)
+    if state is not None:
+        check_continues(files.checkpoint, options, state, text.digest)
     return Start(text=text, state=state)
 
 

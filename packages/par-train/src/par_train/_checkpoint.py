@@ -1,43 +1,41 @@
-"""Checkpoints: a folder with the weights, the config that rebuilds the model, and what training needs to go on.
+"""Checkpoints of a run: one folder, which par-checkpoint writes and which is replaced whole by the next.
 
     checkpoint/model.safetensors     weights by name
     checkpoint/config.json           all options, and the format
-    checkpoint/training_state.pt     optimizer, place in the data, random state
+    checkpoint/optimizer/            moments by name
+    checkpoint/par_checkpoint.json   checksums, param groups, and what training needs to go on
 
 No file mentions the number of ranks that wrote it.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch.optim import Optimizer
+
+from par_checkpoint import CheckpointError, inspect, load, save
 
 from . import __version__
 from ._config import build_options, to_tree
 from ._errors import UserError
-from ._files import existing_folder, replace_folder
 from ._gpt import GPT
 from ._options import Options
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What training needs beside the weights.
+    """What training needs beside the weights and the optimizer.
 
     Args:
         step: Optimizer steps taken.
         samples: Windows consumed by all ranks together: the position in the data.
         seconds: Time spent so far.
         text: The digest of the text.
-        optimizer: Its state dict.
         rng: torch's random state on the CPU, uint8.
     """
 
@@ -45,25 +43,31 @@ class TrainingState:
     samples: int
     seconds: float
     text: str
-    optimizer: dict[str, Any]
     rng: torch.Tensor
 
 
-def save_checkpoint(path: Path, weights: Mapping[str, torch.Tensor], options: Options, state: TrainingState) -> None:
-    """Writes a checkpoint of whole weights, in place of the one that is there; a crash leaves one of them whole."""
+def save_checkpoint(path: Path, model: GPT, optimizer: Optimizer, options: Options, state: TrainingState) -> None:
+    """Writes a checkpoint in place of the one that is there; a crash leaves one of them whole. Collective.
+
+    Args:
+        path: Its folder.
+        model: This rank's part.
+        optimizer: Of the model.
+        options: Of the run.
+        state: The same on every rank.
+    """
     config = {"format": _FORMAT, "par_train": __version__, "options": to_tree(options)}
-    record = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    extra = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    save(path, model=model, optimizer=optimizer, extra=extra, config=config, step=state.step, overwrite=True)
 
-    def fill(folder: Path) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, _weights(folder))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        torch.save(record, folder / "training_state.pt")
 
-    replace_folder(path, fill)
+def load_checkpoint(path: Path, model: GPT, optimizer: Optimizer) -> None:
+    """Fills a model and its optimizer; every rank takes its part. Collective."""
+    load(path, model=model, optimizer=optimizer)
 
 
 def load_model(path: str | Path) -> GPT:
-    """The model of a checkpoint, on the CPU.
+    """The model of a checkpoint, on the CPU. Where torch.distributed runs, every rank must call it.
 
     Args:
         path: The checkpoint folder, such as `runs/gpt/checkpoint`.
@@ -71,9 +75,8 @@ def load_model(path: str | Path) -> GPT:
     Raises:
         ValueError: There is no checkpoint, or its format is not this version's.
     """
-    folder = _folder(Path(path))
-    model = GPT(load_options_of(folder).model, seed=None)
-    model.load_state_dict(load_file(_weights(folder)))
+    model = GPT(load_options_of(Path(path)).model, seed=None)
+    load(path, model=model)
     return model
 
 
@@ -83,7 +86,8 @@ def load_options_of(path: Path) -> Options:
     Raises:
         ValueError: As `load_model`.
     """
-    file = _folder(path) / "config.json"
+    load_state(path)
+    file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         version = config["format"]
@@ -96,17 +100,32 @@ def load_options_of(path: Path) -> Options:
     return build_options(config["options"])
 
 
+def find_state(path: Path) -> TrainingState | None:
+    """The training state of the checkpoint that there is, or None if there is none.
+
+    Raises:
+        ValueError: There is one, but it cannot be read.
+    """
+    try:
+        return load_state(path)
+    except UserError:
+        if path.exists():
+            raise
+        return None
+
+
 def load_state(path: Path) -> TrainingState:
     """The training state of a checkpoint.
 
     Raises:
         ValueError: There is no checkpoint, or it cannot be read.
     """
-    file = _folder(path) / "training_state.pt"
     try:
-        return TrainingState(**torch.load(file, map_location="cpu", weights_only=True))
-    except (OSError, EOFError, RuntimeError, TypeError, UnpicklingError) as error:
-        raise UserError(f"{str(file)!r} cannot be read: {error!r:.200}; start anew with --overwrite") from None
+        return TrainingState(**inspect(path).extra)
+    except (CheckpointError, OSError, TypeError) as error:
+        if not path.exists():
+            raise UserError(f"there is no checkpoint {str(path)!r}; give the folder of one") from None
+        raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; start anew with --overwrite") from None
 
 
 def check_continues(path: Path, options: Options, state: TrainingState, text: str) -> None:
@@ -132,14 +151,3 @@ def check_continues(path: Path, options: Options, state: TrainingState, text: st
             f"the text is not what the checkpoint {str(path)!r} was trained on; bring the folder and [data] back, or "
             f"start anew with --overwrite"
         )
-
-
-def _folder(path: Path) -> Path:
-    folder = existing_folder(path)
-    if folder is None:
-        raise UserError(f"there is no checkpoint {str(path)!r}; give the folder that holds model.safetensors")
-    return folder
-
-
-def _weights(folder: Path) -> Path:
-    return folder / "model.safetensors"

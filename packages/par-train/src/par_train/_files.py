@@ -1,8 +1,7 @@
-"""The files of a run, and writing them so that a crash at any moment leaves the old ones or the new ones."""
+"""The files of a run, and writing one so that a crash at any moment leaves the old one or the new one."""
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ class RunFiles:
 
     @property
     def checkpoint(self) -> Path:
-        """A folder: weights, config, training state."""
+        """A folder that par-checkpoint writes: weights, optimizer, config, training state."""
         return self.folder / "checkpoint"
 
     @property
@@ -38,57 +37,20 @@ class RunFiles:
 
     def clear(self) -> None:
         """Removes the run, and nothing else that lies in the folder."""
-        for path in (*self.present(), _old(self.checkpoint), _new(self.checkpoint)):
+        for path in self.present():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.exists():
+            else:
                 path.unlink()
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Replaces a file in one move."""
-    new = _new(path)
+    new = path.with_name(path.name + ".new")
     new.write_bytes(data)
     _sync(new)
     new.replace(path)
     _sync(path.parent)
-
-
-def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Replaces a folder of plain files by one that `fill` writes.
-
-    No system call swaps two folders everywhere. So the old one steps aside before the new one takes its place; in the
-    moment between, `existing_folder` finds it there.
-    """
-    new, old = _new(target), _old(target)
-    if new.exists():
-        shutil.rmtree(new)  # of a run that was killed while it wrote
-    new.mkdir(parents=True)
-    fill(new)
-    for file in new.iterdir():
-        _sync(file)
-    _sync(new)
-    if target.exists():
-        if old.exists():
-            shutil.rmtree(old)
-        target.rename(old)
-    new.rename(target)
-    _sync(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
-
-
-def existing_folder(target: Path) -> Path | None:
-    """The last folder that `replace_folder` completed, or None."""
-    return next((path for path in (target, _old(target)) if path.is_dir()), None)
-
-
-def _new(path: Path) -> Path:
-    return path.with_name(path.name + ".new")
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(path.name + ".old")
 
 
 def _sync(path: Path) -> None:

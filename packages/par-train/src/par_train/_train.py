@@ -9,7 +9,7 @@ import torch.distributed as dist
 from par_groups import Environment, ProcessGroups, Topology, launch
 
 from ._agree import Start, find_start
-from ._checkpoint import TrainingState, load_model, save_checkpoint
+from ._checkpoint import TrainingState, save_checkpoint
 from ._checks import check_config
 from ._errors import UserError
 from ._failure import one_traceback
@@ -37,7 +37,7 @@ def train(options: Options, stop: Stop) -> int:
             start = find_start(options, options.files)
             trainer = _make_trainer(options, start, groups, environment.device)
             if start.state is not None:
-                trainer.restore(load_model(options.files.checkpoint).state_dict(), start.state)
+                trainer.restore(options.files.checkpoint, start.state)
             master = Master(trainer, topology, start) if environment.is_master else None
             ended_by = _loop(trainer, stop, start, master)
             dist.barrier()  # nobody leaves, and is taken for failed, while the master still writes
@@ -75,28 +75,27 @@ def _loop(trainer: Trainer, stop: Stop, start: Start, master: "Master | None") -
             master.after_step(result, validation_loss, took, seconds)
         last = trainer.step == options.steps or ended_by
         if not last and options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
-            _save(trainer, start, seconds, master)
+            _save(trainer, start, seconds)
     if master is not None:
         master.close()
-    _save(trainer, start, time.monotonic() - began, master)
+    _save(trainer, start, time.monotonic() - began)
     if master is not None:
         master.finish(ended_by)
     return ended_by
 
 
-def _save(trainer: Trainer, start: Start, seconds: float, master: "Master | None") -> None:
-    """Writes the checkpoint on the master; every rank gives its part."""
-    weights, optimizer = trainer.weights(), trainer.optimizer_state()
-    if master is not None:
-        state = TrainingState(
-            step=trainer.step,
-            samples=trainer.samples,
-            seconds=seconds,
-            text=start.text.digest,
-            optimizer=optimizer,
-            rng=torch.get_rng_state(),
-        )
-        save_checkpoint(trainer.options.files.checkpoint, weights, trainer.options, state)
+def _save(trainer: Trainer, start: Start, seconds: float) -> None:
+    """Writes the checkpoint, to which every rank gives its part; the clock is the master's."""
+    clock = torch.tensor(seconds, dtype=torch.float64, device=trainer.device)
+    dist.broadcast(clock, 0)  # one number over the world
+    state = TrainingState(
+        step=trainer.step,
+        samples=trainer.samples,
+        seconds=float(clock),
+        text=start.text.digest,
+        rng=torch.get_rng_state(),
+    )
+    save_checkpoint(trainer.options.files.checkpoint, trainer.model, trainer.optimizer, trainer.options, state)
 
 
 class Master:

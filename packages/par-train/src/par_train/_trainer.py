@@ -1,21 +1,20 @@
 """One rank's model, optimizer and place in the data: what a step computes and communicates."""
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from par_groups import ProcessGroups, sharding_of
+from par_groups import ProcessGroups
 from par_layers import PartialGradients, layer_set
 
-from ._checkpoint import TrainingState
+from ._checkpoint import TrainingState, load_checkpoint
 from ._clip import clip_gradients_
 from ._errors import UserError
 from ._gpt import GPT
@@ -23,7 +22,6 @@ from ._options import Options, TrainOptions, learning_rate
 from ._order import DataOrder, Windows, share, spread, window_count
 from ._stop import SIGNALS
 from ._text import Text
-from ._whole import gather_whole, part_of
 
 _IGNORED = -100  # a target that does not count
 
@@ -111,36 +109,9 @@ class Trainer:
         dist.all_reduce(total, group=self.groups["data"])  # sum over the data group, shape (2,)
         return float(total[0] / total[1])
 
-    def weights(self) -> dict[str, Tensor]:
-        """Whole parameters by name, on the CPU. Every rank must call it."""
-        return {name: gather_whole(each, sharding_of(each), self.groups) for name, each in self._named()}
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state dict with whole tensors, on the CPU. Every rank must call it."""
-        state = self.optimizer.state_dict()
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        for number, parameter in enumerate(parameters):
-            state["state"][number] = {
-                name: gather_whole(slot, sharding_of(parameter), self.groups) if slot.dim() else slot
-                for name, slot in state["state"].get(number, {}).items()
-            }
-        return state
-
-    def restore(self, weights: Mapping[str, Tensor], state: TrainingState) -> None:
-        """Goes on from whole weights and a whole state; takes this rank's part of them."""
-        with torch.no_grad():
-            for name, parameter in self._named():
-                parameter.copy_(part_of(weights[name], parameter, sharding_of(parameter)))
-        optimizer = dict(state.optimizer)
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        optimizer["state"] = {
-            number: {
-                name: part_of(slot, parameters[number], sharding_of(parameters[number])) if slot.dim() else slot
-                for name, slot in slots.items()
-            }
-            for number, slots in state.optimizer["state"].items()
-        }
-        self.optimizer.load_state_dict(optimizer)
+    def restore(self, path: Path, state: TrainingState) -> None:
+        """Goes on from a checkpoint, of which this rank takes its part. Collective."""
+        load_checkpoint(path, self.model, self.optimizer)
         self.step, self.samples = state.step, state.samples
         torch.set_rng_state(state.rng)
 
@@ -161,9 +132,6 @@ class Trainer:
     def _loss(self, windows: Windows) -> Tensor:
         inputs, targets = self._tokens(self._train_text, windows)
         return self.model.loss(self._parallel(inputs), targets)
-
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters()
 
     def _tokens(self, text: np.ndarray, windows: Windows) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (windows, context): the target of a byte is the one behind it."""

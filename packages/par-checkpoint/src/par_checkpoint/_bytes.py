@@ -1,0 +1,30 @@
+"""Tensors as bytes, without a copy and without NumPy."""
+
+import ctypes
+
+import torch
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable; it keeps the tensor alive."""
+    count = tensor.numel() * tensor.element_size()
+    if count == 0:
+        return memoryview(b"")
+    array = (ctypes.c_char * count).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # lives as long as any view of it
+    return memoryview(array).cast("B")
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers of their size: every dtype copies alike, float8 and NaN payloads included."""
+    return tensor.view(_INTEGER[tensor.element_size()])
+
+
+def copy_elements_(into: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies between tensors of one shape: bit by bit where the dtypes are equal, else with torch's cast."""
+    if into.dtype == source.dtype:
+        as_integers(into).copy_(as_integers(source))
+    else:
+        into.copy_(source)

@@ -1,0 +1,108 @@
+"""A run's checkpoints: step directories below a root, saved when due, resumed from the latest, old ones removed."""
+
+from os import PathLike, fspath
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ._collect import Model
+from ._load import Report, load
+from ._save import Save, save
+from ._session import session_of
+from ._steps import latest, prune, step_name
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        root: The folder that holds `step-00000100` and so on; a URL goes through fsspec.
+        every: Steps between two saves.
+        keep_last: How many of the newest to keep; older ones are removed after a save.
+        keep_every: Steps that are multiples of this stay for good.
+        group: The ranks that save and load together; default: the world.
+
+    Example:
+        checkpoints = Checkpoints("runs/gpt", every=500)
+        report = checkpoints.load(model=model, optimizer=optimizer)  # None if there is nothing to resume from
+        for step in range(report.step if report else 0, 10_000):
+            ...
+            checkpoints.save(step + 1, model=model, optimizer=optimizer, async_=True)
+
+    Raises:
+        ValueError: A number that is not positive.
+    """
+
+    def __init__(
+        self,
+        root: str | PathLike[str],
+        *,
+        every: int = 1,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give 1 or more")
+        self.root = fspath(root)
+        self.every = every
+        self._keep_last, self._keep_every, self._group = keep_last, keep_every, group
+
+    def path(self, step: int) -> str:
+        """The folder of a step."""
+        return f"{self.root.rstrip('/')}/{step_name(step)}"
+
+    def due(self, step: int) -> bool:
+        """Whether `save` saves at this step."""
+        return step % self.every == 0
+
+    def latest(self) -> str | None:
+        """The folder of the newest whole checkpoint, the same on every rank; None if there is none."""
+        return latest(self.root, group=self._group)
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Model | None = None,
+        optimizer: Optimizer | None = None,
+        force: bool = False,
+        **keywords: Any,
+    ) -> Save | None:
+        """Saves if it is due. Collective. A checkpoint of the same step is replaced.
+
+        Args:
+            step: Steps done.
+            model: As for `save`.
+            optimizer: As for `save`.
+            force: Save even if it is not due.
+            keywords: Of `save`.
+
+        Returns:
+            The handle, or None if it was not due.
+        """
+        if not force and not self.due(step):
+            return None
+        keywords = {"step": step, "overwrite": True, "group": self._group, **keywords}
+        handle = save(self.path(step), model=model, optimizer=optimizer, **keywords)
+        ranks = session_of(self._group, handle.timeout).ranks
+        ranks.on_first(lambda: prune(self.root, keep_last=self._keep_last, keep_every=self._keep_every))
+        return handle
+
+    def load(self, *, model: Model | None = None, optimizer: Optimizer | None = None, **keywords: Any) -> Report | None:
+        """Goes on from the newest whole checkpoint. Collective.
+
+        Args:
+            model: As for `load`.
+            optimizer: As for `load`.
+            keywords: Of `load`.
+
+        Returns:
+            The report, whose `step` is that of the checkpoint; None if there is nothing to go on from.
+        """
+        path = self.latest()
+        if path is None:
+            return None
+        return load(path, model=model, optimizer=optimizer, group=self._group, **keywords)

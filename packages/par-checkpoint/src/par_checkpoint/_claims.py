@@ -1,0 +1,195 @@
+"""Who holds which part of which tensor: what each rank says of itself, and all of it put together."""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ._bytes import bytes_of
+from ._coverage import is_covered
+from ._entry import Entry, name_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What one rank, or several alike, hold.
+
+    Args:
+        tensors: Key, dtype and global shape of each tensor.
+        rows: By number of dims d: an int64 tensor (boxes, 1 + 2 d) of tensor number, start and size.
+    """
+
+    tensors: tuple[tuple[str, torch.dtype, Shape], ...]
+    rows: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> "Claims":
+        """What a rank holds."""
+        tensors: list[tuple[str, torch.dtype, Shape]] = []
+        rows: dict[int, list[list[int]]] = {}
+        for number, entry in enumerate(entries):
+            tensors.append((entry.key, entry.dtype, tuple(entry.sharding.shape)))
+            for box in entry.sharding.boxes:
+                rows.setdefault(len(box.start), []).append([number, *box.start, *box.size])
+        return cls(tensors=tuple(tensors), rows={dims: torch.tensor(each) for dims, each in rows.items()})
+
+    def encode(self) -> bytes:
+        """As bytes, equal for equal claims."""
+        head = {
+            "tensors": [(key, str(dtype).partition(".")[2], shape) for key, dtype, shape in self.tensors],
+            "rows": [(dims, len(each)) for dims, each in sorted(self.rows.items())],
+        }
+        text = json.dumps(head).encode()
+        body = b"".join(bytes_of(each.contiguous()) for _, each in sorted(self.rows.items()))
+        return zlib.compress(len(text).to_bytes(8) + text + body, 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Claims":
+        """`encode` undone."""
+        raw = zlib.decompress(data)
+        end = 8 + int.from_bytes(raw[:8])
+        head = json.loads(raw[8:end])
+        rows = {}
+        for dims, count in head["rows"]:
+            size = count * (1 + 2 * dims) * 8
+            rows[dims] = torch.frombuffer(bytearray(raw[end : end + size]), dtype=torch.int64).view(count, -1)
+            end += size
+        tensors = tuple((key, getattr(torch, dtype), tuple(shape)) for key, dtype, shape in head["tensors"])
+        return cls(tensors=tensors, rows=rows)
+
+
+def digest(data: bytes) -> bytes:
+    """What stands for a rank's claims where only equality counts."""
+    return hashlib.sha256(data).digest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """One tensor and the different boxes of it that the ranks hold; several holders of one box are replicas.
+
+    Args:
+        key: The tensor.
+        dtype: On disk.
+        shape: Global.
+        starts: int64 (boxes, dims), sorted by the first element in row-major order.
+        sizes: int64 (boxes, dims).
+        ranks: int64, the holders of all boxes, box by box.
+        first: Where each box's holders begin in `ranks`, and one more: its end.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+    starts: torch.Tensor
+    sizes: torch.Tensor
+    ranks: torch.Tensor
+    first: tuple[int, ...]
+
+    def holders(self, box: int) -> torch.Tensor:
+        """The ranks that hold a box, ascending."""
+        return self.ranks[self.first[box] : self.first[box + 1]]
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+
+def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[Held]:
+    """All claims put together, in the order in which tensors first appear.
+
+    Args:
+        claims: Ranks, and what each of them claims.
+
+    Raises:
+        ValueError: Ranks that give one name different dtypes or shapes.
+    """
+    known: dict[str, tuple[int, torch.dtype, Shape, int]] = {}
+    numbers: list[torch.Tensor] = []
+    for ranks, each in claims:
+        for key, dtype, shape in each.tensors:
+            _, as_dtype, as_shape, by = known.setdefault(key, (len(known), dtype, shape, ranks[0]))
+            if (as_dtype, as_shape) != (dtype, shape):
+                raise ValueError(
+                    f"{name_of(key)!r} is {as_dtype} {as_shape} on rank {by}, but {dtype} {shape} on rank {ranks[0]}; "
+                    "a local tensor that is a part of a larger one needs a record: layout={name: Sharding(...)}"
+                )
+        numbers.append(torch.tensor([known[key][0] for key, _, _ in each.tensors], dtype=torch.int64))
+    boxes = _by_tensor(claims, numbers)
+    return [
+        _held(key, dtype, shape, *boxes.get(number, _none(len(shape))), [ranks for ranks, _ in claims])
+        for key, (number, dtype, shape, _) in known.items()
+    ]
+
+
+def check_covered(every: Iterable[Held]) -> None:
+    """Checks that every element of every tensor is held by somebody.
+
+    Raises:
+        ValueError: Naming the tensors with gaps.
+    """
+    proven: set[tuple[Shape, bytes]] = set()  # layers of one shape are cut alike, so most need no second look
+    gaps = []
+    for held in every:
+        geometry = held.shape, bytes(bytes_of(torch.cat([held.starts, held.sizes], 1).contiguous()))
+        if geometry not in proven:
+            if not is_covered(held.shape, held.starts, held.sizes):
+                gaps.append(held)
+            proven.add(geometry)
+    if gaps:
+        named = ", ".join(
+            f"{name_of(each.key)!r} {each.shape} ({int(each.sizes.prod(1).sum())} held)" for each in gaps[:5]
+        )
+        raise ValueError(
+            f"no rank of the group holds some elements of {named}{' and others' if len(gaps) > 5 else ''}; pass the "
+            "group of all ranks that hold the model, or correct the records or `layout`"
+        )
+
+
+def _by_tensor(
+    claims: Sequence[tuple[Sequence[int], Claims]], numbers: Sequence[torch.Tensor]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """By tensor: its boxes (n, 2 dims), and which of the claims each is from."""
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for dims in {dims for _, each in claims for dims in each.rows}:
+        parts = [(i, each.rows[dims]) for i, (_, each) in enumerate(claims) if dims in each.rows]
+        rows = torch.cat([each for _, each in parts])
+        source = torch.cat([torch.full((len(each),), i) for i, each in parts])
+        tensor = torch.cat([numbers[i][each[:, 0]] for i, each in parts])
+        order = tensor.argsort(stable=True)
+        which, counts = tensor[order].unique_consecutive(return_counts=True)
+        split = counts.tolist()
+        pieces = zip(which.tolist(), rows[order, 1:].split(split), source[order].split(split), strict=True)
+        found.update((number, (boxes, sources)) for number, boxes, sources in pieces)
+    return found
+
+
+def _none(dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(0, 2 * dims, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+
+
+def _held(
+    key: str, dtype: torch.dtype, shape: Shape, boxes: torch.Tensor, sources: torch.Tensor, ranks: list[Sequence[int]]
+) -> Held:
+    """Equal boxes become one with several holders."""
+    dims = len(shape)
+    if len(boxes) <= 1 or dims == 0:
+        unique, which = boxes[:1], torch.zeros(len(boxes), dtype=torch.int64)
+    else:
+        unique, which = boxes.unique(dim=0, return_inverse=True)  # sorted row by row: by start, first dim first
+    holders: list[list[int]] = [[] for _ in range(len(unique))]
+    for box, source in zip(which.tolist(), sources.tolist(), strict=True):
+        holders[box].extend(ranks[source])
+    return Held(
+        key=key,
+        dtype=dtype,
+        shape=shape,
+        starts=unique[:, :dims],
+        sizes=unique[:, dims:],
+        ranks=torch.tensor([rank for each in holders for rank in sorted(each)], dtype=torch.int64),
+        first=tuple(accumulate((len(each) for each in holders), initial=0)),
+    )

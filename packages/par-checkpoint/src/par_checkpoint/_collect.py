@@ -1,0 +1,151 @@
+"""What this rank brings to a save: entries of model and optimizer, and the encoded rest."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from crc32c import crc32c
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import Segment, Sharding
+
+from ._bytes import bytes_of
+from ._convert import Convert, split
+from ._dtypes import safetensors_name
+from ._entry import Entry, key_of
+from ._model import local_of, model_state, sharding_in, unwrapped
+from ._names import rename
+from ._optimizer import Naming, optimizer_state
+from ._options import SaveOptions
+from ._state import State, encode_state
+from ._transformers import conversion_of
+
+Model = nn.Module | Mapping[str, torch.Tensor]
+
+_SAMPLE = 256  # elements of a tensor that are compared between replicas without a record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What this rank brings.
+
+    Args:
+        entries: The tensors that go into safetensors files.
+        tied: Names in the files that are not stored, and the stored name.
+        state: Everything else.
+        samples: Key and checksum of the first elements of each tensor that has no record.
+        config: What to write as config.json, or None.
+    """
+
+    entries: list[Entry]
+    tied: Mapping[str, str]
+    state: State
+    samples: list[tuple[str, int]]
+    config: Any
+
+
+def collect(
+    *, model: Model | None, optimizer: Optimizer | None, scheduler: object, extra: object, options: SaveOptions
+) -> Content:
+    """Looks at model, optimizer and the rest; copies nothing but small state.
+
+    Raises:
+        ValueError, TypeError: What cannot be saved, by name.
+    """
+    found = model_state({} if model is None else model)
+    layout = options.layout or {}
+    every = [*found.tensors, *found.tied]
+    names = rename(options.names, every)
+    check_layout(layout, every)
+    shapes = {name: tuple(sharding_in(name, tensor, layout).shape) for name, tensor in found.tensors.items()}
+    convert = options.convert or usual_conversion(model, shapes)
+    entries = [
+        entry
+        for name, tensor in found.tensors.items()
+        for entry in _entries(names[name], name, tensor, layout, options.dtype, convert)
+    ]
+    slots = None
+    if optimizer is not None:
+        slots = optimizer_state(optimizer, Naming(model, names, layout))
+        entries += slots.entries
+    for entry in entries:
+        safetensors_name(entry.dtype, entry.name)
+    return Content(
+        entries=entries,
+        tied={names[name]: names[stored] for name, stored in found.tied.items() if names[name] != names[stored]},
+        state=encode_state(objects=found.objects, optimizer=slots, scheduler=scheduler, extra=extra),
+        samples=[
+            _sample(name, each) for name, each in found.tensors.items() if _calls_itself_whole(each, name, layout)
+        ],
+        config=_config(options.config),
+    )
+
+
+def segments_on_disk(name: str, sharding: Sharding, convert: Convert | None, key: str) -> list[Segment]:
+    """What a tensor in memory is on disk: itself under its name there, or the parts that `convert` says.
+
+    Args:
+        name: The model's key.
+        sharding: Its record.
+        convert: From the key and the global shape to parts, or None.
+        key: Its name in the files, where it is not converted.
+    """
+    parts = None if convert is None else convert(name, tuple(sharding.shape))
+    return [Segment(key, sharding)] if parts is None else split(sharding, parts)
+
+
+def check_layout(layout: Mapping[str, Sharding], names: list[str]) -> None:
+    """Raises ValueError for a name that the model has not."""
+    unknown = sorted(set(layout) - set(names))
+    if unknown:
+        raise ValueError(
+            f"layout names {unknown[0]!r}, but the model has no such tensor; it has {', '.join(names[:5])}..."
+        )
+
+
+def usual_conversion(model: Model | None, shapes: Mapping[str, tuple[int, ...]]) -> Convert | None:
+    """What transformers does to its own models' tensors between memory and files."""
+    inner = None if model is None else unwrapped(model)
+    return conversion_of(inner, shapes) if isinstance(inner, nn.Module) else None
+
+
+def _entries(
+    key: str,
+    name: str,
+    tensor: torch.Tensor,
+    layout: Mapping[str, Sharding],
+    dtype: torch.dtype | None,
+    convert: Convert | None,
+) -> Iterator[Entry]:
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} is on the meta device and has no values to save; materialise the model first")
+    sharding, local = sharding_in(name, tensor, layout), local_of(tensor)
+    on_disk = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    for segment in segments_on_disk(name, sharding, convert, key):
+        yield Entry(key=key_of("model", segment.name), dtype=on_disk, sharding=segment.sharding, local=local)
+
+
+def _calls_itself_whole(tensor: torch.Tensor, name: str, layout: Mapping[str, Sharding]) -> bool:
+    return (
+        isinstance(tensor, nn.Parameter)
+        and name not in layout
+        and not hasattr(tensor, "par_sharding")
+        and not hasattr(tensor, "placements")
+    )
+
+
+def _sample(name: str, tensor: torch.Tensor) -> tuple[str, int]:
+    first = tensor.detach()[(0,) * max(0, tensor.dim() - 1)].reshape(-1)[:_SAMPLE] if tensor.numel() else tensor
+    return key_of("model", name), crc32c(bytes_of(first.cpu().contiguous()))
+
+
+def _config(config: Any) -> Any:
+    """A config as a mapping of plain JSON."""
+    to_dict = getattr(config, "to_dict", None)
+    if to_dict is not None:
+        return to_dict()
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"config is a {type(config).__name__}; give a mapping, or an object with to_dict()")
+    return config

@@ -1,0 +1,111 @@
+"""From one format of files to another: Hugging Face, torch, and torch.distributed.checkpoint."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._errors import CheckpointError
+from ._inspect import look_at_all, read
+from ._pickled import load_object
+from ._save import save
+from ._storage import open_folder
+
+FORMATS = ("huggingface", "torch", "dcp")
+
+
+def convert_checkpoint(
+    source: str, target: str, *, to: str, dtype: str | None = None, max_shard_size: str = "5GB"
+) -> None:
+    """Writes a model's tensors in another format, through memory; an optimizer's state is not converted.
+
+    Args:
+        source: A Hugging Face folder, one of ours in either style, a file that torch.load opens, or a folder of
+            torch.distributed.checkpoint.
+        target: A folder that does not exist.
+        to: "huggingface", "torch" or "dcp".
+        dtype: The name of a floating-point dtype to cast to.
+        max_shard_size: Of Hugging Face files.
+
+    Raises:
+        ValueError: An unknown format or dtype.
+        CheckpointError: The source cannot be read.
+        FileExistsError: The target is there.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"format {to!r}; it can be {', '.join(map(repr, FORMATS))}")
+    cast = _dtype(dtype)
+    tensors = _tensors(source)
+    if to != "dcp":
+        save(target, model=tensors, style=to, dtype=cast, max_shard_size=max_shard_size)
+        return
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: PLC0415 - slow to import
+
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target!r} exists; choose another path")
+    state = {name: each.to(cast) if cast and each.is_floating_point() else each for name, each in tensors.items()}
+    save_dcp(state, checkpoint_id=target, no_dist=True)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype {name!r} is none of torch's floating-point ones, such as bfloat16")
+    return dtype
+
+
+def _tensors(source: str) -> dict[str, torch.Tensor]:
+    """All tensors of a model, whole."""
+    if Path(source).is_file():
+        return dict(_flat(load_object(Path(source))))
+    if (Path(source) / ".metadata").is_file():
+        return dict(_flat(_read_dcp(source)))
+    found = look_at_all(open_folder(source))
+    tensors = {name: read(source, name) for name in found.places("model")}
+    return {**tensors, **{name: tensors[stored] for name, stored in found.tied.items()}}
+
+
+def _read_dcp(source: str) -> dict[str, Any]:
+    """The state dict in a folder of torch.distributed.checkpoint, without a process group."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - slow to import
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
+
+    metadata = FileSystemReader(source).read_metadata()
+    state = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in metadata.state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    load(state, checkpoint_id=source, no_dist=True)
+    nested: dict[str, Any] = {}
+    for (
+        name,
+        tensor,
+    ) in state.items():  # {"model": state dict} was flattened; where the path is known, it is nested again
+        first, *rest = (metadata.planner_data or {}).get(name, (name,))
+        if rest:
+            nested.setdefault(first, {})[".".join(map(str, rest))] = tensor
+        else:
+            nested[first] = tensor
+    return nested
+
+
+def _flat(value: object, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Tensors of nested mappings; "model" or "state_dict" at the top is not a part of the names."""
+    if isinstance(value, torch.Tensor):
+        return [(prefix, value)]
+    if not isinstance(value, Mapping):
+        return []
+    if not prefix:
+        for key in ("model", "state_dict"):
+            if isinstance(value.get(key), Mapping):
+                return _flat(value[key])
+    found = [pair for key, each in value.items() for pair in _flat(each, f"{prefix}.{key}" if prefix else str(key))]
+    if not prefix and not found:
+        raise CheckpointError("the file holds no tensors by name; give the state dict of a model")
+    return found

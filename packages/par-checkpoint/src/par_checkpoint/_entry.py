@@ -1,0 +1,52 @@
+"""One named tensor's share on this rank: what saving reads and loading fills."""
+
+from dataclasses import dataclass
+
+import torch
+
+from par_groups import Box, Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor of the checkpoint, as far as this rank holds it.
+
+    Args:
+        key: Its section and its name there, such as "model:embed.weight" or "optimizer:embed.weight.exp_avg".
+        dtype: The dtype on disk.
+        sharding: The global shape, and the boxes of `local` that hold parts of it.
+        local: The local tensor, on any device; its dtype may differ from the one on disk where a cast was asked for.
+    """
+
+    key: str
+    dtype: torch.dtype
+    sharding: Sharding
+    local: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """The name in the files."""
+        return name_of(self.key)
+
+
+def key_of(section: str, name: str) -> str:
+    """The key of a tensor: names are unique within a section."""
+    return f"{section}:{name}"
+
+
+def section_of(key: str) -> str:
+    """`key_of` undone, first half."""
+    return key.partition(":")[0]
+
+
+def name_of(key: str) -> str:
+    """`key_of` undone, second half."""
+    return key.partition(":")[2]
+
+
+def view_of(local: torch.Tensor, box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    """The part of a box that begins at global index `start`, as a view of the local tensor."""
+    view = box.of(local)
+    for dim, (first, length) in enumerate(zip(start, size, strict=True)):
+        view = view.narrow(dim, first - box.start[dim], length)
+    return view

@@ -1,0 +1,21 @@
+"""What can be wrong with files, apart from what the caller wrote (`ValueError`, `TypeError`)."""
+
+from collections.abc import Sequence
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, found or read. The message names the file, what is wrong, and the remedy."""
+
+
+class CorruptError(CheckpointError):
+    """Bytes on disk are not what was written: a truncated file, a flipped bit, a header or manifest that lies."""
+
+
+def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) -> str:
+    """What is said of a block that is not what was written."""
+    named = ", ".join(repr(name) for name in tensors[:4]) + (
+        f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
+    )
+    return (
+        f"block {number} of {file!r} (from byte {begin}) is corrupt: its checksum is wrong. It holds parts of {named}"
+    )

@@ -1,0 +1,208 @@
+"""What a checkpoint's folder holds, as one rank sees it and tells the others."""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from crc32c import crc32c
+from safetensors.torch import load as from_safetensors
+
+from ._directory import Directory, Place, check_index, read_directory
+from ._errors import CheckpointError, CorruptError
+from ._finish import SIDE_FILE
+from ._index import decode_index
+from ._manifest import MANIFEST, Manifest, blocks_of, decode_manifest
+from ._pickled import load_object, load_pickle
+from ._storage import Folder
+from ._tagged import decode
+from ._torch_style import OBJECTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The contents of a folder.
+
+    Args:
+        manifest: Ours; None in a folder of somebody else's.
+        directories: By section: its safetensors files.
+        pickled: By section: the files that torch.load opens, where there are no others.
+        whole: By section: dtype and shape of the tensors in those.
+        side: Tensors of scheduler, extra and param groups.
+    """
+
+    manifest: Manifest | None
+    directories: Mapping[str, Directory] = field(default_factory=dict)
+    pickled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    whole: Mapping[str, Mapping[str, Place]] = field(default_factory=dict)
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def places(self, section: str) -> Mapping[str, Place]:
+        """The tensors of a section by name."""
+        if section in self.directories:
+            return self.directories[section].places
+        return self.whole.get(section, {})
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names that are not stored, and the stored one."""
+        return {} if self.manifest is None else self.manifest.tied
+
+    def part(self, name: str) -> Any:
+        """The decoded "model", "scheduler" or "extra"; None where there is none."""
+        encoded = None if self.manifest is None else getattr(self.manifest, name)
+        return None if encoded is None else decode(encoded, self.side)
+
+    def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """Names and options of the saved param groups."""
+        optimizer = None if self.manifest is None else self.manifest.optimizer
+        groups = [] if optimizer is None else optimizer["groups"]
+        return [(each["params"], decode(each["options"], self.side)) for each in groups]  # type: ignore[misc]
+
+    def slots(self) -> dict[str, object]:
+        """Slots of the optimizer that are no tensors."""
+        optimizer = None if self.manifest is None else self.manifest.optimizer
+        return {} if optimizer is None else {key: decode(each, self.side) for key, each in optimizer["slots"].items()}
+
+    def parameters(self) -> Set[str]:
+        """The parameters of the optimizer that was saved."""
+        return {name for names, _ in self.groups() for name in names}
+
+
+def look(folder: Folder, *, model: bool, optimizer: bool, variant: str | None = None) -> Found:
+    """Reads everything but the tensors, and checks it.
+
+    Args:
+        folder: The checkpoint's.
+        model: Whether the model's files are wanted.
+        optimizer: Whether the optimizer's are.
+        variant: Of the files of others.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or not what is wanted.
+        CorruptError: Files that are missing, truncated or not what was written.
+    """
+    folder.recover()
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {folder.url!r}; give the folder that holds the checkpoint")
+    sizes = folder.sizes()
+    manifest = decode_manifest(folder.read(MANIFEST)) if MANIFEST in sizes else None
+    if manifest is not None:
+        _check_sizes(folder, manifest, sizes)
+    elif optimizer:
+        raise CheckpointError(
+            f"{folder.url!r} has no {MANIFEST}, so it was not saved here and has no optimizer state; pass no optimizer"
+        )
+    if optimizer and manifest is not None and manifest.optimizer is None:
+        raise CheckpointError(f"{folder.url!r} was saved without an optimizer; pass none")
+    side = _side(folder, manifest)
+    if manifest is not None and manifest.style == "torch":
+        return _found_objects(folder, manifest, side, sizes, wanted=[("model", model), ("optimizer", optimizer)])
+    directories = {}
+    if model:
+        directories["model"] = read_directory(folder, variant=variant, manifest=manifest)
+    if optimizer and "optimizer/optimizer.safetensors.index.json" in sizes:
+        directories["optimizer"] = read_directory(folder, stem="optimizer/optimizer", manifest=manifest)
+    _check_pickled(folder, directories.values())
+    pickled = {section: each.pickles for section, each in directories.items() if each.pickles}
+    for section in pickled:
+        del directories[section]
+    whole = {section: _places(tensors_of(folder, section, names)) for section, names in pickled.items()}
+    return Found(manifest=manifest, directories=directories, pickled=pickled, whole=whole, side=side)
+
+
+def _check_pickled(folder: Folder, directories: Iterable[Directory]) -> None:
+    """Where there is an index, it agrees with the files that torch.load opens."""
+    for each in directories:
+        if each.pickles and each.index is not None:
+            path = f"{folder.url}/{each.index}"
+            names = {name: load_pickle(_local_path(folder, name)) for name in each.pickles}
+            check_index(decode_index(folder.read(each.index), path), names, path)
+
+
+def tensors_of(folder: Folder, section: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The tensors of files that torch.load opens, mapped from disk where they can be.
+
+    Args:
+        folder: A local one.
+        section: "model": a mapping of tensors. "optimizer": a state dict with names in place of numbers.
+        names: The files.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        path = _local_path(folder, name)
+        if section == "model":
+            found.update(load_pickle(path))
+        else:
+            state = _state_of(load_object(path), name)
+            found.update(
+                {
+                    f"{parameter}.{slot}": value
+                    for parameter, slots in state.items()
+                    for slot, value in slots.items()
+                    if isinstance(value, torch.Tensor)
+                }
+            )
+    return found
+
+
+def _state_of(value: object, name: str) -> Mapping[str, Mapping[str, object]]:
+    state = value.get("state") if isinstance(value, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{name!r} is no optimizer's state: it has no mapping 'state'; take another checkpoint")
+    return state
+
+
+def _found_objects(
+    folder: Folder,
+    manifest: Manifest,
+    side: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+    wanted: list[tuple[str, bool]],
+) -> Found:
+    pickled = {section: (OBJECTS[section],) for section, want in wanted if want}
+    for (name,) in pickled.values():
+        if name not in sizes:
+            raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
+    whole = {section: _places(tensors_of(folder, section, names)) for section, names in pickled.items()}
+    return Found(manifest=manifest, pickled=pickled, whole=whole, side=side)
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+    return {
+        name: Place(file="", dtype=each.dtype, shape=tuple(each.shape), begin=0, end=0)
+        for name, each in tensors.items()
+    }
+
+
+def _local_path(folder: Folder, name: str) -> Path:
+    url = folder.url.removeprefix("file://")
+    if "://" in url:
+        raise CheckpointError(
+            f"{name!r} at {folder.url!r} is a pickle, which is read from local disks only; copy it here"
+        )
+    return Path(url) / name
+
+
+def _check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) -> None:
+    """Every file of the manifest is there, and as long as it was."""
+    for name, record in manifest.files.items():
+        if name not in sizes:
+            raise CorruptError(f"{folder.url}/{name} is missing; bring it back, or take another checkpoint")
+        if sizes[name] != record.size:
+            raise CorruptError(
+                f"{folder.url}/{name} has {sizes[name]} bytes, but {record.size} were written; it is truncated or was "
+                "replaced: take another checkpoint"
+            )
+
+
+def _side(folder: Folder, manifest: Manifest | None) -> dict[str, torch.Tensor]:
+    if manifest is None or SIDE_FILE not in manifest.files:
+        return {}
+    data = folder.read(SIDE_FILE)
+    record = manifest.files[SIDE_FILE]
+    for number, (begin, end) in enumerate(blocks_of(record.size, record.data_begin, record.block)):
+        if crc32c(data[begin:end]) != record.crcs[number]:
+            raise CorruptError(f"block {number} of {folder.url}/{SIDE_FILE} is corrupt: its checksum is wrong")
+    return from_safetensors(data)

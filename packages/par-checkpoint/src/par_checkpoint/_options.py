@@ -1,0 +1,151 @@
+"""How to save and load, apart from what and where."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from par_groups import Sharding
+
+from ._convert import Convert
+from ._names import Names
+from ._shards import parse_size
+
+STYLES = ("huggingface", "torch")
+_WRITERS = ("auto", "pwrite", "owner")
+_PENDING = ("wait", "raise")
+_VERIFY = ("auto", "full", "off")
+
+Options = TypeVar("Options", "SaveOptions", "LoadOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How to save. Each field may be given to `save` as a keyword.
+
+    Args:
+        max_shard_size: Bytes of tensors in a file, as "5GB" (decimal) or "5GiB"; a larger tensor gets its own file.
+        async_: Copy what this rank gives, return, and write in the background.
+        pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
+        writer: "pwrite": every rank writes its ranges of common files, on one node or a coherent file system. "owner":
+            one rank writes a file from beginning to end, for NFS and object stores. "auto": "owner" where the path is
+            remote, else "pwrite".
+        layout: By name: how a local tensor without a record is cut out of the whole one.
+        names: From a model's key to the key in the files: a dict, pairs of (pattern, replacement), or a function.
+        convert: From a model's key and global shape to the tensors on disk that make it up, or None. Default: what
+            transformers does to its own models.
+        dtype: Casts floating-point tensors of the model on the way.
+        config: Written as config.json: a mapping, or an object with `to_dict`, such as a transformers config.
+        budget: Bytes that a rank may hold beside its own state, as for `max_shard_size`. A copy of `async_` is extra.
+        threads: How many threads of a rank checksum and write.
+        timeout: Seconds to wait for a rank that does not answer.
+        progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
+        step: Is noted in the checkpoint.
+
+    Raises:
+        ValueError: A value that is none of these.
+    """
+
+    max_shard_size: str | int = "5GB"
+    async_: bool = False
+    pending: str = "wait"
+    writer: str = "auto"
+    layout: Mapping[str, Sharding] | None = None
+    names: Names | None = None
+    convert: Convert | None = None
+    dtype: torch.dtype | None = None
+    config: Any = None
+    budget: str | int = "256MB"
+    threads: int = 2
+    timeout: float = 1800.0
+    progress: bool | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("pending", self.pending, _PENDING)
+        _one_of("writer", self.writer, _WRITERS)
+        parse_size(self.max_shard_size)
+        _check_common(self)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(
+                f"dtype is {self.dtype!r}; give a floating-point torch.dtype, or None to keep each tensor's"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How to load. Each field may be given to `load` as a keyword.
+
+    Args:
+        layout: By name: how a local tensor without a record is cut out of the whole one.
+        names: From a model's key to the key in the files: a dict, pairs of (pattern, replacement), or a function.
+        convert: From a model's key and global shape to the tensors on disk that make it up, or None. Default: what
+            transformers itself does for the model, if it is one of its.
+        dtype: Floating-point tensors of the model with this dtype may be filled from files of another; None: dtypes
+            must agree.
+        verify: "auto" checks every block that is read, while it is read; "full" checks all files before anything is
+            changed; "off" checks sizes and headers alone.
+        variant: Of the files of others: "fp16" reads model.fp16.safetensors.
+        device: Where tensors on the meta device are made; default: the CPU.
+        budget: Bytes that a rank may hold beside its own state.
+        threads: How many threads of a rank read and checksum.
+        timeout: Seconds to wait for a rank that does not answer.
+        progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
+
+    Raises:
+        ValueError: A value that is none of these.
+    """
+
+    layout: Mapping[str, Sharding] | None = None
+    names: Names | None = None
+    convert: Convert | None = None
+    dtype: torch.dtype | None = None
+    verify: str = "auto"
+    variant: str | None = None
+    device: str | torch.device = "cpu"
+    budget: str | int = "256MB"
+    threads: int = 2
+    timeout: float = 1800.0
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("verify", self.verify, _VERIFY)
+        _check_common(self)
+
+
+def with_keywords(options: Options | None, kind: type[Options], keywords: Mapping[str, Any]) -> Options:
+    """Options with some fields replaced.
+
+    Raises:
+        TypeError: A keyword that is no field, with those there are.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]
+    unknown = sorted(set(keywords) - set(known))
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; there are {', '.join(known)}")
+    if options is not None and not isinstance(options, kind):
+        raise TypeError(f"options is {options!r}; give a {kind.__name__}")
+    return dataclasses.replace(options or kind(), **keywords)
+
+
+def check_style(style: str) -> None:
+    """Raises ValueError unless it is one of the two."""
+    _one_of("style", style, STYLES)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it can be {', '.join(map(repr, allowed))}")
+
+
+def _check_common(options: "SaveOptions | LoadOptions") -> None:
+    parse_size(options.budget)
+    if not isinstance(options.threads, int) or options.threads < 1:
+        raise ValueError(f"threads is {options.threads!r}; give 1 or more")
+    if not (math.isfinite(options.timeout) and options.timeout > 0):
+        raise ValueError(f"timeout is {options.timeout!r} seconds; give a positive number")
+    if options.layout is not None and not all(isinstance(each, Sharding) for each in options.layout.values()):
+        raise TypeError("layout maps names to par_groups.Sharding records")

@@ -1,0 +1,53 @@
+"""A progress bar on rank 0, where somebody looks."""
+
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+from ._ranks import Ranks
+
+
+class Bar:
+    """Bytes that this rank has written or read, as its share of all.
+
+    Args:
+        what: "save" or "load".
+        total: Bytes of the whole checkpoint.
+        ranks: Who takes part; rank 0 shows its own share, which is about everybody's.
+        wanted: Whether to show it; None: if stderr is a terminal and tqdm is installed.
+
+    Raises:
+        ImportError: It is wanted, but tqdm is not installed.
+    """
+
+    def __init__(self, what: str, total: int, ranks: Ranks, wanted: bool | None) -> None:
+        self._lock = threading.Lock()  # the threads that write tell of it themselves
+        self._bar: Any = None
+        if ranks.rank == 0 and (sys.stderr.isatty() if wanted is None else wanted):
+            self._bar = _make(what, total // ranks.size, must=bool(wanted))
+
+    def add(self, count: int) -> None:
+        """Tells of some bytes."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.update(count)
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _make(what: str, total: int, *, must: bool) -> Any:
+    try:
+        from tqdm import tqdm  # noqa: PLC0415 - an extra
+    except ImportError:
+        if must:
+            raise ImportError("progress=True needs tqdm: pip install par-checkpoint[progress]") from None
+        return None
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)

@@ -1,0 +1,150 @@
+"""The ranks that save or load together: their communicator, and how they agree on errors."""
+
+import pickle
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ._bytes import bytes_of
+from ._errors import CheckpointError
+
+Value = TypeVar("Value")
+
+
+class Transfer:
+    """Bytes under way.
+
+    Args:
+        work: What torch gave for it.
+        timeout: How long to wait at most.
+    """
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._work, self._timeout = work, timeout
+
+    def wait(self) -> None:
+        """Returns when the buffer may be used again.
+
+        Raises:
+            RuntimeError: The other rank is gone, or does not answer.
+        """
+        self._work.wait(self._timeout)
+
+
+class Ranks:
+    """The ranks of a group, or this process alone, and bytes of the CPU between them, whatever their backend.
+
+    Args:
+        group: The ranks that take part; None: this process alone.
+        timeout: Seconds after which a transfer with a rank that does not answer raises.
+        private: Whether to have a communicator of its own, which never meets the trainer's collectives. Without it, the
+            group's is used where that is gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, private: bool = False) -> None:
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._timeout = timedelta(seconds=timeout)
+        self._gloo: Any = None
+        if group is not None and self.size > 1:
+            self._gloo = (None if private else _gloo_of(group)) or self._make(group)
+
+    def _make(self, group: dist.ProcessGroup) -> Any:
+        """A communicator of the group's ranks alone; torch's `new_group` would have to be called by all others, too."""
+        nonce = [uuid.uuid4().hex]
+        dist.broadcast_object_list(nonce, group=group, group_src=0)
+        store = dist.distributed_c10d._get_default_store()
+        prefixed = dist.distributed_c10d.PrefixStore(f"par_checkpoint/{nonce[0]}", store)
+        return dist.ProcessGroupGloo(prefixed, self.rank, self.size, self._timeout)
+
+    def gather(self, value: Value) -> list[Value]:
+        """The value of every rank, by rank. All-gather of pickled bytes, twice: their lengths, then they."""
+        if self._gloo is None:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self._all_gather(torch.tensor([data.numel()]))
+        longest = int(lengths.max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: data.numel()] = data
+        every = self._all_gather(mine)  # lives as long as the view of its memory
+        parts = bytes_of(every)
+        return [pickle.loads(parts[r * longest : r * longest + n]) for r, n in enumerate(lengths.tolist())]  # noqa: S301 - from ranks
+
+    def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
+        every = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
+        self._gloo._allgather_base(every, mine).wait(self._timeout)
+        return every
+
+    def broadcast(self, value: Value | None) -> Value:
+        """Rank 0's value on every rank."""
+        if self._gloo is None:
+            return cast("Value", value)
+        return cast("Value", self.gather(value if self.rank == 0 else None)[0])
+
+    def agree(self, act: Callable[[], Value]) -> Value:
+        """Does something that may fail on this rank; if it failed on any, every rank raises that error."""
+        result, error = attempt(act)
+        self.raise_first(error)
+        return cast("Value", result)
+
+    def raise_first(self, error: BaseException | None) -> None:
+        """Every rank raises if one has an error; its own, or the first rank's with its number."""
+        errors = self.gather(None if error is None else _portable(error))
+        failed = [rank for rank, each in enumerate(errors) if each is not None]
+        if not failed:
+            return
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        kind, text = cast("tuple[type[Exception], str]", errors[failed[0]])
+        common = all(each == errors[failed[0]] for each in errors)
+        raise kind(text if common or self.size == 1 else f"rank {failed[0]}: {text}") from error
+
+    def on_first(self, act: Callable[[], Value]) -> Value:
+        """Does something on rank 0 alone; its result, or its error, is every rank's."""
+        result, error = attempt(act) if self.rank == 0 else (None, None)
+        outcome = self.broadcast((result, None if error is None else _portable(error)))
+        if outcome[1] is not None:
+            if self.rank == 0 and error is not None:
+                raise error
+            kind, text = outcome[1]
+            raise kind(text)
+        return cast("Value", outcome[0])
+
+    def send(self, buffer: torch.Tensor, to: int) -> Transfer:
+        """Begins to send a contiguous uint8 tensor. Messages between two ranks arrive in order."""
+        return Transfer(self._gloo.send([buffer], to, 0), self._timeout)
+
+    def receive(self, buffer: torch.Tensor, source: int) -> Transfer:
+        """Begins to receive what that rank sends next into a contiguous uint8 tensor."""
+        return Transfer(self._gloo.recv([buffer], source, 0), self._timeout)
+
+
+def _gloo_of(group: dist.ProcessGroup) -> Any:
+    """The group's own gloo communicator for the CPU, or None."""
+    if "cpu" not in {str(device) for device in group._device_types}:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def attempt(act: Callable[[], Value]) -> tuple[Value | None, BaseException | None]:
+    """The result of a call, or what it raised."""
+    try:
+        return act(), None
+    except BaseException as error:
+        return None, error
+
+
+_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, FileExistsError, FileNotFoundError, OSError)
+
+
+def _portable(error: BaseException) -> tuple[type[Exception], str]:
+    """An error as every rank can raise it: its own kind where that is plain, with its text."""
+    if isinstance(error, CheckpointError):
+        return type(error), str(error)
+    kind = next((each for each in _KINDS if isinstance(error, each)), CheckpointError)
+    return kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}"

@@ -1,0 +1,172 @@
+"""Reading blocks: read once in the group, verified whole, and their pieces handed to all that hold them."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from crc32c import crc32c
+
+from ._bytes import bytes_of, copy_elements_
+from ._entry import name_of
+from ._errors import CorruptError, corrupt_block
+from ._exchange import by_peer, exchange, rounds
+from ._files import BLOCK, File
+from ._pieces import Local
+from ._plan import Block, Plan, Task
+from ._ranks import Ranks
+from ._storage import Folder, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What reading needs beside the plan.
+
+    Args:
+        files: All files.
+        local: What this rank fills.
+        ranks: Who reads together.
+        folder: Where from.
+        crcs: By file name: the crc32c of each block; a file that is not there is not verified.
+        budget: Bytes that may be held beside the state.
+        threads: How many read at a time.
+        progress: Is told of bytes that were read.
+    """
+
+    files: Sequence[File]
+    local: Local
+    ranks: Ranks
+    folder: Folder
+    crcs: Mapping[str, Sequence[int]]
+    budget: int
+    threads: int
+    progress: Callable[[int], None]
+
+
+def read_blocks(plan: Plan, reading: Reading) -> BaseException | None:
+    """Fills this rank's tensors, and gives others what it reads for them.
+
+    Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
+
+    Returns:
+        The first error, if there was one.
+
+    Raises:
+        RuntimeError: Another rank is gone.
+    """
+    with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
+        reader = _Reader(reading, pool)
+        each = max(1, reading.budget // (4 * BLOCK)) if plan.peers else max(1, plan.turns)
+        try:
+            mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
+            for tasks, foreign in zip(mine, others, strict=True):
+                reader.round(tasks, foreign, peers=plan.peers)
+        finally:
+            reader.close()
+        return reader.error
+
+
+class _Reader:
+    """The state of one rank's reading."""
+
+    def __init__(self, reading: Reading, pool: ThreadPoolExecutor) -> None:
+        self.error: BaseException | None = None
+        self._reading, self._pool = reading, pool
+        self._rank = reading.ranks.rank
+        self._sources = _Sources(reading.folder)
+
+    def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
+        """Reads some blocks, and takes what others read."""
+        shared, jobs = [], []
+        for task in tasks:
+            if any(piece.to != self._rank for piece in task.pieces):
+                block = torch.empty(task.block.size, dtype=torch.uint8)
+                shared.append((task, block))
+                jobs.append(self._pool.submit(self._read_into, task, block))
+            else:
+                jobs.append(self._pool.submit(self._read_own, task))
+        if peers:
+            self._wait(jobs)
+            jobs = []
+            self._exchange(shared, others)
+        self._wait(jobs)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._sources.close()
+
+    def _wait(self, jobs: Sequence[Future[None]]) -> None:
+        for job in jobs:
+            error = job.exception()  # waits, after an error too: the files are closed next
+            self.error = self.error or error
+
+    def _exchange(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
+        local = self._reading.local
+        outgoing = by_peer([task for task, _ in shared], lambda piece: piece.to, self._rank)
+        incoming = by_peer(others, lambda piece: piece.source, self._rank)
+        blocks = {id(piece): block for task, block in shared for piece in task.pieces}
+
+        def fill(to: int, buffer: torch.Tensor) -> torch.Tensor:
+            for piece, view in zip(outgoing[to], local.packed(outgoing[to], buffer), strict=True):
+                copy_elements_(view, local.in_block(piece, blocks[id(piece)]))
+            return buffer
+
+        def take(source: int, buffer: torch.Tensor) -> None:
+            for piece, view in zip(incoming[source], local.packed(incoming[source], buffer), strict=True):
+                copy_elements_(local.view(piece), view)
+
+        exchange(self._reading.ranks, local.packed_size, outgoing, incoming, fill=fill, take=take)
+
+    def _read_own(self, task: Task) -> None:
+        """A block that this rank alone needs from here: straight into the tensor where it lies there in one piece."""
+        direct = self._reading.local.direct(task.pieces, task.block.size)
+        if direct is not None:
+            self._read(task.block, direct)
+        else:
+            self._read_into(task, torch.empty(task.block.size, dtype=torch.uint8))
+
+    def _read_into(self, task: Task, block: torch.Tensor) -> None:
+        self._read(task.block, [block])
+        own = (piece for piece in task.pieces if piece.to == self._rank)
+        with torch.no_grad():
+            self._reading.local.from_block_(own, block)
+
+    def _read(self, block: Block, into: Iterable[torch.Tensor]) -> None:
+        """Reads a block into one or several runs of memory, and verifies it."""
+        file = self._reading.files[block.file]
+        source, crcs = self._sources[file.name], self._reading.crcs.get(file.name)
+        begin, crc = block.begin, 0
+        for memory in map(bytes_of, into):
+            source.read_into(begin, memory)
+            begin += len(memory)
+            crc = crc if crcs is None else crc32c(memory, crc)
+        if crcs is not None:
+            self._check(file, block, crc, crcs)
+        self._reading.progress(block.size)
+
+    def _check(self, file: File, block: Block, crc: int, crcs: Sequence[int]) -> None:
+        number = (block.begin - file.data_begin) // file.block
+        if crc != crcs[number]:
+            tensors = [name_of(self._reading.local.tensors[span.tensor].key) for span in block.spans]
+            raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
+
+
+class _Sources:
+    """Files, opened when first read."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._open: dict[str, Source] = {}
+        self._opening = threading.Lock()
+
+    def __getitem__(self, name: str) -> Source:
+        with self._opening:
+            if name not in self._open:
+                self._open[name] = self._folder.open(name)
+            return self._open[name]
+
+    def close(self) -> None:
+        for each in self._open.values():
+            each.close()
+        self._open.clear()

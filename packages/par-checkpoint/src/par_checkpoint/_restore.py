@@ -1,0 +1,146 @@
+"""What is set rather than filled: param groups, a scheduler, extra state of modules."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ._errors import CheckpointError
+from ._found import Found
+from ._model import clean, unwrapped
+from ._optimizer import Naming
+from ._ranks import Ranks
+from ._targets import OptimizerTargets
+
+
+@dataclass(kw_only=True)
+class Restore:
+    """State that waits until the tensors are read.
+
+    Args:
+        module: Whose extra state to set.
+        objects: That state by name.
+        optimizer: Whose groups and state to set.
+        names: The parameters of each of its groups on this rank.
+        saved: Names and options of each saved group.
+        state: The new state by tensor.
+        scheduler: One or several.
+        scheduler_state: Theirs.
+    """
+
+    module: nn.Module | None = None
+    objects: Mapping[str, object] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    names: list[tuple[str, ...]] = field(default_factory=list)
+    saved: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    state: Mapping[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    scheduler: object = None
+    scheduler_state: Any = None
+    matches: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        found: Found,
+        *,
+        model: object,
+        optimizer: tuple[Optimizer, Naming] | None,
+        scheduler: object,
+        targets: OptimizerTargets,
+    ) -> "Restore":
+        """What a checkpoint says.
+
+        Raises:
+            CheckpointError: It has no scheduler, or a different number of them.
+        """
+        state = found.part("scheduler") if scheduler is not None else None
+        if scheduler is not None and state is None:
+            raise CheckpointError("the checkpoint was saved without a scheduler; pass none")
+        several = isinstance(scheduler, list | tuple)
+        if several != isinstance(state, list) and scheduler is not None:
+            raise CheckpointError("one of the checkpoint and the call has a list of schedulers, the other has one")
+        if isinstance(scheduler, list | tuple) and isinstance(state, list) and len(scheduler) != len(state):
+            raise CheckpointError(f"the checkpoint has {len(state)} schedulers, but {len(scheduler)} are given")
+        inner = unwrapped(model) if isinstance(model, nn.Module) else None
+        names = (
+            []
+            if optimizer is None
+            else [
+                tuple(name for each in group for name in each.segments.names)
+                for group in optimizer[1].groups(optimizer[0])
+            ]
+        )
+        return cls(
+            module=inner if isinstance(inner, nn.Module) else None,
+            objects=found.part("model") or {} if model is not None else {},
+            optimizer=None if optimizer is None else optimizer[0],
+            names=names,
+            saved=[] if optimizer is None else found.groups(),
+            state=targets.state,
+            scheduler=scheduler,
+            scheduler_state=state,
+        )
+
+    def match(self, ranks: Ranks) -> None:
+        """Finds the saved group of each group, by the names in it on all ranks. Collective.
+
+        Raises:
+            CheckpointError: A group whose parameters were in several groups.
+        """
+        if not any(ranks.gather(self.optimizer is not None)):
+            return
+        every = ranks.gather(self.names)
+        self.matches = []
+        for number in range(len(self.names)):
+            names = {name for each in every if number < len(each) for name in each[number]}
+            of = {saved for saved, (members, _) in enumerate(self.saved) for name in members if name in names}
+            if len(of) > 1:
+                raise CheckpointError(
+                    f"the parameters of param group {number} were in groups {sorted(of)} when they were saved; make "
+                    "the groups as they were, or load without the optimizer"
+                )
+            self.matches.append(of.pop() if of else min(number, len(self.saved) - 1))
+
+    def apply_(self) -> None:
+        """Sets everything."""
+        if self.optimizer is not None:
+            for group, match in zip(self.optimizer.param_groups, self.matches, strict=True):
+                _set_options_(group, self.saved[match][1])
+            for tensor, state in self.state.items():
+                if state:
+                    self.optimizer.state[tensor] = state
+                else:
+                    self.optimizer.state.pop(tensor, None)
+        _load_scheduler(self.scheduler, self.scheduler_state)
+        if self.module is not None and self.objects:
+            _set_extra_(self.module, self.objects)
+
+
+def _set_options_(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """A group's options; a tensor that is there, such as the lr of a captured step, keeps its memory."""
+    for key, value in options.items():
+        old = group.get(key)
+        if isinstance(old, torch.Tensor) and key not in ("params", "param_names"):
+            old.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value
+
+
+def _load_scheduler(scheduler: Any, state: Any) -> None:
+    if isinstance(scheduler, list | tuple):
+        for each, part in zip(scheduler, state, strict=True):
+            _load_scheduler(each, part)
+    elif scheduler is not None:
+        scheduler.load_state_dict(state)
+
+
+def _set_extra_(module: nn.Module, objects: Mapping[str, object]) -> None:
+    """The extra state of modules, by its key in the state dict."""
+    modules = {clean(name): each for name, each in module.named_modules()}
+    for key, value in objects.items():
+        owner = key.removesuffix("_extra_state").removesuffix(".")
+        if owner in modules:
+            modules[owner].set_extra_state(value)

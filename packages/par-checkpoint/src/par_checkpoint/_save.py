@@ -1,0 +1,257 @@
+"""Saving: collect, plan, write, commit; in this order on all ranks, or, after the copy, in the background."""
+
+import atexit
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ._collect import Content, Model, collect
+from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
+from ._options import SaveOptions, check_style, with_keywords
+from ._pieces import Local
+from ._prepare import Prepared, check_replicas, prepare_save
+from ._progress import Bar
+from ._ranks import Ranks
+from ._session import Session, session_of
+from ._shards import parse_size
+from ._state import agreed_state
+from ._storage import Folder, Staging, open_folder
+from ._torch_style import prepare_torch, write_objects
+from ._write import Snapshot, Work, write_blocks
+
+Path = str | PathLike[str]
+
+
+class Save:
+    """A save, done or under way.
+
+    Args:
+        path: Where to.
+        timeout: Seconds that it waits for a rank that does not answer.
+
+    Attributes:
+        blocked_seconds: How long `save` kept the trainer.
+    """
+
+    def __init__(self, path: str, timeout: float) -> None:
+        self.path = path
+        self.timeout = timeout
+        self.blocked_seconds = 0.0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is there whole.
+
+        Raises:
+            CheckpointError, OSError: It could not be written; what was there before is still there.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """Goes on in a thread; the interpreter waits for it at exit."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # raised by wait(), by the next save, or told at exit
+                self._error = error
+
+        atexit.register(self._tell)
+        self._thread = threading.Thread(target=run, name="par-checkpoint-save")
+        self._thread.start()
+
+    def _tell(self) -> None:
+        """At exit, an error that nobody has asked for."""
+        if self._error is not None:
+            sys.stderr.write(f"par-checkpoint: the save to {self.path!r} failed: {self._error}\n")
+
+
+def save(  # noqa: PLR0913 - what, where, with whom, how
+    path: Path,
+    *,
+    model: Model | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: object = None,
+    extra: object = None,
+    style: str = "huggingface",
+    group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    **keywords: Any,
+) -> Save:
+    """Saves whole tensors, from however they are cut, into a folder that knows nothing of ranks. Collective.
+
+    The folder appears at once and whole, or not at all. With `overwrite` it takes the place of the one before in the
+    same way: whoever reads sees wholly the old or wholly the new.
+
+    Args:
+        path: The folder; a URL such as "s3://bucket/run/step-100" goes through fsspec.
+        model: A module (wrapped or not, of FSDP2, DTensors, or with `Sharding` records), or a mapping of tensors.
+        optimizer: Needs the model beside it for names, or to be made from named parameters.
+        scheduler: An lr scheduler, or a list of them; anything with `state_dict()`.
+        extra: Anything made of numbers, strings, containers and tensors; the same on every rank.
+        style: "huggingface": safetensors that `transformers` opens. "torch": one `torch.load`-able file an object.
+        group: The ranks that take part; between them they hold the whole model. Default: the world.
+        overwrite: Whether to replace a checkpoint that is there.
+        options: How; see `SaveOptions`.
+        keywords: Fields of `SaveOptions`, which go before those of `options`.
+
+    Returns:
+        A handle; with `async_=True` the save goes on in the background.
+
+    Raises:
+        ValueError, TypeError: What the caller gave, on every rank, before anything is written.
+        FileExistsError: The path is there, and overwrite is False.
+        CheckpointError, OSError: It could not be written; what was there before is still there. On every rank.
+    """
+    begin = time.perf_counter()
+    timeout = keywords.get("timeout", (options or SaveOptions()).timeout)
+    session = session_of(group, timeout if isinstance(timeout, int | float) else 1800.0)
+    ranks = session.ranks
+
+    def look() -> tuple[SaveOptions, Content]:
+        check_style(style)
+        chosen = with_keywords(options, SaveOptions, keywords)
+        return chosen, collect(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, options=chosen)
+
+    chosen, content = ranks.agree(look)
+    session.settle(chosen.pending)
+    check_replicas(ranks, content.samples)
+    content = Content(**{**vars(content), "state": agreed_state(ranks, content.state)})
+    folder = ranks.agree(partial(_open, path, chosen.writer))
+    job = _job(session, folder, content, chosen, style, overwrite=overwrite)
+    handle = Save(folder.url, session.timeout)
+    if chosen.async_ and style == "huggingface":
+        snapshot = Snapshot(job.prepared.plan, job.local, ranks.rank, session.memory)
+        session.memory, session.pending = snapshot.memory, handle
+        handle._start(partial(_write, job, session.background, snapshot))
+    else:
+        _write(job, ranks, None)
+    handle.blocked_seconds = time.perf_counter() - begin
+    return handle
+
+
+def _open(path: Path, writer: str) -> Folder:
+    folder = open_folder(path)
+    if writer == "pwrite" and not folder.positional:
+        raise ValueError(
+            f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use 'owner' "
+            "or 'auto'"
+        )
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A save that is planned, whose staging folder stands."""
+
+    folder: Folder
+    staging: Staging
+    content: Content
+    prepared: Prepared
+    local: Local
+    options: SaveOptions
+    style: str
+    overwrite: bool
+
+
+def _job(
+    session: Session, folder: Folder, content: Content, options: SaveOptions, style: str, *, overwrite: bool
+) -> _Job:
+    ranks = session.ranks
+    if style == "torch":
+        prepared = prepare_torch(session, content.entries)
+    else:
+        limit = parse_size(options.max_shard_size)
+        by_owner = options.writer == "owner" or (options.writer == "auto" and not folder.positional)
+        prepared = prepare_save(session, content.entries, limit, by_owner=by_owner)
+    staging = folder.stage(ranks.broadcast(uuid.uuid4().hex[:12]))
+    job = _Job(
+        folder=folder,
+        staging=staging,
+        content=content,
+        prepared=prepared,
+        local=Local.of(content.entries, prepared.tensors),
+        options=options,
+        style=style,
+        overwrite=overwrite,
+    )
+
+    def stage() -> None:
+        ranks.on_first(partial(_stage, job))
+        ranks.agree(staging.attach)
+
+    _or_discard(ranks, staging, stage)
+    return job
+
+
+def _stage(job: _Job) -> None:
+    """Makes the staging folder, unless the path is taken."""
+    job.folder.recover()
+    job.folder.check_target(overwrite=job.overwrite)
+    files = () if job.style == "torch" else job.prepared.files
+    job.staging.create([file.name for file in files], needed_bytes(job.prepared, job.content))
+    place_files(job.staging, files)
+
+
+def _write(job: _Job, ranks: Ranks, snapshot: Snapshot | None) -> None:
+    """Writes and commits, on this rank's part of a communicator."""
+    with Bar("save", sum(file.size for file in job.prepared.files), ranks, job.options.progress) as bar:
+        work = Work(
+            files=job.prepared.files,
+            local=job.local,
+            ranks=ranks,
+            staging=job.staging,
+            budget=parse_size(job.options.budget),
+            threads=job.options.threads,
+            progress=bar.add,
+        )
+        _or_discard(ranks, job.staging, lambda: _write_and_commit(job, work, snapshot))
+    job.staging.close()
+
+
+def _write_and_commit(job: _Job, work: Work, snapshot: Snapshot | None) -> None:
+    ranks, prepared, content = work.ranks, job.prepared, job.content
+    noted = Noted(style=job.style, step=job.options.step, overwrite=job.overwrite)
+    if job.style == "torch":
+        files = write_objects(prepared, work, content)
+        ranks.on_first(lambda: commit(job.staging, content, files, side_files(content), noted))
+        return
+    crcs, error = write_blocks(prepared.plan, work, snapshot)
+    ranks.raise_first(error)
+    every = ranks.gather(crcs)
+
+    def finish() -> None:
+        files = records_of(prepared.files, (each for part in every for each in part))
+        commit(job.staging, content, files, {**indexes(prepared), **side_files(content)}, noted)
+
+    ranks.on_first(finish)
+
+
+def _or_discard(ranks: Ranks, staging: Staging, act: Callable[[], None]) -> None:
+    """Does something; if it fails, the staging folder goes."""
+    try:
+        act()
+    except BaseException:
+        if ranks.rank == 0:
+            staging.discard()
+        staging.close()
+        raise

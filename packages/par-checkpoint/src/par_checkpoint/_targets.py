@@ -1,0 +1,269 @@
+"""What a load fills: the tensors of the model and the slots of the optimizer, matched with what the files hold."""
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from par_groups import Sharding, whole
+
+from ._collect import Model, check_layout, segments_on_disk, usual_conversion
+from ._directory import Place
+from ._entry import Entry, key_of
+from ._model import local_of, materialise_, model_state, sharding_in
+from ._names import Names, rename
+from ._optimizer import MASTER, Naming, Packed, slot_sharding
+from ._options import LoadOptions
+
+Places = Mapping[str, Place]
+
+
+@dataclass(kw_only=True)
+class Targets:
+    """What this rank fills.
+
+    Args:
+        pending: The tensors to fill.
+        missing: Names that the model or the optimizer has and the files have not.
+        mismatched: What has another shape or dtype there, in words.
+        used: Keys of what is in the files and has a place in the model or the optimizer.
+        same: Names in the files that must hold the same values: they are tied in the model.
+    """
+
+    pending: list["Target"] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    same: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One tensor to fill, before it has memory.
+
+    Args:
+        key: Its section and name in the files.
+        dtype: In the files.
+        sharding: Its boxes in the local tensor.
+        tensor: The tensor to fill, perhaps on the meta device.
+    """
+
+    key: str
+    dtype: torch.dtype
+    sharding: Sharding
+    tensor: torch.Tensor
+
+    def entry(self, device: torch.device) -> Entry:
+        """The same with memory."""
+        if self.tensor.is_meta:
+            materialise_(self.tensor, device)
+        return Entry(key=self.key, dtype=self.dtype, sharding=self.sharding, local=local_of(self.tensor))
+
+
+def model_targets(model: Model, places: Places, options: LoadOptions, tied: Mapping[str, str]) -> Targets:
+    """The tensors of a model.
+
+    Args:
+        model: What to fill.
+        places: What the files hold.
+        options: How.
+        tied: What the checkpoint says of names that are not stored.
+    """
+    found, targets = model_state(model), Targets()
+    layout = options.layout or {}
+    every = [*found.tensors, *found.tied]
+    check_layout(layout, every)
+    names = rename(options.names, every)
+    shapes = {name: tuple(sharding_in(name, tensor, layout).shape) for name, tensor in found.tensors.items()}
+    convert = options.convert or usual_conversion(model, shapes)
+    aliases: dict[str, list[str]] = {}
+    for name, stored_as in found.tied.items():
+        aliases.setdefault(stored_as, []).append(name)
+    for name, tensor in found.tensors.items():
+        in_files = [names[each] for each in (name, *aliases.get(name, ()))]
+        stored = [key for key in dict.fromkeys(_stored_as(each, places, tied) for each in in_files) if key in places]
+        targets.used.update(key_of("model", key) for key in stored)
+        targets.same.extend((stored[0], other) for other in stored[1:])
+        sharding = sharding_in(name, tensor, layout)
+        chosen = None if stored and options.convert is None else convert  # files may hold it as it is in memory
+        for segment in segments_on_disk(name, sharding, chosen, stored[0] if stored else in_files[0]):
+            _match(targets, places, key_of("model", segment.name), segment.sharding, tensor, options.dtype)
+    return targets
+
+
+def _stored_as(name: str, places: Places, tied: Mapping[str, str]) -> str:
+    """A name in the files, or the one it is tied to where it is not there itself."""
+    return name if name in places else tied.get(name, name)
+
+
+def file_names(model: Model, names: Names | None) -> dict[str, str]:
+    """From the names in a model to those in the files."""
+    found = model_state(model)
+    return rename(names, [*found.tensors, *found.tied])
+
+
+def _match(
+    targets: Targets,
+    places: Places,
+    key: str,
+    sharding: Sharding,
+    tensor: torch.Tensor,
+    cast_to: torch.dtype | None,
+) -> None:
+    """Notes one tensor as something to fill, or what is wrong with it."""
+    name = key.partition(":")[2]
+    place = places.get(name)
+    if place is None:
+        targets.missing.append(name)
+        return
+    targets.used.add(key)
+    may_cast = cast_to == tensor.dtype and tensor.is_floating_point() and place.dtype.is_floating_point
+    if tuple(place.shape) != tuple(sharding.shape) or (place.dtype != tensor.dtype and not may_cast):
+        targets.mismatched.append(
+            f"{name!r} is {place.dtype} {tuple(place.shape)} in the files, {tensor.dtype} {tuple(sharding.shape)} in "
+            "the model"
+        )
+        return
+    targets.pending.append(Target(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalar:
+    """A 0-dim slot: each parameter of a flat tensor has it in the files, and all must agree."""
+
+    into: torch.Tensor
+    read: tuple[tuple[str, torch.Tensor], ...]
+
+
+@dataclass(kw_only=True)
+class OptimizerTargets(Targets):
+    """The same for an optimizer.
+
+    Args:
+        state: The new state by tensor; takes the place of the old when everything is read.
+        scalars: To be compared and set after reading.
+    """
+
+    state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    scalars: list[Scalar] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The optimizer's part of a checkpoint.
+
+    Args:
+        places: Tensors in the files, keyed "<parameter>.<slot>".
+        objects: Slots that are no tensors, keyed alike.
+        parameters: The parameters of the optimizer that was saved.
+        device: Where slots of parameters on the meta device go.
+    """
+
+    places: Places
+    objects: Mapping[str, object]
+    parameters: Set[str]
+    device: torch.device
+
+
+def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: Slots) -> OptimizerTargets:
+    """The slots of an optimizer, allocated like their parameters where they are not there yet.
+
+    Args:
+        optimizer: What to fill.
+        naming: What its tensors are called.
+        saved: What the checkpoint has.
+    """
+    targets = OptimizerTargets()
+    slots: dict[str, list[str]] = {}
+    for key in (*saved.places, *saved.objects):
+        name, _, slot = key.rpartition(".")
+        slots.setdefault(name, []).append(slot)
+    for group, packed in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for each in packed:
+            names = each.segments.names
+            targets.missing.extend(f"{name} (in the optimizer)" for name in names if name not in saved.parameters)
+            room = _Room(targets, saved, each, optimizer.state.get(each.tensor, {}), on_device=on_device)
+            for slot in dict.fromkeys(slot for name in names for slot in slots.get(name, ())):
+                room.find(slot)
+            targets.state[each.tensor] = room.state
+    return targets
+
+
+class _Room:
+    """Finds room for the slots of one tensor of an optimizer."""
+
+    def __init__(
+        self, targets: OptimizerTargets, saved: Slots, packed: Packed, old: Mapping[str, object], *, on_device: bool
+    ) -> None:
+        self.state: dict[str, Any] = {}
+        self._targets, self._saved, self._packed, self._old = targets, saved, packed, old
+        self._device = saved.device if packed.tensor.is_meta else packed.tensor.device
+        self._on_device = on_device  # fused kernels want the step there
+
+    def find(self, slot: str) -> None:
+        """One slot: a master, an object, a scalar, or a tensor."""
+        keys = [f"{name}.{slot}" for name in self._packed.segments.names]
+        absent = [key for key in keys if key not in self._saved.places and key not in self._saved.objects]
+        if slot == MASTER:
+            self._targets.used.update(key_of("optimizer", key) for key in keys)  # the weights say the same
+            if self._packed.is_master:
+                self._tensor(slot, self._packed.tensor)
+        elif absent:
+            self._targets.missing.extend(absent)
+        elif keys[0] in self._saved.objects:
+            self.state[slot] = self._saved.objects[keys[0]]
+        elif self._saved.places[keys[0]].shape == () and any(each.sharding.shape for each in self._packed.segments):
+            self.state[slot] = self._scalar(slot, keys)
+        else:
+            self.state[slot] = self._tensor(slot, self._like(slot, keys[0]))
+
+    def _scalar(self, slot: str, keys: list[str]) -> torch.Tensor:
+        dtype = self._saved.places[keys[0]].dtype
+        device = torch.device("cpu") if slot == "step" and not self._on_device else self._device
+        read = tuple((key, torch.empty((), dtype=dtype)) for key in keys)
+        for key, each in read:
+            self._targets.used.add(key_of("optimizer", key))
+            sharding = whole((), (0,))
+            self._targets.pending.append(
+                Target(key=key_of("optimizer", key), dtype=dtype, sharding=sharding, tensor=each)
+            )
+        into = self._reused(slot, torch.empty((), dtype=dtype, device=device))
+        self._targets.scalars.append(Scalar(into=into, read=read))
+        return into
+
+    def _like(self, slot: str, key: str) -> torch.Tensor:
+        """A tensor like the parameter, or of its own shape where it has one in the files."""
+        place, tensor = self._saved.places[key], self._packed.tensor
+        if len(self._packed.segments) > 1 or tuple(place.shape) == next(iter(self._packed.segments)).sharding.shape:
+            return self._reused(slot, torch.zeros_like(tensor, dtype=place.dtype, device=self._device))
+        return self._reused(slot, torch.empty(place.shape, dtype=place.dtype, device=self._device))
+
+    def _tensor(self, slot: str, value: torch.Tensor) -> torch.Tensor:
+        for segment in self._packed.segments:
+            sharding = slot_sharding(self._packed, segment, slot, value)
+            key = key_of("optimizer", f"{segment.name}.{slot}")
+            _match(self._targets, self._saved.places, key, sharding, value, None)
+        return value
+
+    def _reused(self, slot: str, fresh: torch.Tensor) -> torch.Tensor:
+        """The tensor that is there already, if it fits."""
+        old = self._old.get(slot)
+        fits = (
+            isinstance(old, torch.Tensor)
+            and type(old) is type(fresh)
+            and (old.shape, old.dtype, old.device) == (fresh.shape, fresh.dtype, fresh.device)
+        )
+        return old if fits and isinstance(old, torch.Tensor) else fresh
+
+
+def set_scalars_(scalars: Iterable[Scalar]) -> Iterator[str]:
+    """Sets 0-dim slots; yields what is wrong where the parameters of one tensor disagree."""
+    for scalar in scalars:
+        values = {float(each) for _, each in scalar.read}
+        if len(values) > 1:
+            names = [key for key, _ in scalar.read]
+            yield f"{names[0]!r} and {len(names) - 1} others lie in one flat tensor, but have values {sorted(values)}"
+        scalar.into.copy_(scalar.read[0][1])

@@ -1,0 +1,175 @@
+"""Torch style: one file an object, which `torch.load(weights_only=True)` opens; whole tensors meet on its writer."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import IO, Any, cast
+
+import torch
+from crc32c import crc32c
+
+from ._bytes import bytes_of
+from ._collect import Content
+from ._entry import Entry, name_of
+from ._files import BLOCK
+from ._manifest import FileRecord
+from ._prepare import Prepared, prepare_save
+from ._ranks import attempt
+from ._session import Session
+from ._storage import Writer
+from ._tagged import decode
+from ._write import Work, write_blocks
+
+OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
+"""By section: its file."""
+
+_UNLIMITED = 1 << 62
+
+
+def prepare_torch(session: Session, entries: Sequence[Entry]) -> Prepared:
+    """A plan by which one rank gets everything of a section."""
+    return prepare_save(session, entries, _UNLIMITED, by_owner=True)
+
+
+def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str, FileRecord]:
+    """Gathers each section on one rank and writes it there; on every rank, what the manifest says of the files."""
+    memory = _Memory(prepared)
+    _, error = write_blocks(prepared.plan, replace(work, staging=memory, progress=_nothing))  # type: ignore[arg-type]
+    work.ranks.raise_first(error)
+    records, error = attempt(lambda: _write_all(prepared, work, content, memory))
+    work.ranks.raise_first(error)
+    return {name: record for each in work.ranks.gather(records or {}) for name, record in each.items()}
+
+
+def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memory") -> dict[str, FileRecord]:
+    """The objects of which this rank is the writer."""
+    objects: dict[str, Any] = {}
+    for number, file in enumerate(prepared.files):
+        if (prepared.owners or [])[number] == work.ranks.rank:
+            tensors = memory.tensors(number)
+            objects[file.section] = (
+                _model(tensors, content) if file.section == "model" else _optimizer(tensors, content)
+            )
+    if work.ranks.rank == 0:
+        state = content.state
+        if state.groups is not None and not any(file.section == "optimizer" for file in prepared.files):
+            objects["optimizer"] = _optimizer({}, content)  # it has not stepped yet
+        for section in ("scheduler", "extra"):
+            if state.parts[section] is not None:
+                objects[section] = decode(state.parts[section], state.tensors)
+    return {OBJECTS[section]: _write(work, OBJECTS[section], each) for section, each in objects.items()}
+
+
+def _model(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, object]:
+    """A state dict; tied names share memory in the file as well."""
+    extra = decode(content.state.parts["model"], content.state.tensors) if content.state.parts["model"] else {}
+    tied = {name: tensors[stored] for name, stored in content.tied.items()}
+    return {**tensors, **tied, **(extra if isinstance(extra, dict) else {})}
+
+
+def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, object]:
+    """An optimizer's state dict with names in place of numbers."""
+    state: dict[str, dict[str, object]] = {}
+    slots = {key: decode(each, content.state.tensors) for key, each in content.state.slots.items()}
+    for key, value in {**tensors, **slots}.items():
+        name, _, slot = key.rpartition(".")
+        state.setdefault(name, {})[slot] = value
+    groups = []
+    for names, options in content.state.groups or ():
+        decoded = decode(options, content.state.tensors)
+        groups.append({**(decoded if isinstance(decoded, dict) else {}), "params": list(names)})
+    return {"state": state, "param_groups": groups}
+
+
+def _write(work: Work, name: str, value: object) -> FileRecord:
+    """Streams an object into the staging folder."""
+    writer = work.staging.writer(name)
+    stream = _Stream(writer)
+    try:
+        torch.save(value, cast("IO[bytes]", stream))
+    except BaseException:
+        writer.abort()
+        raise
+    writer.finish()
+    return stream.record()
+
+
+class _Stream(io.RawIOBase):
+    """A file to write to from beginning to end, which checksums what passes."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._size, self._crcs = writer, 0, [0]
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        memory = memoryview(data).cast("B")
+        self._writer.write_at(self._size, memory)
+        done = 0
+        while done < len(memory):
+            if self._size and self._size % BLOCK == 0:
+                self._crcs.append(0)
+            part = memory[done : done + BLOCK - self._size % BLOCK]
+            self._crcs[-1] = crc32c(part, self._crcs[-1])
+            self._size += len(part)
+            done += len(part)
+        return len(memory)
+
+    def record(self) -> FileRecord:
+        """What the manifest says of the file."""
+        return FileRecord(size=self._size, data_begin=0, header_crc=0, block=BLOCK, crcs=tuple(self._crcs))
+
+
+class _Memory:
+    """Files in the memory of the rank that owns them, each tensor for itself, written like those on disk."""
+
+    positional = True
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def writer(self, name: str) -> Writer:
+        """A file that can be written anywhere."""
+        file = next(each for each in self._prepared.files if each.name == name)
+        return _MemoryWriter([(begin, bytes_of(self._tensor(number).view(-1))) for number, begin, _ in file.placed])
+
+    def tensors(self, file: int) -> dict[str, torch.Tensor]:
+        """The tensors of a file by name, in the order of the model."""
+        numbers = sorted(number for number, _, _ in self._prepared.files[file].placed)
+        return {name_of(self._prepared.tensors[number].key): self._tensor(number) for number in numbers}
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        held = self._prepared.tensors[number]
+        if number not in self._tensors:
+            self._tensors[number] = torch.empty(held.shape, dtype=held.dtype)
+        return self._tensors[number]
+
+
+class _MemoryWriter:
+    """Writes into one of those files.
+
+    Args:
+        parts: First byte and memory of each tensor, by first byte.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        self._parts = parts
+
+    def write_at(self, begin: int, view: memoryview) -> None:
+        """Deals the bytes out to the tensors that they belong to."""
+        for first, memory in self._parts:
+            low, high = max(first, begin), min(first + len(memory), begin + len(view))
+            if low < high:
+                memory[low - first : high - first] = view[low - begin : high - begin]
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def abort(self) -> None:
+        """Nothing is left to do."""
+
+
+def _nothing(_: int) -> None:
+    """Progress is shown where bytes reach the disk."""

@@ -1,0 +1,279 @@
+"""Writing blocks: assembled, checksummed from memory, and written, while the next ones are assembled."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from crc32c import crc32c
+
+from ._bytes import bytes_of, copy_elements_
+from ._exchange import by_peer, exchange, rounds
+from ._files import BLOCK, File
+from ._pieces import Local
+from ._plan import Block, Piece, Plan, Task
+from ._ranks import Ranks
+from ._storage import Staging, Writer
+
+Crcs = list[tuple[int, int, int]]
+"""File number, first byte, and crc32c of each block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What writing needs beside the plan.
+
+    Args:
+        files: All files.
+        local: What this rank holds.
+        ranks: Who writes together.
+        staging: Where to.
+        budget: Bytes that may be held beside the state.
+        threads: How many write at a time.
+        progress: Is told of bytes that were written.
+    """
+
+    files: Sequence[File]
+    local: Local
+    ranks: Ranks
+    staging: Staging
+    budget: int
+    threads: int
+    progress: Callable[[int], None]
+
+
+class Snapshot:
+    """A copy of all that this rank gives, so that training may go on.
+
+    Args:
+        plan: This rank's part.
+        local: What this rank holds.
+        rank: This rank.
+        memory: Bytes to copy into; made anew if they are too few.
+    """
+
+    def __init__(self, plan: Plan, local: Local, rank: int, memory: torch.Tensor | None) -> None:
+        self._local, self._rank = local, rank
+        outgoing = {
+            (task.rank, task.turn): [piece for piece in task.pieces if piece.to != rank] for task in plan.others
+        }
+        sent = {key: local.packed_size(pieces) for key, pieces in outgoing.items()}
+        needed = sum(_aligned(task.block.size) for task in plan.mine) + sum(map(_aligned, sent.values()))
+        self.memory = memory if memory is not None and memory.numel() >= needed else _touched(needed)
+        self._used = 0
+        self.blocks = {task.turn: self._copied(task) for task in plan.mine}
+        self._packed = {key: self._pack(outgoing[key], size) for key, size in sent.items()}
+
+    def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
+        """What goes to one rank in some of its turns, joined."""
+        begin = 0
+        for task in tasks:
+            part = self._packed[task.rank, task.turn]
+            buffer[begin : begin + part.numel()] = part
+            begin += part.numel()
+        return buffer
+
+    def _copied(self, task: Task) -> torch.Tensor:
+        block = self._take(task.block.size)
+        self._local.to_block_((piece for piece in task.pieces if piece.source == self._rank), block)
+        return block
+
+    def _pack(self, pieces: Sequence[Piece], size: int) -> torch.Tensor:
+        return _pack(self._local, pieces, self._take(size))
+
+    def _take(self, size: int) -> torch.Tensor:
+        part = self.memory[self._used : self._used + size]
+        self._used += _aligned(size)
+        return part
+
+
+def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tuple[Crcs, BaseException | None]:
+    """Writes this rank's blocks and sends others their pieces.
+
+    Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
+
+    Args:
+        plan: This rank's part.
+        work: What it needs.
+        snapshot: The copy to write from; None: straight from the local tensors.
+
+    Returns:
+        The checksums, and the first error if there was one.
+
+    Raises:
+        RuntimeError: Another rank is gone.
+    """
+    threads = work.threads if work.staging.positional else 1  # a stream is written in order
+    with ThreadPoolExecutor(threads, thread_name_prefix="par-checkpoint-write") as pool:
+        writing = _Writing(work, snapshot, pool)
+        each = max(1, work.budget // (4 * BLOCK)) if snapshot is None else max(1, work.budget // (2 * BLOCK))
+        mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
+        for tasks, foreign in zip(mine, others, strict=True):
+            writing.round(tasks, foreign, peers=plan.peers)
+        return writing.finish()
+
+
+class _Writing:
+    """The state of one rank's writing."""
+
+    def __init__(self, work: Work, snapshot: Snapshot | None, pool: ThreadPoolExecutor) -> None:
+        self._work, self._snapshot, self._pool = work, snapshot, pool
+        self._rank = work.ranks.rank
+        self._jobs: list[Future[tuple[int, int, int]]] = []
+        self._writers: dict[int, Writer] = {}
+        self._error: BaseException | None = None
+        self._bounce: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._bounces = 0
+        self._scratches: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()  # one a thread at most
+        self._opening = threading.Lock()
+
+    def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
+        """Writes some blocks."""
+        waiting = []
+        for task in tasks:
+            if self._work.staging.positional and self._snapshot is None and self._is_own(task):
+                self._jobs.append(self._pool.submit(self._write_own, task))
+            else:
+                waiting.append((task, *self._assembled(task)))
+        if peers:
+            self._exchange(waiting, others)
+        for task, block, bounce in waiting:
+            self._jobs.append(self._pool.submit(self._write_bounced, task, block, bounce))
+
+    def finish(self) -> tuple[Crcs, BaseException | None]:
+        """Waits for everything, makes it durable."""
+        crcs: Crcs = []
+        for job in self._jobs:
+            error = job.exception()
+            self._note(error)
+            if error is None:
+                crcs.append(job.result())
+        closing = [
+            self._pool.submit(writer.abort if self._error else writer.finish) for writer in self._writers.values()
+        ]
+        for each in closing:
+            self._note(each.exception())
+        return crcs, self._error
+
+    def _note(self, error: BaseException | None) -> None:
+        self._error = self._error or error
+
+    def _is_own(self, task: Task) -> bool:
+        """Whether this rank has all of a block, and need not wait for others."""
+        return all(piece.source == self._rank for piece in task.pieces)
+
+    def _assembled(self, task: Task) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A block with this rank's pieces in it, and the bounce buffer that it lies in, if in one."""
+        if self._snapshot is not None:
+            return self._snapshot.blocks[task.turn], None
+        bounce = self._free_bounce()
+        block = bounce[: task.block.size]
+        own = (piece for piece in task.pieces if piece.source == self._rank)
+        self._try(partial(self._work.local.to_block_, own, block))
+        return block, bounce
+
+    def _free_bounce(self) -> torch.Tensor:
+        """A buffer that is not being written; new ones are made up to half of the budget."""
+        if self._bounces < max(2, self._work.budget // (2 * BLOCK)) and self._bounce.empty():
+            self._bounces += 1
+            return torch.empty(BLOCK, dtype=torch.uint8)
+        return self._bounce.get()
+
+    def _exchange(
+        self, waiting: Sequence[tuple[Task, torch.Tensor, torch.Tensor | None]], others: Sequence[Task]
+    ) -> None:
+        local = self._work.local
+        outgoing = by_peer(others, lambda piece: piece.to, self._rank)
+        incoming = by_peer([task for task, _, _ in waiting], lambda piece: piece.source, self._rank)
+        targets = {id(piece): block for task, block, _ in waiting for piece in task.pieces}
+
+        def fill(to: int, buffer: torch.Tensor) -> torch.Tensor:
+            if self._snapshot is not None:
+                return self._snapshot.outgoing(sorted(_of(others, to), key=lambda task: task.turn), buffer)
+            self._try(lambda: _pack(local, outgoing[to], buffer))
+            return buffer
+
+        def take(source: int, buffer: torch.Tensor) -> None:
+            pieces = incoming[source]
+            for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
+                copy_elements_(local.in_block(piece, targets[id(piece)]), view)
+
+        exchange(self._work.ranks, local.packed_size, outgoing, incoming, fill=fill, take=take)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:  # the others still count on this rank's messages
+            self._note(error)
+
+    def _write_own(self, task: Task) -> tuple[int, int, int]:
+        """A block of which this rank has all: straight from where it lies, else put together by the writing thread."""
+        direct = self._work.local.direct(task.pieces, task.block.size)
+        if direct is not None:
+            return self._write(task.block, direct)
+        scratch = self._scratch()
+        block = scratch[: task.block.size]
+        try:
+            self._work.local.to_block_(task.pieces, block)
+            return self._write(task.block, [block])
+        finally:
+            self._scratches.put(scratch)
+
+    def _scratch(self) -> torch.Tensor:
+        try:
+            return self._scratches.get_nowait()
+        except queue.Empty:
+            return torch.empty(BLOCK, dtype=torch.uint8)
+
+    def _write_bounced(self, task: Task, block: torch.Tensor, bounce: torch.Tensor | None) -> tuple[int, int, int]:
+        try:
+            return self._write(task.block, [block])
+        finally:
+            if bounce is not None:
+                self._bounce.put(bounce)
+
+    def _write(self, block: Block, runs: Iterable[torch.Tensor]) -> tuple[int, int, int]:
+        """Checksums a block and writes it, from one or several runs of memory; after an error checksums alone."""
+        begin, crc = block.begin, 0
+        file = self._work.files[block.file]
+        try:
+            if begin == file.data_begin and self._error is None:  # the header goes with the first block
+                self._writer(block.file).write_at(0, memoryview(file.header))
+            for memory in map(bytes_of, runs):
+                crc = crc32c(memory, crc)
+                if self._error is None:
+                    self._writer(block.file).write_at(begin, memory)
+                begin += len(memory)
+        except BaseException as error:
+            self._note(error)
+            raise
+        self._work.progress(block.size)
+        return block.file, block.begin, crc
+
+    def _writer(self, file: int) -> Writer:
+        with self._opening:
+            if file not in self._writers:
+                self._writers[file] = self._work.staging.writer(self._work.files[file].name)
+            return self._writers[file]
+
+
+def _pack(local: Local, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor:
+    for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
+        copy_elements_(view, local.view(piece))
+    return buffer
+
+
+def _of(tasks: Sequence[Task], rank: int) -> list[Task]:
+    return [task for task in tasks if task.rank == rank]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _touched(size: int) -> torch.Tensor:
+    """Memory whose pages are there already: the copy of the next save meets no page faults."""
+    return torch.empty(size, dtype=torch.uint8).fill_(1)

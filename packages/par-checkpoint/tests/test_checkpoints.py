@@ -1,0 +1,65 @@
+"""A run's checkpoints: when they are due, which stay, and where training goes on."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_checkpoint import Checkpoints
+
+
+def steps(root):
+    return sorted(int(each.name.removeprefix("step-")) for each in root.iterdir())
+
+
+def test_it_saves_when_due_and_removes_old_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path, every=2, keep_last=2, keep_every=6)
+    model = nn.Linear(2, 2)
+    for step in range(1, 12):
+        saved = checkpoints.save(step, model=model)
+        assert (saved is not None) == (step % 2 == 0)
+    assert steps(tmp_path) == [6, 8, 10]
+    assert checkpoints.save(11, model=model, force=True) is not None
+    assert checkpoints.latest() == checkpoints.path(11)
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_it_goes_on_from_the_newest(tmp_path, async_):
+    checkpoints = Checkpoints(tmp_path)
+    model, resumed = nn.Linear(3, 2), nn.Linear(3, 2)
+    assert checkpoints.load(model=resumed) is None
+    for step in (1, 2):
+        nn.init.constant_(model.weight, step)
+        checkpoints.save(step, model=model, async_=async_).wait()
+    assert checkpoints.load(model=resumed).step == 2
+    assert torch.equal(resumed.weight, model.weight)
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    model, resumed = nn.Linear(3, 2), nn.Linear(3, 2)
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.weight, value)
+        checkpoints.save(7, model=model)
+    checkpoints.load(model=resumed)
+    assert resumed.weight[0, 0].item() == 2.0
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"keep_last": 0}, {"keep_every": 0}])
+def test_numbers_are_positive(tmp_path, wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is 0; give 1 or more"):
+        Checkpoints(tmp_path, **wrong)
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_go_on_from_the_same(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    model = nn.Linear(4, 4)
+    for each in model.parameters():
+        dist.broadcast(each.detach(), 0)
+    for step in (10, 20):
+        checkpoints.save(step, model=model)
+    assert steps(tmp_path) == [20]
+    resumed = nn.Linear(4, 4)
+    assert checkpoints.load(model=resumed).step == 20
+    assert torch.equal(resumed.weight, model.weight)

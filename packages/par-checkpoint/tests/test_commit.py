@@ -1,0 +1,314 @@
+"""A process is killed after every step of a commit; then the old or the new is there, whole."""
+
+import os
+import signal
+import time
+import warnings
+from contextlib import contextmanager
+
+import pytest
+
+from par_checkpoint._errors import CheckpointError
+from par_checkpoint._local import LocalFolder, exchange
+from par_checkpoint._manifest import Manifest, encode_manifest, record_of
+from par_checkpoint._storage import open_folder
+
+STEPS = {
+    "exchange": {"swept", "created", "made", "linked", "synced-staging", "exchanged", "synced", "removed"},
+    "renames": {"swept", "created", "made", "linked", "synced-staging", "renamed-old", "renamed-new", "synced"}
+    | {"retired", "removed"},
+    "remote": {"swept", "made", "copied-old", "marked", "cleared", "moved config.json", "moved par_checkpoint.json"}
+    | {"removed-old", "removed"},
+}
+
+
+def opened(kind, path, at=lambda _: None):
+    if kind == "remote":
+        return open_folder(f"file://{path}", at)
+    return LocalFolder(str(path), at=at, exchange=kind == "exchange", patience=5)
+
+
+def save(folder, nonce, *, foreign=False, overwrite=True, files=None):
+    """Writes a small checkpoint whose every file tells the nonce."""
+    data = files or {"model.safetensors": nonce, "optimizer/optimizer-00001-of-00001.safetensors": nonce}
+    data = {name: text.encode() for name, text in data.items()}
+    if foreign:
+        data = {"model.safetensors": b"foreign", "pytorch_model.bin": b"foreign", "config.json": b"{}"}
+    else:
+        records = {name: record_of(each, 1 << 20) for name, each in data.items()}
+        empty = {"model": None, "optimizer": None, "scheduler": None, "extra": nonce}
+        data["par_checkpoint.json"] = encode_manifest(Manifest(style="huggingface", files=records, tied={}, **empty))
+    staging = folder.stage(nonce)
+    staging.create(data, sum(len(each) for each in data.values()))
+    staging.attach()
+    for name, each in data.items():
+        staging.write(name, each)
+    staging.publish(overwrite=overwrite)
+    staging.close()
+
+
+def content(folder):
+    return {name: folder.read(name) for name in folder.sizes()} if folder.exists() else None
+
+
+def entries(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@contextmanager
+def forked():
+    """Yields 0 in a child, which then ends, and its number in the parent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later: the child uses no threads
+        child = os.fork()
+    if child:
+        yield child
+        return
+    code = 1
+    try:
+        yield 0
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def killed(act):
+    """Whether a child that does this is killed."""
+    with forked() as child:
+        if not child:
+            act()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+        return os.WIFSIGNALED(status)
+    return None
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("before", ["nothing", "ours", "foreign"])
+@pytest.mark.parametrize("kind", ["exchange", "renames", "remote"])
+def test_at_any_kill_the_old_or_the_new_is_whole(tmp_path, kind, before):
+    if kind == "exchange":
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        if not exchange(tmp_path / "a", tmp_path / "b"):
+            pytest.skip("this file system cannot exchange folders")
+
+    def prepared(name, at=lambda _: None):
+        if before != "nothing":
+            save(opened(kind, tmp_path / name / "run"), "0", foreign=before == "foreign")
+        return opened(kind, tmp_path / name / "run", at)
+
+    steps = []
+    clean = prepared("clean", steps.append)
+    old = content(clean)
+    save(clean, "1")
+    new = content(clean)
+    steps = list(dict.fromkeys(steps))
+    if before == "foreign":
+        assert set(steps) >= STEPS[kind] - {"moved config.json"}
+        assert new["config.json"] == b"{}"
+    seen = []
+    for step in steps:
+        folder = prepared(step, lambda reached, step=step: die() if reached == step else None)
+        assert killed(lambda folder=folder: save(folder, "1"))
+        after = opened(kind, tmp_path / step / "run")
+        after.recover()
+        seen.append(content(after))
+        assert seen[-1] in (old, new), step
+        save(opened(kind, tmp_path / step / "run"), "2")
+        after.recover()
+        assert content(after)["model.safetensors"] == b"2"
+        assert entries(tmp_path / step) == ["run"], step
+    assert seen == sorted(seen, key=lambda each: each == new), "the new one never goes again"
+    assert old in seen
+    assert new in seen
+
+
+@pytest.mark.parametrize("kind", ["renames", "remote"])
+def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kind):
+    folder = opened(kind, tmp_path / "run", die)
+
+    def remove():
+        if kind == "remote":
+            folder.fs.rm = die  # the manifest has gone, the other files have not
+        folder.remove()
+
+    save(opened(kind, tmp_path / "run"), "0")
+    assert killed(remove)
+    after = opened(kind, tmp_path / "run")
+    after.recover()
+    assert not after.exists()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    after.sweep()
+    assert entries(tmp_path) == []
+
+
+def test_an_error_between_the_two_renames_puts_the_old_back(tmp_path):
+    def fail(step):
+        if step == "renamed-old":
+            raise OSError("the disk is gone")
+
+    save(opened("renames", tmp_path / "run"), "0")
+    old = content(opened("renames", tmp_path / "run"))
+    with pytest.raises(OSError, match="the disk is gone"):
+        save(opened("renames", tmp_path / "run", fail), "1")
+    assert content(opened("renames", tmp_path / "run")) == old
+
+
+def test_a_reader_waits_for_a_saver_between_its_renames(tmp_path):
+    save(opened("renames", tmp_path / "run"), "0")
+    asked, told = os.pipe()
+
+    def read_meanwhile(step):
+        if step == "renamed-old":
+            os.write(told, b"go")
+            time.sleep(0.2)
+
+    folder = opened("renames", tmp_path / "run", read_meanwhile)
+    with forked() as child:
+        if not child:
+            os.read(asked, 2)
+            reader = opened("renames", tmp_path / "run")
+            reader.recover()
+            os._exit(0 if content(reader)["model.safetensors"] == b"1" else 7)
+    if child:
+        save(folder, "1")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert entries(tmp_path) == ["run"]
+
+
+def test_a_saver_that_hangs_between_its_renames_is_reported(tmp_path):
+    reader = LocalFolder(str(tmp_path / "run"), at=lambda _: None, patience=0)
+
+    def read_meanwhile(step):
+        if step == "renamed-old":
+            with pytest.raises(CheckpointError, match="another process is replacing"):
+                reader.recover()
+
+    save(opened("renames", tmp_path / "run"), "0")
+    save(opened("renames", tmp_path / "run", read_meanwhile), "1")
+    assert content(reader)["model.safetensors"] == b"1"
+
+
+@pytest.mark.parametrize("kind", ["exchange", "renames"])
+def test_a_saver_at_work_is_not_swept(tmp_path, kind):
+    first, second = opened(kind, tmp_path / "run"), opened(kind, tmp_path / "run")
+    staging = first.stage("a")
+    staging.create(["model.safetensors"], 0)
+    save(second, "b")
+    staging.write("model.safetensors", b"a")
+    with pytest.raises(CheckpointError, match="another process wrote"):
+        staging.publish(overwrite=False)
+    staging.publish(overwrite=True)
+    assert content(first) == {"model.safetensors": b"a"}
+    assert entries(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("moment", ["created", "opened"])
+def test_a_staging_that_is_swept_before_it_is_locked_is_made_again(tmp_path, moment):
+    swept = []
+
+    def sweep_once(step):
+        if step == moment and not swept:
+            swept.extend(opened("exchange", tmp_path / "run").sweep())
+
+    save(opened("exchange", tmp_path / "run", sweep_once), "a")
+    assert swept == [str(tmp_path / ".run.tmp-a")]
+    assert content(opened("exchange", tmp_path / "run"))["model.safetensors"] == b"a"
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+    staging = opened("exchange", tmp_path / "run").stage("a")
+    staging.create([], 0)
+    asked, told = os.pipe()
+    with forked() as child:
+        if not child:
+            os.close(told)
+            os.read(asked, 1)  # until the parent closes its end
+    if child:
+        os.close(asked)
+        staging.close()
+        assert opened("exchange", tmp_path / "run").sweep() == [str(tmp_path / ".run.tmp-a")]
+        os.close(told)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("kind", ["exchange", "renames"])
+def test_a_target_that_appears_at_the_last_moment_is_kept(tmp_path, kind):
+    def appear(step):
+        if step == "synced-staging":
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "precious").touch()
+
+    with pytest.raises(CheckpointError, match="another process wrote"):
+        save(opened(kind, tmp_path / "run", appear), "a")
+    assert entries(tmp_path / "run") == ["precious"]
+
+
+@pytest.mark.parametrize("kind", ["exchange", "renames", "remote"])
+def test_unknown_files_forbid_overwriting_and_nothing_changes(tmp_path, kind):
+    folder = opened(kind, tmp_path / "run")
+    save(folder, "0")
+    (tmp_path / "run" / "notes").mkdir()
+    (tmp_path / "run" / "notes" / "mine.txt").touch()
+    before = content(folder)
+    with pytest.raises(CheckpointError, match=r"notes/mine\.txt. Nothing was changed"):
+        folder.check_target(overwrite=True)
+    with pytest.raises(CheckpointError, match=r"notes/mine\.txt"):
+        save(folder, "1")
+    assert content(folder) == before
+    assert (tmp_path / "run" / "notes" / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("kind", ["exchange", "renames", "remote"])
+def test_without_overwrite_what_is_there_stays(tmp_path, kind):
+    folder = opened(kind, tmp_path / "run")
+    save(folder, "0", overwrite=False)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        folder.check_target(overwrite=False)
+    with pytest.raises(CheckpointError, match="another process wrote"):
+        save(folder, "1", overwrite=False)
+    assert content(folder)["model.safetensors"] == b"0"
+
+
+@pytest.mark.parametrize("kind", ["exchange", "renames", "remote"])
+def test_config_and_tokenizer_survive_and_old_weights_go(tmp_path, kind):
+    folder = opened(kind, tmp_path / "run")
+    save(folder, "0", files={"model.safetensors": "0", "config.json": "old", "tokenizer.json": "t"})
+    save(folder, "1", files={"model-00001-of-00001.safetensors": "1", "config.json": "new"})
+    found = content(folder)
+    del found["par_checkpoint.json"]
+    assert found == {"model-00001-of-00001.safetensors": b"1", "config.json": b"new", "tokenizer.json": b"t"}
+    save(folder, "2", files={"model.safetensors": "2"})
+    assert folder.read("config.json") == b"new"
+
+
+def test_links_are_never_written_through(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "run").symlink_to("real")
+    folder = opened("exchange", tmp_path / "run")
+    with pytest.raises(CheckpointError, match="a link or a file"):
+        save(folder, "0")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        folder.remove()
+    assert entries(tmp_path / "real") == []
+
+
+def test_what_links_point_to_outlives_overwriting_and_removal(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "blobs" / name).write_text("blob")
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "run" / name).symlink_to(f"../blobs/{name}")
+    folder = opened("exchange", tmp_path / "run")
+    save(folder, "1")
+    assert folder.read("config.json") == b"blob"
+    assert (tmp_path / "run" / "config.json").is_symlink()
+    folder.remove()
+    assert (tmp_path / "blobs" / "model.safetensors").read_text() == "blob"
+    assert entries(tmp_path) == ["blobs"]
