@@ -22,7 +22,7 @@ CONSTRAINTS = ["-c", "constraints.txt"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that CI tests, in one environment. Arguments go to pytest."""
-    install_workspace(session, "test")
+    install_workspace(session, "test", "integration")
     session.run("pytest", *workers(), *session.posargs)
 
 
@@ -88,7 +88,7 @@ for each in PACKAGES:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Several packages together, on gloo; `-- --device cuda` for the GPUs there are."""
-    install_workspace(session, "test")
+    install_workspace(session, "test", "integration")
     session.run("pytest", "tests-integration", "--ignore=tests-integration/gpu", *session.posargs)
 
 

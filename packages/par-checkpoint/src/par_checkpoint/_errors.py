@@ -13,9 +13,9 @@ class CorruptError(CheckpointError):
 
 def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) -> str:
     """What is said of a block that is not what was written."""
-    named = ", ".join(repr(name) for name in tensors[:4]) + (
-        f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
-    )
-    return (
-        f"block {number} of {file!r} (from byte {begin}) is corrupt: its checksum is wrong. It holds parts of {named}"
-    )
+    text = f"block {number} of {file!r} (from byte {begin}) is corrupt: its checksum is wrong"
+    if not tensors:
+        return text
+    named = ", ".join(repr(name) for name in tensors[:4])
+    more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
+    return f"{text}. It holds parts of {named}{more}"

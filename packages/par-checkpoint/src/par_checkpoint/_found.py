@@ -89,7 +89,7 @@ def look(folder: Folder, *, model: bool, optimizer: bool, variant: str | None = 
     sizes = folder.sizes()
     manifest = decode_manifest(folder.read(MANIFEST)) if MANIFEST in sizes else None
     if manifest is not None:
-        _check_sizes(folder, manifest, sizes)
+        check_sizes(folder, manifest, sizes)
     elif optimizer:
         raise CheckpointError(
             f"{folder.url!r} has no {MANIFEST}, so it was not saved here and has no optimizer state; pass no optimizer"
@@ -185,7 +185,7 @@ def _local_path(folder: Folder, name: str) -> Path:
     return Path(url) / name
 
 
-def _check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) -> None:
+def check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) -> None:
     """Every file of the manifest is there, and as long as it was."""
     for name, record in manifest.files.items():
         if name not in sizes:

@@ -382,7 +382,7 @@ def _write_back() -> Callable[[int, int, int], object]:
     """What makes the system begin to write a range to the disk, so that fsync finds little left; Linux alone has it."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is None:
-        return lambda file, begin, size: None
+        return lambda *_: None
     call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return lambda file, begin, size: call(file, begin, size, 2)  # SYNC_FILE_RANGE_WRITE; what fails, fsync tells
 

@@ -15,6 +15,8 @@ _ZIP = b"PK\x03\x04"
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a model's file; those of a zip file stay on disk until they are touched.
 
+    The extra state of modules, which may be anything, is left out.
+
     Args:
         path: A file of torch.save, whole or legacy.
 
@@ -25,6 +27,7 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     found = load_object(path)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors; save model.state_dict()")
+    found = {name: each for name, each in found.items() if not str(name).endswith("_extra_state")}
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(

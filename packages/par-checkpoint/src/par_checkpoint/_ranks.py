@@ -70,8 +70,7 @@ class Ranks:
         longest = int(lengths.max())
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: data.numel()] = data
-        every = self._all_gather(mine)  # lives as long as the view of its memory
-        parts = bytes_of(every)
+        parts = bytes_of(self._all_gather(mine))
         return [pickle.loads(parts[r * longest : r * longest + n]) for r, n in enumerate(lengths.tolist())]  # noqa: S301 - from ranks
 
     def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:

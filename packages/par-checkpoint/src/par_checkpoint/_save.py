@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -135,7 +135,7 @@ def save(  # noqa: PLR0913 - what, where, with whom, how
     chosen, content = ranks.agree(look)
     session.settle(chosen.pending)
     check_replicas(ranks, content.samples)
-    content = Content(**{**vars(content), "state": agreed_state(ranks, content.state)})
+    content = replace(content, state=agreed_state(ranks, content.state))
     folder = ranks.agree(partial(_open, path, chosen.writer))
     job = _job(session, folder, content, chosen, style, overwrite=overwrite)
     handle = Save(folder.url, session.timeout)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 
@@ -12,9 +13,9 @@ from ._bytes import bytes_of
 from ._directory import Place
 from ._errors import CheckpointError, CorruptError, corrupt_block
 from ._files import BLOCK
-from ._found import Found, look, tensors_of
+from ._found import Found, check_sizes, look, tensors_of
 from ._inspect import look_at_all
-from ._manifest import FileRecord, blocks_of
+from ._manifest import MANIFEST, FileRecord, blocks_of, decode_manifest
 from ._ranks import Ranks, attempt
 from ._storage import Folder, open_folder
 
@@ -37,7 +38,7 @@ def verify(path: str | PathLike[str], deep: bool = True) -> list[str]:
     if error is not None:
         if not isinstance(error, CheckpointError | OSError):
             raise error
-        return [str(error)]
+        return _wrong_alone(folder, deep=deep) or [str(error)]
     if found is None or found.manifest is None:
         return [f"{folder.url!r} has no manifest: it was not saved here, so there are no checksums to compare with"]
     if not deep:
@@ -52,6 +53,24 @@ def _look(folder: Folder) -> Found:
     """Everything but the insides of files that torch.load opens: their checksums are looked at first."""
     found = look(folder, model=False, optimizer=False)
     return found if found.manifest is not None and found.manifest.style == "torch" else look_at_all(folder)
+
+
+def _wrong_alone(folder: Folder, *, deep: bool) -> list[str]:
+    """What is wrong with each file by itself, where all together make no sense."""
+    manifest, _ = attempt(lambda: decode_manifest(folder.read(MANIFEST)))
+    if manifest is None:
+        return []
+    sizes, wrong = folder.sizes(), []
+    for name, record in manifest.files.items():
+        _, error = attempt(partial(check_sizes, folder, replace(manifest, files={name: record}), sizes))
+        if error is not None:
+            wrong.append(str(error))
+        elif deep:
+            wrong += [
+                describe(folder, Found(manifest=manifest), name, each)
+                for each in wrong_blocks(folder, name, record, threads=2)
+            ]
+    return wrong
 
 
 def check_blocks(folder: Folder, found: Found, ranks: Ranks, threads: int) -> None:
