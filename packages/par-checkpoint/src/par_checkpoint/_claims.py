@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypedDict
 
 import torch
 
@@ -14,6 +15,7 @@ from ._coverage import is_covered
 from ._entry import Entry, name_of
 
 Shape = tuple[int, ...]
+Tensors = tuple[tuple[str, torch.dtype, Shape], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Claims:
         rows: By number of dims d: an int64 tensor (boxes, 1 + 2 d) of tensor number, start and size.
     """
 
-    tensors: tuple[tuple[str, torch.dtype, Shape], ...]
+    tensors: Tensors
     rows: dict[int, torch.Tensor]
 
     @classmethod
@@ -69,6 +71,15 @@ def digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+class _Boxes(TypedDict):
+    """All of `Held` that tensors may have in common."""
+
+    starts: torch.Tensor
+    sizes: torch.Tensor
+    ranks: torch.Tensor
+    first: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """One tensor and the different boxes of it that the ranks hold; several holders of one box are replicas.
@@ -109,8 +120,10 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[Held]:
         ValueError: Ranks that give one name different dtypes or shapes.
     """
     known: dict[str, tuple[int, torch.dtype, Shape, int]] = {}
-    numbers: list[torch.Tensor] = []
+    numbered: dict[Tensors, torch.Tensor] = {}  # most ranks name the same tensors
     for ranks, each in claims:
+        if each.tensors in numbered:
+            continue
         for key, dtype, shape in each.tensors:
             _, as_dtype, as_shape, by = known.setdefault(key, (len(known), dtype, shape, ranks[0]))
             if (as_dtype, as_shape) != (dtype, shape):
@@ -118,10 +131,11 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[Held]:
                     f"{name_of(key)!r} is {as_dtype} {as_shape} on rank {by}, but {dtype} {shape} on rank {ranks[0]}; "
                     "a local tensor that is a part of a larger one needs a record: layout={name: Sharding(...)}"
                 )
-        numbers.append(torch.tensor([known[key][0] for key, _, _ in each.tensors], dtype=torch.int64))
-    boxes = _by_tensor(claims, numbers)
+        numbered[each.tensors] = torch.tensor([known[key][0] for key, _, _ in each.tensors], dtype=torch.int64)
+    boxes = _by_tensor(claims, [numbered[each.tensors] for _, each in claims])
+    holders = _Holders([ranks for ranks, _ in claims])
     return [
-        _held(key, dtype, shape, *boxes.get(number, _none(len(shape))), [ranks for ranks, _ in claims])
+        Held(key=key, dtype=dtype, shape=shape, **holders.of(len(shape), *boxes.get(number, _none(len(shape)))))
         for key, (number, dtype, shape, _) in known.items()
     ]
 
@@ -172,24 +186,41 @@ def _none(dims: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(0, 2 * dims, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 
 
-def _held(
-    key: str, dtype: torch.dtype, shape: Shape, boxes: torch.Tensor, sources: torch.Tensor, ranks: list[Sequence[int]]
-) -> Held:
-    """Equal boxes become one with several holders."""
-    dims = len(shape)
-    if len(boxes) <= 1 or dims == 0:
-        unique, which = boxes[:1], torch.zeros(len(boxes), dtype=torch.int64)
-    else:
-        unique, which = boxes.unique(dim=0, return_inverse=True)  # sorted row by row: by start, first dim first
-    holders: list[list[int]] = [[] for _ in range(len(unique))]
-    for box, source in zip(which.tolist(), sources.tolist(), strict=True):
-        holders[box].extend(ranks[source])
-    return Held(
-        key=key,
-        dtype=dtype,
-        shape=shape,
-        starts=unique[:, :dims],
-        sizes=unique[:, dims:],
-        ranks=torch.tensor([rank for each in holders for rank in sorted(each)], dtype=torch.int64),
-        first=tuple(accumulate((len(each) for each in holders), initial=0)),
-    )
+class _Holders:
+    """Finds equal boxes, which become one with several holders. Layers of one shape are cut alike: the work is kept.
+
+    Args:
+        ranks: Of each of the claims.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
+        self._ranks = ranks
+        self._known: dict[tuple[int, bytes, bytes], _Boxes] = {}
+
+    def of(self, dims: int, boxes: torch.Tensor, sources: torch.Tensor) -> "_Boxes":
+        """What is said of a tensor in `Held`.
+
+        Args:
+            dims: Its number of dims.
+            boxes: int64 (n, 2 dims), start and size.
+            sources: int64 (n), the claims they are from.
+        """
+        key = dims, bytes(bytes_of(boxes)), bytes(bytes_of(sources))
+        if key not in self._known:
+            self._known[key] = self._found(dims, boxes, sources)
+        return self._known[key]
+
+    def _found(self, dims: int, boxes: torch.Tensor, sources: torch.Tensor) -> "_Boxes":
+        if len(boxes) <= 1 or dims == 0:
+            unique, which = boxes[:1], torch.zeros(len(boxes), dtype=torch.int64)
+        else:
+            unique, which = boxes.unique(dim=0, return_inverse=True)  # sorted row by row: by start, first dim first
+        holders: list[list[int]] = [[] for _ in range(len(unique))]
+        for box, source in zip(which.tolist(), sources.tolist(), strict=True):
+            holders[box].extend(self._ranks[source])
+        return _Boxes(
+            starts=unique[:, :dims],
+            sizes=unique[:, dims:],
+            ranks=torch.tensor([rank for each in holders for rank in sorted(each)], dtype=torch.int64),
+            first=tuple(accumulate((len(each) for each in holders), initial=0)),
+        )

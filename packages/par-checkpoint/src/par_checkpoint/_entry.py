@@ -1,10 +1,14 @@
 """One named tensor's share on this rank: what saving reads and loading fills."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from par_groups import Box, Sharding
+
+_AGAIN = "\0again "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,19 @@ def section_of(key: str) -> str:
 
 def name_of(key: str) -> str:
     """`key_of` undone, second half."""
-    return key.partition(":")[2]
+    return key.partition(":")[2].partition(_AGAIN)[0]
+
+
+def told_apart(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Gives each a key of its own where several tensors here are filled from one in the files, such as an untied head.
+
+    Their names stay.
+    """
+    seen: Counter[str] = Counter()
+    for entry in entries:
+        seen[entry.key] += 1
+        count = seen[entry.key]
+        yield entry if count == 1 else replace(entry, key=f"{entry.key}{_AGAIN}{count}")
 
 
 def view_of(local: torch.Tensor, box: Box, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:

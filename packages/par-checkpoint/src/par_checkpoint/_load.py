@@ -16,12 +16,12 @@ from par_groups import written_
 from ._bytes import copy_elements_
 from ._claims import Claims, Held, digest, merge
 from ._collect import Model
-from ._entry import Entry, key_of, name_of, section_of
+from ._entry import Entry, key_of, name_of, section_of, told_apart
 from ._errors import CheckpointError
 from ._files import BLOCK, File, blocks_of, tensor_blocks
 from ._found import Found, look, tensors_of
 from ._optimizer import Naming
-from ._options import LoadOptions, with_keywords
+from ._options import LoadOptions, timeout_of, with_keywords
 from ._pieces import Local
 from ._plan import Block, Planner
 from ._prepare import all_claims
@@ -110,8 +110,7 @@ def load(  # noqa: PLR0913 - what, where, with whom, how
         CheckpointError: There is no such checkpoint, or it does not fit; on every rank, nothing has changed.
         CorruptError: Bytes are not what was written. If the message does not say otherwise, nothing has changed.
     """
-    timeout = keywords.get("timeout", (options or LoadOptions()).timeout)
-    session = session_of(group, timeout if isinstance(timeout, int | float) else 1800.0)
+    session = session_of(group, timeout_of(options, keywords))
     ranks = session.ranks
     session.settle("wait")
     chosen = ranks.agree(partial(with_keywords, options, LoadOptions, keywords))
@@ -197,7 +196,7 @@ def _fill(ranks: Ranks, folder: Folder, found: Found, targets: Targets, options:
         return [each.entry(device) for each in targets.pending]
 
     made = ranks.agree(entries)
-    stored = [each for each in made if section_of(each.key) not in found.pickled]
+    stored = list(told_apart(each for each in made if section_of(each.key) not in found.pickled))
     tensors = _holders(ranks, stored)
     files, blocks = _blocks(found, tensors)
     near = len(set(ranks.gather(socket.gethostname()))) == 1

@@ -10,13 +10,13 @@ def rename(names: Names | None, keys: Iterable[str]) -> dict[str, str]:
     """The name in the files of each name in the model.
 
     Args:
-        names: A mapping of model names, where names that it lacks stay as they are; or pairs of a regular expression
-            and its replacement, each applied to what the one before left; or a function of the model's name.
+        names: A mapping of model names, where names that it lacks stay as they are and names that are not here, such
+            as those of another pipeline stage, do not count; or pairs of a regular expression and its replacement, each
+            applied to what the one before left; or a function of the model's name.
         keys: The model's names, tied tensors once.
 
     Raises:
-        ValueError: A name in the mapping that the model does not have, a broken regular expression, or two tensors
-            that would share one name.
+        ValueError: A broken regular expression, or two tensors that would share one name.
         TypeError: `names` is nothing of the kind.
     """
     keys = tuple(keys)
@@ -44,9 +44,6 @@ def _renamed(names: object, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _by_mapping(names: Mapping[str, object], keys: Sequence[str]) -> dict[str, str]:
-    unknown = sorted(set(names) - set(keys), key=str)
-    if unknown:
-        raise ValueError(f"names has {unknown[0]!r}, but no tensor of the model is called so; correct or remove it")
     return {key: _text(names[key], f"names[{key!r}]") if key in names else key for key in keys}
 
 

@@ -131,6 +131,13 @@ def with_keywords(options: Options | None, kind: type[Options], keywords: Mappin
     return dataclasses.replace(options or kind(), **keywords)
 
 
+def timeout_of(options: object, keywords: Mapping[str, Any]) -> float:
+    """The seconds that were asked for, or the usual ones in place of what is no such number; that is told later."""
+    timeout = keywords.get("timeout", getattr(options, "timeout", None))
+    usable = isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0
+    return float(timeout) if usable else LoadOptions.timeout
+
+
 def check_style(style: str) -> None:
     """Raises ValueError unless it is one of the two."""
     _one_of("style", style, STYLES)
@@ -145,7 +152,7 @@ def _check_common(options: "SaveOptions | LoadOptions") -> None:
     parse_size(options.budget)
     if not isinstance(options.threads, int) or options.threads < 1:
         raise ValueError(f"threads is {options.threads!r}; give 1 or more")
-    if not (math.isfinite(options.timeout) and options.timeout > 0):
+    if not (isinstance(options.timeout, int | float) and math.isfinite(options.timeout) and options.timeout > 0):
         raise ValueError(f"timeout is {options.timeout!r} seconds; give a positive number")
     if options.layout is not None and not all(isinstance(each, Sharding) for each in options.layout.values()):
         raise TypeError("layout maps names to par_groups.Sharding records")

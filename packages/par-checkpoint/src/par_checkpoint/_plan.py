@@ -4,16 +4,14 @@ A block is a range of bytes of a file. One rank assembles it from what it holds 
 writes it; loading is the same way back. So every byte is checksummed and touches the disk once, however it is cut.
 """
 
-import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from par_groups import cut, whole
-
 from ._claims import Held
 from ._coverage import row_major
+from ._overlap import Holders, Overlap
 
 Shape = tuple[int, ...]
 
@@ -109,12 +107,11 @@ class Planner:
     """
 
     def __init__(self, tensors: Sequence[Held], rank: int, size: int, owners: Sequence[int] | None = None) -> None:
-        self._tensors = tensors
         self._rank = rank
         self._owners = owners
         self._busy = torch.zeros(size, dtype=torch.int64)  # bytes that each rank has in hand
         self._turns = [0] * size
-        self._reach = [_reach(held) for held in tensors]
+        self._holders = [Holders(held, rank) for held in tensors]
         self._plan = Plan()
 
     def save(self, blocks: Iterable[Block]) -> Plan:
@@ -123,16 +120,10 @@ class Planner:
             shares = list(self._shares(block))
             owner = self._owners[block.file] if self._owners else self._least_busy(shares, block)
             pieces: list[Piece] = []
-            away = False
             for share in shares:
-                for box in share.boxes:
-                    holders = self._tensors[share.tensor].holders(box)
-                    local = bool((holders == owner).any())
-                    source = owner if local else int(holders[self._turns[owner] % len(holders)])
-                    away = away or not local
-                    if self._rank in (source, owner):
-                        pieces += share.pieces(box, source, owner)
-            self._take(block, owner, pieces, away=away)
+                for box, source in self._givers(share.overlap, owner):
+                    pieces += share.pieces(box, source, owner)
+            self._take(block, owner, pieces)
         return self._finished()
 
     def load(self, blocks: Iterable[Block], *, near: bool) -> Plan:
@@ -143,23 +134,34 @@ class Planner:
             near: All ranks share a machine: a rank that needs much of a block reads it itself, from the page cache.
         """
         for block in blocks:
-            shares = [share for share in self._shares(block) if share.boxes]
+            shares = [share for share in self._shares(block) if share.overlap.boxes]
             if not shares:
                 continue
             first = self._least_busy(shares, block)
             readers = self._readers(shares, block) if near else [first]
             first = first if first in readers else readers[0]
             taken: dict[int, list[Piece]] = {reader: [] for reader in readers}
-            away = False
             for share in shares:
-                for box in share.boxes:
-                    holders = self._tensors[share.tensor].holders(box)
-                    away = away or self._plan.peers or any(rank not in taken for rank in holders.tolist())
+                for box in share.overlap.boxes:
+                    holders = share.overlap.held.holders(box)
+                    self._plan.peers = self._plan.peers or any(rank not in taken for rank in holders.tolist())
                     for source, to in self._deliveries(holders, taken, first):
                         taken[source] += share.pieces(box, source, to)
             for reader, pieces in taken.items():
-                self._take(block, reader, pieces, away=away)
+                self._take(block, reader, pieces)
         return self._finished()
+
+    def _givers(self, overlap: Overlap, owner: int) -> Iterator[tuple[int, int]]:
+        """Boxes of a block and who gives them to its owner, as far as this rank has to do with it."""
+        if owner != self._rank and self._plan.peers and not overlap.mine:
+            return
+        near = overlap.boxes_of(owner)
+        self._plan.peers = self._plan.peers or len(near) < len(overlap.boxes)
+        for box in overlap.boxes if owner == self._rank else overlap.mine:
+            holders = overlap.held.holders(box)
+            source = owner if box in near else int(holders[self._turns[owner] % len(holders)])
+            if box in overlap.boxes and self._rank in (source, owner):
+                yield box, source
 
     def _deliveries(self, holders: torch.Tensor, readers: Container[int], first: int) -> Iterator[tuple[int, int]]:
         """From which reader to which holder, as far as this rank has to do with it; the first serves who reads not."""
@@ -169,12 +171,11 @@ class Planner:
         elif bool((holders == me).any()):
             yield (me if me in readers else first), me
 
-    def _take(self, block: Block, rank: int, pieces: list[Piece], *, away: bool) -> None:
+    def _take(self, block: Block, rank: int, pieces: list[Piece]) -> None:
         """Puts a block into the hands of a rank."""
         turn = self._turns[rank]
         self._turns[rank] += 1
         self._busy[rank] += block.size
-        self._plan.peers = self._plan.peers or away
         if pieces or rank == self._rank:
             task = Task(block=block, turn=turn, rank=rank, pieces=tuple(pieces))
             (self._plan.mine if rank == self._rank else self._plan.others).append(task)
@@ -185,120 +186,46 @@ class Planner:
 
     def _least_busy(self, shares: Sequence["_Share"], block: Block) -> int:
         """Of the ranks that hold about as much of the block as any, the one with the least in hand."""
-        most = max((max(share.bytes, default=0) for share in shares), default=0)
-        candidates = [
-            self._tensors[share.tensor].holders(box)
-            for share in shares
-            for box, size in zip(share.boxes, share.bytes, strict=True)
-            if 2 * size >= most
-        ]
-        if not candidates:
+        ranks = _joined([share.overlap.ranks for share in shares])
+        if len(ranks) == 0:
             return block.file % len(self._turns)
-        ranks = candidates[0] if len(candidates) == 1 else torch.cat(candidates)
         if len(ranks) == 1:
             return int(ranks[0])
-        return int(ranks[self._busy[ranks].argmin()])
+        weights = _joined([share.overlap.weights for share in shares])
+        candidates = ranks[2 * weights >= weights.max()]
+        return int(candidates[self._busy[candidates].argmin()])
 
     def _readers(self, shares: Sequence["_Share"], block: Block) -> list[int]:
         """The ranks that need a quarter of the block or more; if there are none, one of those that need most."""
+        if len(self._turns) == 1:
+            return [0]
         found = {
-            rank
-            for share in shares
-            for box, size in zip(share.boxes, share.bytes, strict=True)
-            if 4 * size >= block.size
-            for rank in self._tensors[share.tensor].holders(box).tolist()
+            rank for share in shares for rank in share.overlap.ranks[4 * share.overlap.weights >= block.size].tolist()
         }
         return sorted(found) or [self._least_busy(shares, block)]
 
     def _shares(self, block: Block) -> Iterator["_Share"]:
         """Who holds how much of each span of a block."""
         for span in block.spans:
-            held = self._tensors[span.tensor]
-            low, high = self._reach[span.tensor].between(span.start, span.stop)
-            rectangles = _rectangles(held.shape, span)
-            sizes = _overlaps(held, rectangles, low, high)
-            boxes = [low + i for i, size in enumerate(sizes) if size]
-            width = held.dtype.itemsize
-            yield _Share(
-                held=held,
-                span=span,
-                rectangles=rectangles,
-                boxes=boxes,
-                bytes=[size * width for size in sizes if size],
-            )
+            yield _Share(span=span, overlap=self._holders[span.tensor].within(span.start, span.stop))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
     """One span of a block and the boxes that reach into it."""
 
-    held: Held
     span: Span
-    rectangles: list[tuple[Shape, Shape]]
-    boxes: list[int]
-    bytes: list[int]
-
-    @property
-    def tensor(self) -> int:
-        return self.span.tensor
+    overlap: Overlap
 
     def pieces(self, box: int, source: int, to: int) -> Iterator[Piece]:
         """The rectangles of the span within one box."""
-        box_start, box_size = self.held.starts[box].tolist(), self.held.sizes[box].tolist()
-        strides = row_major(self.held.shape)
-        for start, size in self.rectangles:
-            low = tuple(max(a, b) for a, b in zip(start, box_start, strict=True))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, size, box_start, box_size, strict=True))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                first = sum(i * stride for i, stride in zip(low, strides, strict=True))
-                yield Piece(
-                    tensor=self.tensor,
-                    start=low,
-                    size=tuple(b - a for a, b in zip(low, high, strict=True)),
-                    at=self.span.at + (first - self.span.start) * self.held.dtype.itemsize,
-                    source=source,
-                    to=to,
-                )
+        held = self.overlap.held
+        strides = row_major(held.shape)
+        for start, size in self.overlap.parts(box):
+            first = sum(i * stride for i, stride in zip(start, strides, strict=True))
+            at = self.span.at + (first - self.span.start) * held.dtype.itemsize
+            yield Piece(tensor=self.span.tensor, start=start, size=size, at=at, source=source, to=to)
 
 
-@dataclass(frozen=True)
-class _Reach:
-    """Where in row-major order each box begins, and how far it and all before it reach."""
-
-    first: torch.Tensor
-    reached: torch.Tensor
-
-    def between(self, start: int, stop: int) -> tuple[int, int]:
-        """The run of boxes outside of which none reaches into elements start .. stop - 1."""
-        if len(self.first) <= 4:
-            return 0, len(self.first)
-        low = int(torch.searchsorted(self.reached, start))
-        return low, max(low, int(torch.searchsorted(self.first, stop)))
-
-
-def _reach(held: Held) -> _Reach:
-    if len(held) == 0 or not held.shape:
-        return _Reach(torch.zeros(len(held), dtype=torch.int64), torch.zeros(len(held), dtype=torch.int64))
-    strides = torch.tensor(row_major(held.shape))
-    first = (held.starts * strides).sum(1)
-    last = ((held.starts + held.sizes - 1) * strides).sum(1)
-    return _Reach(first, last.cummax(0).values)
-
-
-def _rectangles(shape: Shape, span: Span) -> list[tuple[Shape, Shape]]:
-    """A row-major range of a tensor as rectangles: start and size."""
-    if span.stop - span.start == math.prod(shape):
-        return [((0,) * len(shape), shape)]
-    return [(box.start, box.size) for box in cut(whole(shape, ()), span.start, span.stop).boxes]
-
-
-def _overlaps(held: Held, rectangles: Sequence[tuple[Shape, Shape]], low: int, high: int) -> list[int]:
-    if len(held) == 1 and math.prod(held.sizes[0].tolist()) == math.prod(held.shape):  # whole everywhere: most of all
-        return [sum(math.prod(size) for _, size in rectangles)]
-    starts, stops = held.starts[low:high], held.starts[low:high] + held.sizes[low:high]
-    total = torch.zeros(high - low, dtype=torch.int64)
-    for start, size in rectangles:
-        begin = torch.tensor(start, dtype=torch.int64)
-        end = begin + torch.tensor(size, dtype=torch.int64)
-        total += (torch.minimum(stops, end) - torch.maximum(starts, begin)).clamp_(min=0).prod(1)
-    return total.tolist()
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *parts])

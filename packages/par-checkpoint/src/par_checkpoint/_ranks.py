@@ -3,6 +3,7 @@
 import pickle
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -98,9 +99,9 @@ class Ranks:
             return
         if error is not None and not isinstance(error, Exception):
             raise error
-        kind, text = cast("tuple[type[Exception], str]", errors[failed[0]])
-        common = all(each == errors[failed[0]] for each in errors)
-        raise kind(text if common or self.size == 1 else f"rank {failed[0]}: {text}") from error
+        first = cast("_Portable", errors[failed[0]])
+        common = self.size == 1 or all(each == first for each in errors)
+        raise first.error("" if common else f"rank {failed[0]}: ") from error
 
     def on_first(self, act: Callable[[], Value]) -> Value:
         """Does something on rank 0 alone; its result, or its error, is every rank's."""
@@ -109,8 +110,7 @@ class Ranks:
         if outcome[1] is not None:
             if self.rank == 0 and error is not None:
                 raise error
-            kind, text = outcome[1]
-            raise kind(text)
+            raise outcome[1].error()
         return cast("Value", outcome[0])
 
     def send(self, buffer: torch.Tensor, to: int) -> Transfer:
@@ -141,9 +141,26 @@ def attempt(act: Callable[[], Value]) -> tuple[Value | None, BaseException | Non
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, FileExistsError, FileNotFoundError, OSError)
 
 
-def _portable(error: BaseException) -> tuple[type[Exception], str]:
-    """An error as every rank can raise it: its own kind where that is plain, with its text."""
+@dataclass(frozen=True)
+class _Portable:
+    """An error as every rank can raise it."""
+
+    kind: type[Exception]
+    text: str
+    number: int | None
+
+    def error(self, prefix: str = "") -> Exception:
+        """The error anew."""
+        error = self.kind(prefix + self.text)
+        if isinstance(error, OSError):
+            error.errno = self.number  # such as ENOSPC, which callers look at
+        return error
+
+
+def _portable(error: BaseException) -> _Portable:
+    """Its own kind where that is plain, with its text."""
+    number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, CheckpointError):
-        return type(error), str(error)
+        return _Portable(type(error), str(error), number)
     kind = next((each for each in _KINDS if isinstance(error, each)), CheckpointError)
-    return kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
+    return _Portable(kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}", number)

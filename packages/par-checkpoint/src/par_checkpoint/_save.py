@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ._collect import Content, Model, collect
 from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
-from ._options import SaveOptions, check_style, with_keywords
+from ._options import SaveOptions, check_style, timeout_of, with_keywords
 from ._pieces import Local
 from ._prepare import Prepared, check_replicas, prepare_save
 from ._progress import Bar
@@ -123,8 +123,7 @@ def save(  # noqa: PLR0913 - what, where, with whom, how
         CheckpointError, OSError: It could not be written; what was there before is still there. On every rank.
     """
     begin = time.perf_counter()
-    timeout = keywords.get("timeout", (options or SaveOptions()).timeout)
-    session = session_of(group, timeout if isinstance(timeout, int | float) else 1800.0)
+    session = session_of(group, timeout_of(options, keywords))
     ranks = session.ranks
 
     def look() -> tuple[SaveOptions, Content]:

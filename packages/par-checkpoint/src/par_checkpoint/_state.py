@@ -14,8 +14,6 @@ from ._optimizer import OptimizerState
 from ._ranks import Ranks
 from ._tagged import check_round_trip, encode
 
-SECTIONS = ("model", "scheduler", "extra")
-
 
 @dataclass(frozen=True, kw_only=True)
 class State:
@@ -87,8 +85,8 @@ def agreed_state(ranks: Ranks, mine: State) -> State:
     if len(set(ranks.gather(digest(repr(word).encode())))) == 1:
         return mine
     words = ranks.gather(word)
-    for name in SECTIONS:
-        _check_same(f"{name}", [each.parts[name] for each in words])
+    for name in ("scheduler", "extra"):
+        _check_same(name, [each.parts[name] for each in words])
     tensors = _joined("tensor", [each.tensors for each in words])
     absent = sorted(set(tensors) - set(words[0].tensors))
     if absent:
@@ -96,7 +94,9 @@ def agreed_state(ranks: Ranks, mine: State) -> State:
             f"state {absent[0]!r} is on another rank than the first, which writes it; give it to all ranks"
         )
     slots = {key: json.loads(each) for key, each in _joined("slot", [each.slots for each in words]).items()}
-    return State(parts=mine.parts, groups=_united(words), slots=slots, tensors=mine.tensors)
+    modules = _joined("the extra state", [json.loads(each.parts["model"]) or {} for each in words])  # of all stages
+    parts = {**mine.parts, "model": modules or None}
+    return State(parts=parts, groups=_united(words), slots=slots, tensors=mine.tensors)
 
 
 def _scheduler_state(scheduler: object | None) -> object | None:

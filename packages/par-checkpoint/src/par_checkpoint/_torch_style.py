@@ -89,6 +89,8 @@ def _write(work: Work, name: str, value: object) -> FileRecord:
         torch.save(value, cast("IO[bytes]", stream))
     except BaseException:
         writer.abort()
+        if stream.error is not None:  # torch's own words for it do not tell that, say, the disk is full
+            raise stream.error from None
         raise
     writer.finish()
     return stream.record()
@@ -99,13 +101,18 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, writer: Writer) -> None:
         self._writer, self._size, self._crcs = writer, 0, [0]
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         memory = memoryview(data).cast("B")
-        self._writer.write_at(self._size, memory)
+        try:
+            self._writer.write_at(self._size, memory)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         done = 0
         while done < len(memory):
             if self._size and self._size % BLOCK == 0:

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -111,8 +111,12 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
         writing = _Writing(work, snapshot, pool)
         each = max(1, work.budget // (4 * BLOCK)) if snapshot is None else max(1, work.budget // (2 * BLOCK))
         mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
-        for tasks, foreign in zip(mine, others, strict=True):
-            writing.round(tasks, foreign, peers=plan.peers)
+        try:
+            for tasks, foreign in zip(mine, others, strict=True):
+                writing.round(tasks, foreign, peers=plan.peers)
+        except BaseException:
+            writing.abort()
+            raise
         return writing.finish()
 
 
@@ -157,6 +161,12 @@ class _Writing:
         for each in closing:
             self._note(each.exception())
         return crcs, self._error
+
+    def abort(self) -> None:
+        """Closes the files, for what is removed but open still takes room; nothing may be writing to them then."""
+        wait(self._jobs)
+        for writer in self._writers.values():
+            writer.abort()
 
     def _note(self, error: BaseException | None) -> None:
         self._error = self._error or error

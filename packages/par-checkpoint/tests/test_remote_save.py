@@ -1,0 +1,288 @@
+"""Checkpoints through fsspec, and files that one rank writes from beginning to end."""
+
+import itertools
+import uuid
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_checkpoint import CheckpointError, CorruptError, latest, load, prune, save, verify
+from par_groups import Box, Sharding
+
+fsspec = pytest.importorskip("fsspec")
+
+BLOCK = 4 << 20
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(40, 50), nn.LayerNorm(50), nn.Linear(50, 60))
+
+
+def trained(seed=0):
+    model = build(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer, seed=0):
+    model(torch.randn(2, 40, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def copies(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal(tensors, others):
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+def files_of(url):
+    fs, path = fsspec.core.url_to_fs(url)
+    return sorted(each.removeprefix(path).lstrip("/") for each in fs.find(path))
+
+
+def flip(url, position):
+    """Changes one byte of a file."""
+    fs, path = fsspec.core.url_to_fs(url)
+    data = bytearray(fs.cat_file(path))
+    data[position] ^= 1
+    fs.pipe_file(path, bytes(data))
+
+
+@pytest.fixture(params=["memory", "file"])
+def root(request, tmp_path):
+    """A URL that nobody else uses."""
+    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}"
+
+
+@pytest.mark.parametrize("writer", ["auto", "owner"])
+@pytest.mark.parametrize("style", ["huggingface", "torch"])
+def test_what_is_saved_is_loaded(root, writer, style):
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    extra = {"epoch": 3, "noise": torch.arange(5)}
+    url = f"{root}/c"
+    save(url, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, style=style, writer=writer, step=7)
+    assert verify(url) == []
+    if style == "torch" and root.startswith("memory"):
+        with pytest.raises(CheckpointError, match="is read from local disks only"):
+            load(url, model=build(1))
+        return
+    other = build(1)
+    others = torch.optim.AdamW(other.parameters(), lr=1)
+    report = load(url, model=other, optimizer=others, scheduler=torch.optim.lr_scheduler.StepLR(others, 9))
+    assert report.step == 7
+    assert report.extra["epoch"] == 3
+    assert torch.equal(report.extra["noise"], torch.arange(5))
+    assert_equal(copies(other), copies(model))
+    step(model, optimizer, 1)
+    step(other, others, 1)
+    assert_equal(copies(other), copies(model))
+
+
+def test_positional_writes_need_a_local_path(root):
+    with pytest.raises(ValueError, match="pwrite"):
+        save(f"{root}/c", model=build(), writer="pwrite")
+    assert files_of(root) == []
+
+
+def test_a_folder_is_replaced_only_when_asked(root):
+    url = f"{root}/c"
+    save(url, model=build(), max_shard_size="6KB")
+    many = files_of(url)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(url, model=build(1))
+    assert files_of(url) == many
+    save(url, model=build(2), overwrite=True)
+    assert "model.safetensors" in files_of(url)
+    assert not set(files_of(url)) & {name for name in many if "-of-" in name or "index" in name}
+    assert files_of(root) == [f"c/{name}" for name in files_of(url)]  # nothing is left beside it
+    model = build(3)
+    load(url, model=model)
+    assert_equal(copies(model), copies(build(2)))
+
+
+def test_a_config_is_carried_over_and_what_is_not_ours_stays(root):
+    url = f"{root}/c"
+    save(url, model=build(), config={"model_type": "mine"})
+    save(url, model=build(1), overwrite=True)
+    assert "config.json" in files_of(url)
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{path}/notes.txt", b"mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        save(url, model=build(2), overwrite=True)
+    model = build(3)
+    fs.rm_file(f"{path}/notes.txt")
+    load(url, model=model)
+    assert_equal(copies(model), copies(build(1)))
+
+
+def test_a_flipped_byte_is_found(root):
+    url = f"{root}/c"
+    save(url, model=build())
+    flip(f"{url}/model.safetensors", -5)
+    assert any("model.safetensors" in line for line in verify(url))
+    model = build(1)
+    with pytest.raises(CorruptError, match=r"Nothing was changed"):
+        load(url, model=model, verify="full")
+    assert_equal(copies(model), copies(build(1)))
+    with pytest.raises(CorruptError, match=r"model\.safetensors.*undefined"):
+        load(url, model=model)
+
+
+def test_a_folder_of_others_loads(root, tmp_path):
+    """Without a manifest, from shards and an index that somebody uploaded."""
+    save(tmp_path / "local", model=build(), max_shard_size="6KB")
+    fs, path = fsspec.core.url_to_fs(f"{root}/c")
+    fs.makedirs(path)
+    for file in (tmp_path / "local").glob("model*"):
+        fs.pipe_file(f"{path}/{file.name}", file.read_bytes())
+    assert "model.safetensors.index.json" in files_of(f"{root}/c")
+    model = build(1)
+    load(f"{root}/c", model=model)
+    assert_equal(copies(model), copies(build()))
+    fs.rm_file(f"{path}/model-00001-of-00003.safetensors")
+    with pytest.raises(CorruptError, match=r"model-00001-of-00003\.safetensors: is missing"):
+        load(f"{root}/c", model=model)
+
+
+def test_a_missing_folder_and_a_missing_file_are_named(root):
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        load(f"{root}/c", model=build())
+    save(f"{root}/c", model=build(), max_shard_size="6KB")
+    fs, path = fsspec.core.url_to_fs(f"{root}/c")
+    fs.rm_file(f"{path}/model-00002-of-00003.safetensors")
+    with pytest.raises(CorruptError, match=r"model-00002-of-00003\.safetensors is missing"):
+        load(f"{root}/c", model=build())
+
+
+def test_steps_are_found_and_pruned(root):
+    assert latest(root) is None
+    for number in (5, 10, 15, 20):
+        save(f"{root}/step-{number:08}", model=build(number), step=number)
+    newest = latest(root)
+    assert newest.endswith("step-00000020")
+    model = build()
+    assert load(newest, model=model).step == 20
+    assert_equal(copies(model), copies(build(20)))
+    removed = prune(root, keep_last=1, keep_every=10)
+    assert sorted(each[-2:] for each in removed) == ["05", "15"]
+    assert {name.partition("/")[0] for name in files_of(root)} == {"step-00000010", "step-00000020"}
+
+
+def test_a_save_in_the_background_streams_too(root):
+    model = build()
+    handle = save(f"{root}/c", model=model, async_=True, max_shard_size="6KB")
+    expected = copies(model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    handle.wait()
+    load(f"{root}/c", model=model)
+    assert_equal(copies(model), expected)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_many_blocks_go_into_one_stream_in_order(root, dtype):
+    """With several threads, the second block must not overtake the first."""
+    weights = {f"w{i}": torch.arange(i, i + BLOCK // 4 + 37, dtype=torch.float32) for i in range(8)}
+    for threads in (1, 4):
+        save(f"{root}/c", model=weights, threads=threads, dtype=dtype, overwrite=True)
+        local = {name: torch.zeros_like(each, dtype=dtype) for name, each in weights.items()}
+        load(f"{root}/c", model=local)
+        assert_equal(local, {name: each.to(dtype) for name, each in weights.items()})
+
+
+def columns(rank, size, rows=1000, width=600):
+    """A matrix of more than one block, cut by columns, a vector that all hold, and the layout."""
+    torch.manual_seed(0)
+    whole = {"w": torch.randn(rows, width * size), "v": torch.randn(700), "u": torch.randn(300, 5)}
+    box = Box((0, width * rank), (rows, width), 0, (width, 1), (rank,))
+    local = {**whole, "w": whole["w"][box.slices].clone()}
+    return whole, local, {"w": Sharding((rows, width * size), (box,))}
+
+
+def zeros_like(tensors):
+    return {name: torch.zeros_like(each) for name, each in tensors.items()}
+
+
+def check_that_owners_write(url, shard_size):
+    whole, local, layout = columns(dist.get_rank(), dist.get_world_size())
+    for writer, style in itertools.product(("auto", "owner"), ("huggingface", "torch")):
+        save(url, model=local, layout=layout, max_shard_size=shard_size, writer=writer, style=style, overwrite=True)
+        assert verify(url) == []
+        for wanted, by in ((local, layout), (whole, None)):
+            again = zeros_like(wanted)
+            load(url, model=again, layout=by)
+            assert_equal(again, wanted)
+        dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_write_through_fsspec(tmp_path):
+    for size in ("2KB", "5GB"):
+        check_that_owners_write(f"file://{tmp_path}/c", size)
+    whole, local, layout = columns(dist.get_rank(), 2)
+    with pytest.raises(FileExistsError):
+        save(f"file://{tmp_path}/c", model=local, layout=layout)
+    handle = save(f"file://{tmp_path}/d", model=local, layout=layout, async_=True)
+    handle.wait()
+    again = zeros_like(whole)
+    load(f"file://{tmp_path}/d", model=again)
+    assert_equal(again, whole)
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_agree_on_the_latest_step(tmp_path):
+    for number in (1, 2, 3):
+        save(f"file://{tmp_path}/step-{number:08}", model=build(number), step=number)
+    assert latest(f"file://{tmp_path}").endswith("step-00000003")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert len(prune(f"file://{tmp_path}", keep_last=1)) == 2
+    dist.barrier()
+    model = build()
+    assert load(latest(f"file://{tmp_path}"), model=model, group=None).step == 3
+    assert_equal(copies(model), copies(build(3)))
+
+
+@pytest.mark.ranks(4)
+def test_owners_write_to_a_local_path(tmp_path):
+    for size in ("2KB", "5GB"):
+        check_that_owners_write(str(tmp_path / "c"), size)
+    whole, local, layout = columns(dist.get_rank(), 4)
+    save(tmp_path / "d", model=local, layout=layout, writer="pwrite", max_shard_size="2KB")
+    save(tmp_path / "e", model=local, layout=layout, writer="owner", max_shard_size="2KB")
+    for file in (tmp_path / "d").iterdir():
+        assert file.read_bytes() == (tmp_path / "e" / file.name).read_bytes(), file.name
+    again = zeros_like(whole)
+    load(tmp_path / "e", model=again)
+    assert_equal(again, whole)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_one_owner_reaches_all_and_leaves_the_old(tmp_path):
+    url = f"file://{tmp_path}/c"
+    save(url, model=build())
+    fs = fsspec.filesystem("file")
+    if dist.get_rank() == 1:
+        opened = type(fs).open
+        fs.open = lambda path, mode="rb", **settings: full() if mode == "wb" else opened(fs, path, mode, **settings)
+    with pytest.raises(OSError, match="No space left"):
+        save(url, model=build(1), overwrite=True, max_shard_size="6KB")
+    dist.barrier()
+    assert files_of(f"file://{tmp_path}") == [f"c/{name}" for name in files_of(url)]
+    model = build(2)
+    load(url, model=model)
+    assert_equal(copies(model), copies(build()))
+
+
+def full():
+    raise OSError(28, "No space left on device")
