@@ -53,7 +53,7 @@ class Holders:
             elements=elements,
             ranks=held.ranks[holders],
             box=self._box[holders] - low,
-            mine=[box for box in self._mine if low <= box < high],
+            candidates=[box for box in self._mine if low <= box < high],
         )
 
 
@@ -68,7 +68,7 @@ class Overlap:
         elements: How many each of its boxes holds.
         ranks: All holders of all of them.
         box: Which of the boxes each of these holds, counted from `low`.
-        mine: The boxes of one rank, this one.
+        candidates: The boxes of one rank, this one, that may reach into it.
     """
 
     held: Held
@@ -77,7 +77,7 @@ class Overlap:
     elements: torch.Tensor
     ranks: torch.Tensor
     box: torch.Tensor
-    mine: list[int]
+    candidates: list[int]
 
     @cached_property
     def boxes(self) -> dict[int, int]:
@@ -85,9 +85,18 @@ class Overlap:
         return {self.low + i: count for i, count in enumerate(self.elements.tolist()) if count}
 
     @cached_property
+    def mine(self) -> list[int]:
+        """The boxes of this rank with elements of the stretch."""
+        return [box for box in self.candidates if box in self.boxes]
+
+    @cached_property
     def weights(self) -> torch.Tensor:
         """Bytes that each of `ranks` holds."""
-        return self.elements[self.box] * self.held.dtype.itemsize
+        return self.elements.index_select(0, self.box) * self.held.dtype.itemsize
+
+    def holders(self) -> list[int]:
+        """All that hold elements of the stretch."""
+        return self.ranks.masked_select(self.weights > 0).tolist()
 
     def boxes_of(self, rank: int) -> set[int]:
         """The boxes with elements of the stretch that a rank holds."""

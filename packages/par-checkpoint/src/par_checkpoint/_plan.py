@@ -142,9 +142,10 @@ class Planner:
             first = first if first in readers else readers[0]
             taken: dict[int, list[Piece]] = {reader: [] for reader in readers}
             for share in shares:
-                for box in share.overlap.boxes:
+                needing = () if self._plan.peers else share.overlap.holders()
+                self._plan.peers = self._plan.peers or not all(rank in taken for rank in needing)
+                for box in share.overlap.boxes if self._rank == first else share.overlap.mine:
                     holders = share.overlap.held.holders(box)
-                    self._plan.peers = self._plan.peers or any(rank not in taken for rank in holders.tolist())
                     for source, to in self._deliveries(holders, taken, first):
                         taken[source] += share.pieces(box, source, to)
             for reader, pieces in taken.items():
@@ -153,14 +154,14 @@ class Planner:
 
     def _givers(self, overlap: Overlap, owner: int) -> Iterator[tuple[int, int]]:
         """Boxes of a block and who gives them to its owner, as far as this rank has to do with it."""
-        if owner != self._rank and self._plan.peers and not overlap.mine:
+        if owner != self._rank and self._plan.peers and not overlap.candidates:
             return
         near = overlap.boxes_of(owner)
         self._plan.peers = self._plan.peers or len(near) < len(overlap.boxes)
         for box in overlap.boxes if owner == self._rank else overlap.mine:
             holders = overlap.held.holders(box)
             source = owner if box in near else int(holders[self._turns[owner] % len(holders)])
-            if box in overlap.boxes and self._rank in (source, owner):
+            if self._rank in (source, owner):
                 yield box, source
 
     def _deliveries(self, holders: torch.Tensor, readers: Container[int], first: int) -> Iterator[tuple[int, int]]:
@@ -187,13 +188,13 @@ class Planner:
     def _least_busy(self, shares: Sequence["_Share"], block: Block) -> int:
         """Of the ranks that hold about as much of the block as any, the one with the least in hand."""
         ranks = _joined([share.overlap.ranks for share in shares])
-        if len(ranks) == 0:
+        if ranks.numel() == 0:
             return block.file % len(self._turns)
-        if len(ranks) == 1:
-            return int(ranks[0])
+        if ranks.numel() == 1:
+            return int(ranks)
         weights = _joined([share.overlap.weights for share in shares])
-        candidates = ranks[2 * weights >= weights.max()]
-        return int(candidates[self._busy[candidates].argmin()])
+        candidates = ranks.masked_select(2 * weights >= weights.max())
+        return int(candidates[self._busy.index_select(0, candidates).argmin()])
 
     def _readers(self, shares: Sequence["_Share"], block: Block) -> list[int]:
         """The ranks that need a quarter of the block or more; if there are none, one of those that need most."""

@@ -61,6 +61,7 @@ class Save:
         """
         if self._thread is not None:
             self._thread.join()
+        atexit.unregister(self._tell)
         error, self._error = self._error, None
         if error is not None:
             raise error

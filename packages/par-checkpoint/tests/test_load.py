@@ -1,0 +1,225 @@
+import json
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_checkpoint import CheckpointError, CorruptError, load, save
+from par_groups import on_written
+
+from .helpers import Pipeline2, make_model, rectangle, train
+
+MIB4 = 1 << 20  # elements of float32 in a block
+
+
+def unchanged(tensors):
+    """A check that none of these tensors has changed."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    return lambda: all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A folder of somebody else's."""
+    torch.manual_seed(0)
+    state = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.arange(4)}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    return state
+
+
+@pytest.mark.ranks(2)
+def test_everything_that_does_not_fit_is_listed_at_once_and_nothing_changes(tmp_path):
+    torch.manual_seed(0)
+    state = {"fits": torch.randn(3), "shape": torch.randn(2, 3), "dtype": torch.randn(4), "more": torch.randn(1)}
+    save(tmp_path / "c", model=state)
+    model = {"fits": torch.zeros(3), "shape": torch.zeros(3, 2), "dtype": torch.zeros(4).half(), "new": torch.zeros(1)}
+    same = unchanged(list(model.values()))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "c", model=model)
+    assert "nothing was changed" in str(caught.value)
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
+        "missing in the checkpoint: new",
+        "not wanted by anybody: more",
+        "'shape' is torch.float32 (2, 3) in the files, torch.float32 (3, 2) in the model",
+        "'dtype' is torch.float32 (4,) in the files, torch.float16 (4,) in the model",
+    ]
+    assert same()
+    report = load(tmp_path / "c", model=model, strict=False)
+    assert (report.missing, report.unexpected) == (("new",), ("more",))
+    assert [text.split()[0] for text in report.mismatched] == ["'shape'", "'dtype'"]
+    assert torch.equal(model["fits"], state["fits"])
+    assert all(model[name].count_nonzero() == 0 for name in ("shape", "dtype", "new"))
+
+
+def test_an_error_of_many_names_is_cut_short(tmp_path):
+    save(tmp_path / "c", model={"a": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="and 51 more") as caught:
+        load(tmp_path / "c", model={f"n{i}": torch.zeros(1) for i in range(100)})
+    assert len(str(caught.value).splitlines()) == 52
+
+
+@pytest.mark.ranks(2)
+def test_what_one_stage_lacks_another_may_have(tmp_path):
+    run = Pipeline2()
+    save(tmp_path / "c", model=run.model)
+    names = ["0.weight", "0.bias"] if dist.get_rank() == 0 else ["2.weight", "3.bias"]
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "c", model={name: torch.zeros(run.whole()[name.replace("3", "2")].shape) for name in names})
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    assert [line for line in lines if "float" not in line] == [
+        "missing in the checkpoint: 3.bias",
+        "not wanted by anybody: 2.bias",
+    ]
+
+
+def test_casts_only_when_asked(foreign, tmp_path):
+    def model():
+        return {
+            "a": torch.zeros(3, 4, dtype=torch.float16),
+            "b": torch.zeros(5, dtype=torch.float16),
+            "c": torch.zeros(4, dtype=torch.int64),
+        }
+
+    with pytest.raises(CheckpointError, match="Rename with `names`, cast with `dtype`"):
+        load(tmp_path, model=model())
+    halves = model()
+    load(tmp_path, model=halves, dtype=torch.float16)
+    assert all(torch.equal(value, foreign[name].to(value.dtype)) for name, value in halves.items())
+    counted = {**model(), "c": torch.zeros(4)}
+    with pytest.raises(CheckpointError, match=r"'c' is torch.int64"):
+        load(tmp_path, model=counted, dtype=torch.float32)
+
+
+def test_a_checkpoint_saved_in_less_precision_fills_a_model_of_more(tmp_path):
+    model, other = make_model(), make_model(1)
+    save(tmp_path / "c", model=model, dtype=torch.bfloat16)
+    load(tmp_path / "c", model=other, dtype=torch.float64)
+    assert torch.equal(other[0].weight, model[0].weight.bfloat16().double())
+
+
+@pytest.mark.ranks(2)
+def test_foreign_folders_go_to_shards(tmp_path):
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    value = torch.randn(1500, 1001)  # 6 MB: two blocks, the edge within a row
+    layout = {"w": rectangle((1500, 1001), 1, 500 * rank, 500 + 501 * rank, rank)}
+    expected = value[:, 500 * rank : 500 + 501 * rank]
+    if rank == 0:
+        for name in ("one", "many", "bin"):
+            (tmp_path / name).mkdir()
+        b = torch.arange(7.0)
+        safetensors.torch.save_file({"w": value, "b": b}, tmp_path / "one" / "model.safetensors", {"format": "pt"})
+        safetensors.torch.save_file({"w": value}, tmp_path / "many" / "model-00001-of-00002.safetensors")
+        safetensors.torch.save_file({"b": b}, tmp_path / "many" / "model-00002-of-00002.safetensors")
+        files = {"w": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        index = json.dumps({"metadata": {}, "weight_map": files})
+        (tmp_path / "many" / "model.safetensors.index.json").write_text(index)
+        torch.save({"w": value, "b": b}, tmp_path / "bin" / "pytorch_model.bin")
+    dist.barrier()
+    for name in ("one", "many", "bin"):
+        for verify in ("auto", "full", "off"):
+            model = {"w": torch.zeros_like(expected), "b": torch.zeros(7)}
+            load(tmp_path / name, model=model, layout=layout, verify=verify)
+            assert torch.equal(model["w"], expected), name
+            assert torch.equal(model["b"], torch.arange(7.0))
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("verify", ["auto", "full"])
+def test_corrupt_data_raises_on_all_ranks_and_names_tensor_file_and_block(verify, tmp_path):
+    rank = dist.get_rank()
+    value = torch.arange(4.0 * MIB4).view(2048, 2048)
+    layout = {"w": rectangle((2048, 2048), 1, 1024 * rank, 1024 * rank + 1024, rank)}
+    save(tmp_path / "c", model={"w": value[:, 1024 * rank :][:, :1024].contiguous()}, layout=layout)
+    if rank == 0:
+        flip(tmp_path / "c" / "model.safetensors", -5)
+    dist.barrier()
+    model = {"w": torch.zeros(2048, 1024)}
+    with pytest.raises(CorruptError) as caught:
+        load(tmp_path / "c", model=model, layout=layout, verify=verify)
+    assert "block 3" in str(caught.value)
+    assert "model.safetensors" in str(caught.value)
+    assert "'w'" in str(caught.value) or verify == "full"
+    assert ("now undefined" in str(caught.value)) == (verify == "auto")
+    if verify == "full":
+        assert model["w"].count_nonzero() == 0
+    load(tmp_path / "c", model=model, layout=layout, verify="off")
+
+
+def test_there_is_no_such_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        load(tmp_path / "none", model=make_model())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no weights"):
+        load(tmp_path, model=make_model())
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(CheckpointError, match="has no optimizer state; pass no optimizer"):
+        load(tmp_path, model=model, optimizer=optimizer)
+
+
+@pytest.mark.ranks(2)
+def test_what_the_caller_got_wrong_is_said_on_every_rank(tmp_path):
+    save(tmp_path / "c", model={"w": torch.ones(3)})
+    model = {"w": torch.zeros(3)}
+    wrong = [
+        ({"verify": "maybe"}, ValueError, "verify is 'maybe'; it can be 'auto', 'full', 'off'"),
+        ({"async_": True}, TypeError, "unknown option 'async_'; there are layout"),
+        ({"options": 3}, TypeError, "options is 3; give a LoadOptions"),
+        ({"names": {"w": 3}}, TypeError, "names are strings"),
+        ({"budget": 0}, ValueError, "size 0"),
+        ({"variant": "a/b"}, ValueError, "variant 'a/b'"),
+    ]
+    for keywords, kind, words in wrong:
+        with pytest.raises(kind, match=words):
+            load(tmp_path / "c", model=model, **keywords)
+        mine = keywords if dist.get_rank() == 1 else {}
+        if not {"options", "variant"} & set(keywords):
+            with pytest.raises(kind, match=words):
+                load(tmp_path / "c", model=model, **mine)
+    assert model["w"].sum() == 0
+    load(tmp_path / "c", model=model)
+    assert model["w"].sum() == 3
+
+
+def test_holders_of_copies_are_told(tmp_path):
+    save(tmp_path / "c", model=make_model())
+    other, told = make_model(1), []
+    registration = on_written(other.parameters(), lambda tensors: told.append(len(tensors)))
+    load(tmp_path / "c", model=other)
+    registration.remove()
+    assert told == [4]
+
+
+def test_gradients_and_hooks_stay(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    train(model, optimizer, range(1))
+    model(torch.zeros(1, 6, dtype=torch.float64)).sum().backward()
+    gradient = model[2].bias.grad
+    version, parameter = model[2].bias._version, model[2].bias
+    load(tmp_path / "c", model=model, optimizer=optimizer)
+    assert model[2].bias is parameter
+    assert model[2].bias.grad is gradient
+    assert model[2].bias.requires_grad
+    assert model[2].bias.is_leaf
+    assert version <= model[2].bias._version
+    assert torch.equal(model[2].bias, make_model()[2].bias)
+
+
+def test_a_tensor_of_several_blocks_and_its_neighbours(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"small": torch.randn(3), "large": torch.randn(3 * MIB4 + 5), "next": torch.randn(2, 2)})
+    save(tmp_path / "c", model=model)
+    other = nn.ParameterDict({name: torch.zeros_like(value) for name, value in model.items()})
+    load(tmp_path / "c", model=other, verify="full")
+    assert all(torch.equal(other[name], value) for name, value in model.items())

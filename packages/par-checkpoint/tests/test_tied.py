@@ -1,0 +1,142 @@
+"""One tensor under two names."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_checkpoint import CheckpointError, load, save, verify
+
+from .helpers import rectangle
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the head's weight."""
+
+    def __init__(self, seed=0, tied=True, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.to(dtype)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def step(self, optimizer):
+        self.head(self.embed(torch.arange(3))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("style", ["huggingface", "torch"])
+def test_one_is_stored_and_both_are_loaded(style, tmp_path):
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.step(optimizer)
+    save(tmp_path / "c", model=model, optimizer=optimizer, style=style)
+    if style == "huggingface":
+        assert list(safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")) == ["embed.weight"]
+        assert json.loads((tmp_path / "c" / "par_checkpoint.json").read_text())["tied"] == {
+            "head.weight": "embed.weight"
+        }
+    assert verify(tmp_path / "c") == []
+    other = Tied(1)
+    again = torch.optim.AdamW(other.parameters(), lr=0.5)
+    report = load(tmp_path / "c", model=other, optimizer=again)
+    assert report.missing == report.unexpected == ()
+    assert other.head.weight is other.embed.weight
+    assert torch.equal(other.head.weight, model.head.weight)
+    model.step(optimizer)
+    other.step(again)
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("style", ["huggingface", "torch"])
+def test_an_untied_model_gets_the_values_twice(style, tmp_path):
+    model, other = Tied(), Tied(1, tied=False)
+    save(tmp_path / "c", model=model, style=style)
+    load(tmp_path / "c", model=other)
+    assert torch.equal(other.embed.weight, model.embed.weight)
+    assert torch.equal(other.head.weight, model.embed.weight)
+
+
+@pytest.mark.ranks(2)
+def test_an_untied_model_may_cut_the_two_differently(tmp_path):
+    model, rank = Tied(), dist.get_rank()
+    save(tmp_path / "c", model=model)
+    layout = {
+        "embed.weight": rectangle((6, 4), 0, 3 * rank, 3 * rank + 3, rank),
+        "head.weight": rectangle((6, 4), 1, 2 * rank, 2 * rank + 2, rank),
+    }
+    parts = {"embed.weight": torch.zeros(3, 4), "head.weight": torch.zeros(6, 2)}
+    load(tmp_path / "c", model=parts, layout=layout)
+    for name, part in parts.items():
+        assert torch.equal(part, model.embed.weight[layout[name].boxes[0].slices]), name
+
+
+def test_a_model_with_only_the_other_name_finds_it(tmp_path):
+    model = Tied()
+    save(tmp_path / "c", model=model)
+    other = nn.ParameterDict({"head": torch.zeros(6, 4)})
+    load(tmp_path / "c", model=other, names={"head": "head.weight"})
+    assert torch.equal(other["head"], model.embed.weight)
+
+
+def test_renamed_tied_names(tmp_path):
+    model, other = Tied(), Tied(1)
+    names = {"embed.weight": "wte", "head.weight": "lm_head"}
+    save(tmp_path / "c", model=model, names=names)
+    assert list(safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")) == ["wte"]
+    load(tmp_path / "c", model=other, names=names)
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_both_stored_must_be_equal(pickled, tmp_path):
+    value = torch.randn(6, 4)
+
+    def write(state):
+        if pickled:
+            torch.save(state, tmp_path / "pytorch_model.bin")
+        else:
+            safetensors.torch.save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+
+    write({"embed.weight": value, "head.weight": value.clone()})
+    model = Tied(1)
+    load(tmp_path, model=model)
+    assert torch.equal(model.embed.weight, value)
+    write({"embed.weight": value, "head.weight": value + 1})
+    model = Tied(1)
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"'embed.weight' and 'head.weight' are one tensor .* but differ"):
+        load(tmp_path, model=model)
+    assert torch.equal(model.embed.weight, before)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_a_foreign_file_may_store_either(name, tmp_path):
+    value = torch.randn(6, 4)
+    safetensors.torch.save_file({name: value}, tmp_path / "model.safetensors", {"format": "pt"})
+    model = Tied(1)
+    load(tmp_path, model=model)
+    assert torch.equal(model.head.weight, value)
+    assert model.head.weight is model.embed.weight
+
+
+def test_ties_on_the_meta_device_stay(tmp_path):
+    model = Tied()
+    save(tmp_path / "c", model=model)
+    with torch.device("meta"):
+        other = Tied(1)
+    load(tmp_path / "c", model=other)
+    assert other.head.weight is other.embed.weight
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_empty_tensors_and_parts_of_a_storage_are_not_tied(tmp_path):
+    base = torch.arange(4.0)
+    model = {"a": torch.zeros(0), "b": torch.zeros(0), "low": base[:2], "high": base[2:], "all": base}
+    save(tmp_path / "c", model=model)
+    assert sorted(safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")) == sorted(model)

@@ -1,0 +1,112 @@
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import MultiStepLR
+
+from par_checkpoint import CorruptError, load, save, verify
+
+from .helpers import RUNS, make_model, train
+
+
+def trained():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = MultiStepLR(optimizer, milestones=[1, 3])
+    train(model, optimizer, range(2))
+    scheduler.step()
+    return model, optimizer, scheduler
+
+
+def test_torch_load_opens_every_file(tmp_path):
+    model, optimizer, scheduler = trained()
+    extra = {"seen": 7, "rng": torch.get_rng_state()}
+    save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, style="torch")
+    files = sorted(path.name for path in (tmp_path / "c").iterdir() if path.suffix == ".pt")
+    assert files == ["extra.pt", "model.pt", "optimizer.pt", "scheduler.pt"]
+    opened = {name.removesuffix(".pt"): torch.load(tmp_path / "c" / name, weights_only=True) for name in files}
+    other = make_model(1)
+    other.load_state_dict(opened["model"])
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    names = dict(model.named_parameters())
+    assert opened["optimizer"]["param_groups"][0]["params"] == list(names)
+    for name, parameter in names.items():
+        for slot, value in optimizer.state[parameter].items():
+            assert torch.equal(opened["optimizer"]["state"][name][slot], value)
+    assert opened["scheduler"] == scheduler.state_dict()
+    assert opened["extra"]["seen"] == 7
+    assert torch.equal(opened["extra"]["rng"], extra["rng"])
+
+
+def test_everything_comes_back(tmp_path):
+    model, optimizer, scheduler = trained()
+    save(
+        tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, extra={"seen": 7}, style="torch", step=2
+    )
+    assert verify(tmp_path / "c") == []
+    other = make_model(1)
+    again = torch.optim.AdamW(other.parameters(), lr=0.5)
+    resumed = MultiStepLR(again, milestones=[9])
+    report = load(tmp_path / "c", model=other, optimizer=again, scheduler=resumed)
+    assert (report.extra, report.step, report.missing, report.unexpected) == ({"seen": 7}, 2, (), ())
+    assert resumed.state_dict() == scheduler.state_dict()
+    assert train(other, again, range(2, 5)) == train(model, optimizer, range(2, 5))
+
+
+def test_an_optimizer_that_has_not_stepped(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    save(tmp_path / "c", model=model, optimizer=optimizer, style="torch")
+    other = make_model(1)
+    again = torch.optim.AdamW(other.parameters(), lr=0.5)
+    load(tmp_path / "c", model=other, optimizer=again)
+    assert train(other, again, range(3)) == train(model, optimizer, range(3))
+
+
+@pytest.mark.parametrize("file", ["model.pt", "optimizer.pt"])
+def test_a_flipped_byte_is_found(file, tmp_path):
+    model, optimizer, _ = trained()
+    save(tmp_path / "c", model=model, optimizer=optimizer, style="torch")
+    path = tmp_path / "c" / file
+    data = bytearray(path.read_bytes())
+    value = (model[0].weight if file == "model.pt" else optimizer.state[model[0].weight]["exp_avg"]).detach()
+    at = data.find(bytes(value.view(-1)[:4].view(torch.uint8).tolist()))
+    assert at > 0
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert len(verify(tmp_path / "c")) == 1
+    other = make_model(1)
+    again = torch.optim.AdamW(other.parameters())
+    with pytest.raises(CorruptError, match=file):
+        load(tmp_path / "c", model=other, optimizer=again)
+
+
+@pytest.mark.ranks(4)
+def test_shards_meet_in_one_file_and_go_elsewhere(tmp_path):
+    for source in ("tensor", "zero1", "strided"):
+        run = RUNS[source]()
+        run.steps(range(2))
+        path = tmp_path / f"{source}{run.ranks[0]}"
+        save(path, model=run.model, optimizer=run.optimizer, group=run.group, style="torch")
+        before = run.whole()
+        state = torch.load(path / "model.pt", weights_only=True)
+        assert all(torch.equal(value, before[name]) for name, value in state.items())
+        for target in ("one", "zero3", "strided"):
+            other = RUNS[target](seed=3)
+            dist.barrier()
+            load(tmp_path / f"{source}0", model=other.model, optimizer=other.optimizer, group=other.group)
+            after = other.whole()
+            assert all(torch.equal(value, before[name]) for name, value in after.items()), (source, target)
+
+
+@pytest.mark.ranks(2)
+def test_files_are_dealt_out_to_the_ranks(tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(make_model(), mesh=mesh)
+    save(tmp_path / "c", model=model, style="torch")
+    state = torch.load(tmp_path / "c" / "model.pt", weights_only=True)
+    assert all(torch.equal(state[name], value) for name, value in make_model().state_dict().items())
+    assert json.loads((tmp_path / "c" / "par_checkpoint.json").read_text())["style"] == "torch"
