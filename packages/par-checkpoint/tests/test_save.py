@@ -191,13 +191,26 @@ WRONG = [
 
 
 @pytest.mark.ranks(2)
+def test_a_layout_may_name_tensors_of_other_ranks(tmp_path):
+    rank = dist.get_rank()
+    layout = {f"w{r}": Sharding((3,), (Box((0,), (3,), 0, (1,), (r,)),)) for r in range(2)}
+    save(tmp_path / "c", model={f"w{rank}": torch.full((3,), rank + 1.0)}, layout=layout)
+    into = {f"w{rank}": torch.zeros(3)}
+    load(tmp_path / "c", model=into, layout=layout)
+    assert into[f"w{rank}"].tolist() == [rank + 1.0] * 3
+    assert stored(tmp_path / "c").keys() == {"w0", "w1"}
+
+
+@pytest.mark.ranks(2)
 def test_what_the_caller_got_wrong_is_said_on_every_rank_and_nothing_is_written(tmp_path):
     for keywords, kind, words in WRONG:
         with pytest.raises(kind, match=words):
             save(tmp_path / "c", model={"w": torch.zeros(3)}, **keywords)
         if "options" not in keywords:
             mine = keywords if dist.get_rank() == 1 else {}
-            with pytest.raises(kind, match=f"rank 1: .*{words}" if dist.get_rank() == 0 else words):
+            with pytest.raises(
+                kind, match=words if dist.get_rank() or "layout names" in words else f"rank 1: .*{words}"
+            ):
                 save(tmp_path / "c", model={"w": torch.zeros(3)}, **mine)
         dist.barrier()
         assert list(tmp_path.iterdir()) == [], keywords

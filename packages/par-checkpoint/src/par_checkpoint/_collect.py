@@ -19,6 +19,7 @@ from ._model import local_of, model_state, sharding_in, unwrapped
 from ._names import rename
 from ._optimizer import Naming, optimizer_state
 from ._options import SaveOptions
+from ._ranks import Ranks
 from ._state import State, encode_state
 from ._transformers import conversion_of
 
@@ -58,7 +59,6 @@ def collect(
     layout = options.layout or {}
     every = [*found.tensors, *found.tied]
     names = rename(options.names, every)
-    check_layout(layout, every)
     shapes = {name: tuple(sharding_in(name, tensor, layout).shape) for name, tensor in found.tensors.items()}
     convert = options.convert or usual_conversion(model, shapes)
     entries = [
@@ -96,13 +96,18 @@ def segments_on_disk(name: str, sharding: Sharding, convert: Convert | None, key
     return [Segment(key, sharding)] if parts is None else split(sharding, parts)
 
 
-def check_layout(layout: Mapping[str, Sharding], names: list[str]) -> None:
-    """Raises ValueError for a name that the model has not."""
-    unknown = sorted(set(layout) - set(names))
+def check_layout(ranks: Ranks, layout: Mapping[str, Sharding] | None, model: Model | None) -> None:
+    """Checks that some rank's model has each name of a layout. Collective.
+
+    Raises:
+        ValueError: Naming one that none has; on every rank.
+    """
+    found = model_state({} if model is None else model)
+    known = {*found.tensors, *found.tied}
+    every = ranks.gather((sorted(set(layout or ()) - known), sorted(set(layout or ()) & known)))
+    unknown = {name for lacking, _ in every for name in lacking} - {name for _, having in every for name in having}
     if unknown:
-        raise ValueError(
-            f"layout names {unknown[0]!r}, but the model has no such tensor; it has {', '.join(names[:5])}..."
-        )
+        raise ValueError(f"layout names {min(unknown)!r}, but the model has no such tensor; correct or remove it")
 
 
 def usual_conversion(model: Model | None, shapes: Mapping[str, tuple[int, ...]]) -> Convert | None:

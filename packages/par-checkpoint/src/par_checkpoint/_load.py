@@ -15,7 +15,7 @@ from par_groups import written_
 
 from ._bytes import copy_elements_
 from ._claims import Claims, Held, digest, merge
-from ._collect import Model
+from ._collect import Model, check_layout
 from ._entry import Entry, key_of, name_of, section_of, told_apart
 from ._errors import CheckpointError
 from ._files import BLOCK, File, blocks_of, tensor_blocks
@@ -119,6 +119,7 @@ def load(  # noqa: PLR0913 - what, where, with whom, how
         lambda: look(folder, model=model is not None, optimizer=optimizer is not None, variant=chosen.variant)
     )
     wanted = ranks.agree(lambda: _match(found, chosen, model=model, optimizer=optimizer, scheduler=scheduler))
+    check_layout(ranks, chosen.layout, model)
     sections = [name for name, each in (("model", model), ("optimizer", optimizer)) if each is not None]
     report = _report(ranks, found, wanted, sections)
     if strict:
@@ -216,8 +217,8 @@ def _fill(ranks: Ranks, folder: Folder, found: Found, targets: Targets, options:
     if error is None:
         _, error = attempt(partial(_copy_pickled, folder, found, made, verified=options.verify != "off"))
     if error is None and isinstance(targets, OptimizerTargets):
-        wrong = next(iter(list(set_scalars_(targets.scalars))), None)
-        error = None if wrong is None else CheckpointError(wrong)
+        wrong = list(set_scalars_(targets.scalars))
+        error = CheckpointError("; ".join(wrong)) if wrong else None
     ranks.raise_first(_undefined(error))
 
 

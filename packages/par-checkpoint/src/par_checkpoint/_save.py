@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ._collect import Content, Model, collect
+from ._collect import Content, Model, check_layout, collect
 from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
 from ._options import SaveOptions, check_style, timeout_of, with_keywords
 from ._pieces import Local
@@ -29,6 +29,7 @@ from ._torch_style import prepare_torch, write_objects
 from ._write import Snapshot, Work, write_blocks
 
 Path = str | PathLike[str]
+Value = TypeVar("Value")
 
 
 class Save:
@@ -134,13 +135,17 @@ def save(  # noqa: PLR0913 - what, where, with whom, how
 
     chosen, content = ranks.agree(look)
     session.settle(chosen.pending)
+    check_layout(ranks, chosen.layout, model)
     check_replicas(ranks, content.samples)
     content = replace(content, state=agreed_state(ranks, content.state))
     folder = ranks.agree(partial(_open, path, chosen.writer))
     job = _job(session, folder, content, chosen, style, overwrite=overwrite)
     handle = Save(folder.url, session.timeout)
     if chosen.async_ and style == "huggingface":
-        snapshot = Snapshot(job.prepared.plan, job.local, ranks.rank, session.memory)
+        plan, memory = job.prepared.plan, session.memory
+        snapshot = _or_discard(
+            ranks, job.staging, lambda: ranks.agree(lambda: Snapshot(plan, job.local, ranks.rank, memory))
+        )
         session.memory, session.pending = snapshot.memory, handle
         handle._start(partial(_write, job, session.background, snapshot))
     else:
@@ -246,10 +251,10 @@ def _write_and_commit(job: _Job, work: Work, snapshot: Snapshot | None) -> None:
     ranks.on_first(finish)
 
 
-def _or_discard(ranks: Ranks, staging: Staging, act: Callable[[], None]) -> None:
+def _or_discard(ranks: Ranks, staging: Staging, act: Callable[[], Value]) -> Value:
     """Does something; if it fails, the staging folder goes."""
     try:
-        act()
+        return act()
     except BaseException:
         if ranks.rank == 0:
             staging.discard()

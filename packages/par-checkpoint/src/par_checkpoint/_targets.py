@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, whole
 
-from ._collect import Model, check_layout, segments_on_disk, usual_conversion
+from ._collect import Model, segments_on_disk, usual_conversion
 from ._directory import Place
 from ._entry import Entry, key_of
 from ._model import local_of, materialise_, model_state, sharding_in
@@ -74,7 +74,6 @@ def model_targets(model: Model, places: Places, options: LoadOptions, tied: Mapp
     found, targets = model_state(model), Targets()
     layout = options.layout or {}
     every = [*found.tensors, *found.tied]
-    check_layout(layout, every)
     names = rename(options.names, every)
     shapes = {name: tuple(sharding_in(name, tensor, layout).shape) for name, tensor in found.tensors.items()}
     convert = options.convert or usual_conversion(model, shapes)
