@@ -2,11 +2,10 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
-
-from par_groups import whole
 
 _CELLS = 1 << 20  # of a grid; more are looked at slab by slab
 
@@ -35,8 +34,9 @@ def is_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) 
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of that shape, in elements; it has no dim of size 0."""
-    return whole(shape, ()).boxes[0].stride
+    """The strides of a contiguous tensor of that shape, in elements."""
+    steps = list(itertools.accumulate(reversed(shape), operator.mul, initial=1))
+    return tuple(reversed(steps[:-1]))
 
 
 def _no_gap(first: torch.Tensor, last: torch.Tensor, numel: int) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from ._buffers import Buffer
 from ._plan import Piece, Task
 from ._ranks import Ranks
 
@@ -11,9 +12,29 @@ Pairs = Mapping[int, Sequence[Piece]]
 """Pieces by the other rank, in the order in which they are packed."""
 
 
+class Room:
+    """The two buffers of all rounds, one each way.
+
+    Args:
+        sizes: Bytes of a buffer for some pieces.
+    """
+
+    def __init__(self, sizes: Callable[[Sequence[Piece]], int]) -> None:
+        self._sizes = sizes
+        self._leaving, self._arriving = Buffer(), Buffer()
+
+    def to_send(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """A buffer for what is sent."""
+        return self._leaving.of(self._sizes(pieces))
+
+    def to_receive(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """A buffer for what is received."""
+        return self._arriving.of(self._sizes(pieces))
+
+
 def exchange(
     ranks: Ranks,
-    sizes: Callable[[Sequence[Piece]], int],
+    room: Room,
     outgoing: Pairs,
     incoming: Pairs,
     *,
@@ -27,7 +48,7 @@ def exchange(
 
     Args:
         ranks: The communicator.
-        sizes: Bytes of a buffer for some pieces.
+        room: Its buffers.
         outgoing: What goes to whom.
         incoming: What comes from whom.
         fill: Packs what goes to a rank into an empty buffer, or gives one that is packed already.
@@ -37,10 +58,10 @@ def exchange(
         to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
         sending = receiving = None
         if source in incoming:
-            arrived = torch.empty(sizes(incoming[source]), dtype=torch.uint8)
+            arrived = room.to_receive(incoming[source])
             receiving = ranks.receive(arrived, source)
         if to in outgoing:
-            buffer = fill(to, torch.empty(sizes(outgoing[to]), dtype=torch.uint8))
+            buffer = fill(to, room.to_send(outgoing[to]))
             sending = ranks.send(buffer, to)
         if receiving is not None:
             receiving.wait()

@@ -26,90 +26,100 @@ class Holders:
 
     def __init__(self, held: Held, rank: int) -> None:
         self.held = held
-        counts = torch.tensor(held.first).diff()
-        self._stops = held.starts + held.sizes
-        self._box = torch.arange(len(held)).repeat_interleave(counts)
-        self._mine = self._box[held.ranks == rank].tolist()
-        strides = torch.tensor(row_major(held.shape) if len(held) else (0,) * len(held.shape), dtype=torch.int64)
+        self.strides = row_major(held.shape)
+        self.stops = held.starts + held.sizes
+        self.box = torch.arange(len(held)).repeat_interleave(torch.tensor(held.first).diff())  # of each of held.ranks
+        self.mine = self.box[held.ranks == rank].tolist()
+        self.whole = len(held) == 1 and tuple(held.sizes[0].tolist()) == held.shape
+        strides = torch.tensor(self.strides, dtype=torch.int64)
         self._first = (held.starts * strides).sum(1).tolist()  # of each box, in row-major order
-        self._reached = ((self._stops - 1) * strides).sum(1).cummax(0).values.tolist()  # by it and all before it
-        self._whole = len(held) == 1 and held.sizes[0].tolist() == list(held.shape)
+        self._reached = ((self.stops - 1) * strides).sum(1).cummax(0).values.tolist()  # by it and all before it
 
     def within(self, start: int, stop: int) -> "Overlap":
         """Who holds how much of the row-major elements start .. stop - 1."""
-        held = self.held
         low = bisect_left(self._reached, start)  # outside of low .. high - 1 no box reaches into them
         high = max(low, bisect_left(self._first, stop))
-        rectangles = tuple(_rectangles(held.shape, start, stop))
-        if self._whole:
-            elements = torch.tensor([stop - start])
-        else:
-            elements = _common(held.starts[low:high], self._stops[low:high], rectangles)
-        holders = slice(held.first[low], held.first[high])
-        return Overlap(
-            held=held,
-            rectangles=rectangles,
-            low=low,
-            elements=elements,
-            ranks=held.ranks[holders],
-            box=self._box[holders] - low,
-            candidates=[box for box in self._mine if low <= box < high],
-        )
+        rectangles = tuple(_rectangles(self.held.shape, start, stop))
+        return Overlap(holders=self, low=low, high=high, count=stop - start, rectangles=rectangles)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """A stretch of a tensor and the boxes that may reach into it, a run of all its boxes.
+    """A stretch of a tensor and the boxes that reach into it.
 
     Args:
-        held: The tensor.
-        rectangles: What the stretch is made of.
-        low: The first box of the run.
-        elements: How many each of its boxes holds.
-        ranks: All holders of all of them.
-        box: Which of the boxes each of these holds, counted from `low`.
-        candidates: The boxes of one rank, this one, that may reach into it.
+        holders: The tensor's.
+        low: The first box that may reach into it.
+        high: One past the last.
+        count: Elements of the stretch.
+        rectangles: What it is made of.
     """
 
-    held: Held
-    rectangles: tuple[Rectangle, ...]
+    holders: Holders
     low: int
-    elements: torch.Tensor
-    ranks: torch.Tensor
-    box: torch.Tensor
-    candidates: list[int]
+    high: int
+    count: int
+    rectangles: tuple[Rectangle, ...]
+
+    @property
+    def held(self) -> Held:
+        """The tensor."""
+        return self.holders.held
 
     @cached_property
     def boxes(self) -> dict[int, int]:
-        """Elements by box, those that do reach into it."""
-        return {self.low + i: count for i, count in enumerate(self.elements.tolist()) if count}
+        """Elements of the stretch by box, those that have some."""
+        if self.holders.whole:
+            return {0: self.count}
+        return {self.low + i: count for i, count in enumerate(self._elements.tolist()) if count}
 
     @cached_property
-    def mine(self) -> list[int]:
-        """The boxes of this rank with elements of the stretch."""
-        return [box for box in self.candidates if box in self.boxes]
+    def ranks(self) -> torch.Tensor:
+        """All holders of boxes low .. high - 1."""
+        return self.held.ranks[self.held.first[self.low] : self.held.first[self.high]]
 
     @cached_property
     def weights(self) -> torch.Tensor:
         """Bytes that each of `ranks` holds."""
-        return self.elements.index_select(0, self.box) * self.held.dtype.itemsize
+        return self._elements.index_select(0, self._box) * self.held.dtype.itemsize
 
-    def holders(self) -> list[int]:
-        """All that hold elements of the stretch."""
-        return self.ranks.masked_select(self.weights > 0).tolist()
+    @property
+    def mine(self) -> list[int]:
+        """The boxes that may have elements of the stretch and are this rank's."""
+        return [box for box in self.holders.mine if self.low <= box < self.high]
 
     def boxes_of(self, rank: int) -> set[int]:
         """The boxes with elements of the stretch that a rank holds."""
-        return self.boxes.keys() & {self.low + i for i in self.box[self.ranks == rank].tolist()}
+        return self.boxes.keys() & {self.low + i for i in self._box[self.ranks == rank].tolist()}
+
+    def ranks_with_some(self) -> list[int]:
+        """All ranks that hold elements of the stretch."""
+        return self.ranks.masked_select(self.weights > 0).tolist()
 
     def parts(self, box: int) -> Iterator[Rectangle]:
         """The rectangles of the stretch within a box."""
+        if self.holders.whole:
+            yield from self.rectangles
+            return
         box_start, box_size = self.held.starts[box].tolist(), self.held.sizes[box].tolist()
         for start, size in self.rectangles:
             low = tuple(map(max, start, box_start))
             high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, size, box_start, box_size, strict=True))
             if all(a < b for a, b in zip(low, high, strict=True)):
                 yield low, tuple(b - a for a, b in zip(low, high, strict=True))
+
+    @cached_property
+    def _box(self) -> torch.Tensor:
+        """Which box each of `ranks` holds, counted from `low`."""
+        return self.holders.box[self.held.first[self.low] : self.held.first[self.high]] - self.low
+
+    @cached_property
+    def _elements(self) -> torch.Tensor:
+        """Elements of the stretch in each of boxes low .. high - 1."""
+        if self.holders.whole:
+            return torch.tensor([self.count])
+        run = slice(self.low, self.high)
+        return _common(self.held.starts[run], self.holders.stops[run], self.rectangles)
 
 
 def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ._claims import Held
-from ._coverage import row_major
 from ._overlap import Holders, Overlap
 
 Shape = tuple[int, ...]
@@ -111,6 +110,7 @@ class Planner:
         self._owners = owners
         self._busy = torch.zeros(size, dtype=torch.int64)  # bytes that each rank has in hand
         self._turns = [0] * size
+        self._alone = size == 1  # no choice, and nothing to look up
         self._holders = [Holders(held, rank) for held in tensors]
         self._plan = Plan()
 
@@ -142,7 +142,7 @@ class Planner:
             first = first if first in readers else readers[0]
             taken: dict[int, list[Piece]] = {reader: [] for reader in readers}
             for share in shares:
-                needing = () if self._plan.peers else share.overlap.holders()
+                needing = () if self._alone or self._plan.peers else share.overlap.ranks_with_some()
                 self._plan.peers = self._plan.peers or not all(rank in taken for rank in needing)
                 for box in share.overlap.boxes if self._rank == first else share.overlap.mine:
                     holders = share.overlap.held.holders(box)
@@ -154,9 +154,9 @@ class Planner:
 
     def _givers(self, overlap: Overlap, owner: int) -> Iterator[tuple[int, int]]:
         """Boxes of a block and who gives them to its owner, as far as this rank has to do with it."""
-        if owner != self._rank and self._plan.peers and not overlap.candidates:
+        if owner != self._rank and self._plan.peers and not overlap.mine:
             return
-        near = overlap.boxes_of(owner)
+        near = overlap.boxes.keys() if self._alone else overlap.boxes_of(owner)
         self._plan.peers = self._plan.peers or len(near) < len(overlap.boxes)
         for box in overlap.boxes if owner == self._rank else overlap.mine:
             holders = overlap.held.holders(box)
@@ -187,6 +187,8 @@ class Planner:
 
     def _least_busy(self, shares: Sequence["_Share"], block: Block) -> int:
         """Of the ranks that hold about as much of the block as any, the one with the least in hand."""
+        if self._alone:
+            return 0
         ranks = _joined([share.overlap.ranks for share in shares])
         if ranks.numel() == 0:
             return block.file % len(self._turns)
@@ -198,7 +200,7 @@ class Planner:
 
     def _readers(self, shares: Sequence["_Share"], block: Block) -> list[int]:
         """The ranks that need a quarter of the block or more; if there are none, one of those that need most."""
-        if len(self._turns) == 1:
+        if self._alone:
             return [0]
         found = {
             rank for share in shares for rank in share.overlap.ranks[4 * share.overlap.weights >= block.size].tolist()
@@ -220,11 +222,10 @@ class _Share:
 
     def pieces(self, box: int, source: int, to: int) -> Iterator[Piece]:
         """The rectangles of the span within one box."""
-        held = self.overlap.held
-        strides = row_major(held.shape)
+        width, strides = self.overlap.held.dtype.itemsize, self.overlap.holders.strides
         for start, size in self.overlap.parts(box):
             first = sum(i * stride for i, stride in zip(start, strides, strict=True))
-            at = self.span.at + (first - self.span.start) * held.dtype.itemsize
+            at = self.span.at + (first - self.span.start) * width
             yield Piece(tensor=self.span.tensor, start=start, size=size, at=at, source=source, to=to)
 
 

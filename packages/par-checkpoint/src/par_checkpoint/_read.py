@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from crc32c import crc32c
 
+from ._buffers import Pool
 from ._bytes import bytes_of, copy_elements_
 from ._entry import name_of
 from ._errors import CorruptError, corrupt_block
-from ._exchange import by_peer, exchange, rounds
+from ._exchange import Room, by_peer, exchange, rounds
 from ._files import BLOCK, File
 from ._pieces import Local
 from ._plan import Block, Plan, Task
@@ -75,13 +76,15 @@ class _Reader:
         self._reading, self._pool = reading, pool
         self._rank = reading.ranks.rank
         self._sources = _Sources(reading.folder)
+        self._blocks = Pool(max((file.block for file in reading.files), default=0))
+        self._room = Room(reading.local.packed_size)
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
         """Reads some blocks, and takes what others read."""
         shared, jobs = [], []
         for task in tasks:
             if any(piece.to != self._rank for piece in task.pieces):
-                block = torch.empty(task.block.size, dtype=torch.uint8)
+                block = self._blocks.take()
                 shared.append((task, block))
                 jobs.append(self._pool.submit(self._read_into, task, block))
             else:
@@ -91,6 +94,8 @@ class _Reader:
             jobs = []
             self._exchange(shared, others)
         self._wait(jobs)
+        for _, block in shared:
+            self._blocks.give_back(block)
 
     def close(self) -> None:
         """Closes the files."""
@@ -116,7 +121,7 @@ class _Reader:
             for piece, view in zip(incoming[source], local.packed(incoming[source], buffer), strict=True):
                 copy_elements_(local.view(piece), view)
 
-        exchange(self._reading.ranks, local.packed_size, outgoing, incoming, fill=fill, take=take)
+        exchange(self._reading.ranks, self._room, outgoing, incoming, fill=fill, take=take)
 
     def _read_own(self, task: Task) -> None:
         """A block that this rank alone needs from here: straight into the tensor where it lies there in one piece."""
@@ -124,9 +129,11 @@ class _Reader:
         if direct is not None:
             self._read(task.block, direct)
         else:
-            self._read_into(task, torch.empty(task.block.size, dtype=torch.uint8))
+            with self._blocks.lent() as block:
+                self._read_into(task, block)
 
-    def _read_into(self, task: Task, block: torch.Tensor) -> None:
+    def _read_into(self, task: Task, memory: torch.Tensor) -> None:
+        block = memory[: task.block.size]
         self._read(task.block, [block])
         own = (piece for piece in task.pieces if piece.to == self._rank)
         with torch.no_grad():

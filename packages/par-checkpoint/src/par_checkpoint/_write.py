@@ -10,8 +10,9 @@ from functools import partial
 import torch
 from crc32c import crc32c
 
+from ._buffers import Pool
 from ._bytes import bytes_of, copy_elements_
-from ._exchange import by_peer, exchange, rounds
+from ._exchange import Room, by_peer, exchange, rounds
 from ._files import BLOCK, File
 from ._pieces import Local
 from ._plan import Block, Piece, Plan, Task
@@ -131,7 +132,8 @@ class _Writing:
         self._error: BaseException | None = None
         self._bounce: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._bounces = 0
-        self._scratches: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()  # one a thread at most
+        self._scratches = Pool(BLOCK)  # one a thread at most
+        self._room = Room(work.local.packed_size)
         self._opening = threading.Lock()
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
@@ -211,7 +213,7 @@ class _Writing:
             for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 copy_elements_(local.in_block(piece, targets[id(piece)]), view)
 
-        exchange(self._work.ranks, local.packed_size, outgoing, incoming, fill=fill, take=take)
+        exchange(self._work.ranks, self._room, outgoing, incoming, fill=fill, take=take)
 
     def _try(self, act: Callable[[], object]) -> None:
         try:
@@ -224,19 +226,10 @@ class _Writing:
         direct = self._work.local.direct(task.pieces, task.block.size)
         if direct is not None:
             return self._write(task.block, direct)
-        scratch = self._scratch()
-        block = scratch[: task.block.size]
-        try:
+        with self._scratches.lent() as scratch:
+            block = scratch[: task.block.size]
             self._work.local.to_block_(task.pieces, block)
             return self._write(task.block, [block])
-        finally:
-            self._scratches.put(scratch)
-
-    def _scratch(self) -> torch.Tensor:
-        try:
-            return self._scratches.get_nowait()
-        except queue.Empty:
-            return torch.empty(BLOCK, dtype=torch.uint8)
 
     def _write_bounced(self, task: Task, block: torch.Tensor, bounce: torch.Tensor | None) -> tuple[int, int, int]:
         try:
