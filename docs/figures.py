@@ -22,7 +22,7 @@ PACKAGES = {
     "par-checkpoint": "sharded files,\nany topology",
     "par-zero": "ZeRO 1 to 3,\noffload",
 }
-PRESENT = {"par-checkpoint", "par-groups", "par-layers", "par-train"}
+PRESENT = {"par-checkpoint", "par-groups", "par-layers", "par-train", "par-zero"}
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "data2-pipeline2-tensor2": ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 8),

@@ -123,6 +123,14 @@ def assert_losses_of_the_reference(command, name, reference):
         ]
 
 
+def test_parameters_in_parts_stop_and_go_on_whole(command, reference):
+    """ZeRO at stage 3 over three ranks, then at stage 1 over two."""
+    stop(command, "parts", signal.SIGTERM, "--zero=3")
+    again = command.finish(command.train("parts", "--resume=auto", "--zero=1", "--ranks=2"))
+    assert again.returncode == 0, again.stderr
+    assert_losses_of_the_reference(command, "parts", reference)
+
+
 def test_two_dimensions_stop_and_one_goes_on(command, reference):
     """Layers cut over four ranks in 2D, then over two in 1D: the losses of data parallelism throughout."""
     stop(command, "cut", signal.SIGTERM, "--ranks=4", "--parallel.tensor.mode=2d")

@@ -1,26 +1,26 @@
-"""Clipping by the norm of the whole gradient, of which each rank of a tensor group holds a part."""
+"""Clipping by the norm of the whole gradient, of which ranks hold parts."""
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from par_groups import ProcessGroups, gradients
 
 
-def clip_gradients_(model: nn.Module, groups: ProcessGroups, max_norm: float) -> Tensor:
-    """Scales gradients down to a norm, and returns the norm before, alike on every rank of the tensor group.
+def clip_gradients_(optimizer: Optimizer, groups: ProcessGroups, max_norm: float) -> Tensor:
+    """Scales gradients down to a norm, and returns the norm before, alike on every rank.
 
     Args:
-        model: Its gradients are complete: reduced over every axis that needs it.
-        groups: Their tensor group adds up its parts; what is copied counts once.
+        optimizer: Its gradients are complete: reduced over every axis that needs it.
+        groups: All their ranks add up their parts; what is copied counts once.
         max_norm: Of all gradients together.
     """
-    rank, ranks = groups.global_rank, frozenset(groups.ranks("tensor"))
-    found = list(gradients(model))
+    rank, ranks = groups.global_rank, range(groups.topology.world_size)
+    found = list(gradients(optimizer))
     owned = [view.double().square().sum() for _, box, view in found if box.owns(rank, ranks)]
     total = torch.stack(owned).sum() if owned else torch.zeros((), dtype=torch.float64, device=groups.device)
-    if groups.size("tensor") > 1:
-        dist.all_reduce(total, group=groups["tensor"])  # one number over the tensor group
+    dist.all_reduce(total)  # one number over the world
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, _, view in found:

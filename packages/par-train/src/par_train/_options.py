@@ -67,6 +67,9 @@ class Options:
     overwrite: bool = option(False, "replace the run that the output folder holds")
     ranks: int | Literal["auto"] = option("auto", "processes to start here; auto: one a GPU, else 2", low=1)
     device: Literal["auto", "cpu"] = option("auto", "auto: GPUs if there are any")
+    zero: int = option(
+        0, "what replicas share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too", low=0, high=3
+    )
     seed: int = option(0, "seed of the weights and of the order of the data", low=0, high=2**63 - 1)
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from par_groups import ProcessGroups
 from par_layers import PartialGradients, layer_set
+from par_zero import shard
 
 from ._checkpoint import TrainingState, load_checkpoint
 from ._clip import clip_gradients_
@@ -57,18 +57,18 @@ class Trainer:
         self.groups, self.device = groups, device
         self.replica, self.replicas = groups.rank("data"), groups.size("data")
         self.model = GPT(options.model, layer_set("auto", groups), seed=options.seed, device=device)
-        self._partial = PartialGradients(self.model, groups)
         self.optimizer = make_optimizer(self.model, options.train)
+        shard(self.model, self.optimizer, stage=options.zero, group=groups["data"])
+        self._partial = PartialGradients(self.optimizer, groups)
         self.step = 0
         self.samples = 0
         context = options.model.context
         self._train_text = np.frombuffer(text.train, np.uint8)
         self._held_out = np.frombuffer(text.held_out, np.uint8)
         self._order = DataOrder(windows=window_count(len(text.train), context), seed=options.seed)
+        with torch.no_grad():
+            self._loss(self._next_windows())  # sizes that a tensor mode cannot cut are said here, before any step
         self._validation = spread(window_count(len(text.held_out), context), options.data.validation_windows)
-        devices = None if device.type == "cpu" else [device]
-        self._parallel = DistributedDataParallel(self.model, device_ids=devices, process_group=groups["data"])
-        self._settle_buckets()
 
     def advance(self, signal: int) -> StepResult:
         """One optimizer step on the next global batch.
@@ -81,10 +81,9 @@ class Trainer:
         """
         options = self.options.train
         loss = self._loss(self._next_windows())
-        # All-reduce over the data group, bucket by bucket: the mean of the replicas' gradients.
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss)  # and the mean over the data group, chunk by chunk
         self._partial.handle_gradient()  # sums inside the tensor group
-        norm = clip_gradients_(self.model, self.groups, options.clip_norm)
+        norm = clip_gradients_(self.optimizer, self.groups, options.clip_norm)
         self._set_learning_rate(learning_rate(options, self.step + 1))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -131,7 +130,7 @@ class Trainer:
 
     def _loss(self, windows: Windows) -> Tensor:
         inputs, targets = self._tokens(self._train_text, windows)
-        return self.model.loss(self._parallel(inputs), targets)
+        return self.model.loss(self.model(inputs), targets)
 
     def _tokens(self, text: np.ndarray, windows: Windows) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (windows, context): the target of a byte is the one behind it."""
@@ -159,16 +158,6 @@ class Trainer:
             )
         agreed = next((number for number, count in zip(SIGNALS, asked, strict=True) if count), 0)
         return StepResult(loss=mean, gradient_norm=float(norm), signal=agreed)
-
-    def _settle_buckets(self) -> None:
-        """Spends one backward pass on DDP's buckets.
-
-        After its first backward, DDP sorts gradients into other buckets, and with them the order in which more than
-        two ranks are summed. That must happen before the first step, or the first step after a resume would round
-        differently from the same step of a run that was never interrupted.
-        """
-        torch.autograd.backward(self._loss(self._next_windows()))
-        self.optimizer.zero_grad()
 
 
 def make_optimizer(model: GPT, options: TrainOptions) -> AdamW:

@@ -1,0 +1,206 @@
+"""A training step: gradients are reduced chunk by chunk while backward goes on, and parameters follow the optimizer.
+
+backward   a parameter's gradient arrives -> its chunk is complete -> reduce-scatter it        (group)
+                                                                   -> all-reduce the share     (replicas, if hybrid)
+                                                                   -> all-gather it            (group, stage 0 alone)
+step       the optimizer updates its flat slices in one fused call each
+           -> all-gather the parameters                                                        (group, stages 1 and 2)
+           at stage 3 a unit's parameters are gathered before it runs, forward and backward    (group)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ._chunk import Chunk
+from ._collectives import Handle, all_gather, all_reduce, reduce_scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Who shares a chunk.
+
+    Args:
+        shards: The ranks that each keep a share.
+        replicas: The ranks that keep the same share, for hybrid sharding; None without.
+        mean: Whether gradients are averaged, or else summed.
+    """
+
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    mean: bool
+
+    @property
+    def pair(self) -> bool:
+        """Whether there are two ranks in all: a sum of two is the same in either order, so any all-reduce will do."""
+        return self.replicas is None and dist.get_world_size(self.shards) == 2
+
+    @property
+    def scale(self) -> float:
+        """What a sum over all ranks is multiplied with."""
+        if not self.mean:
+            return 1.0
+        copies = 1 if self.replicas is None else dist.get_world_size(self.replicas)
+        return 1.0 / (dist.get_world_size(self.shards) * copies)
+
+
+class Reducer:
+    """Reduces gradients during backward.
+
+    Args:
+        chunks: In the order in which their gradients are expected.
+        stage: Where gradients live afterwards: whole (0), as a share of a whole buffer (1), or as a share alone.
+        groups: Who takes part.
+        at_end: Called after each pass.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], stage: int, groups: Groups, at_end: Callable[[], None] | None = None
+    ) -> None:
+        self.sync = True
+        self._chunks, self._stage, self._groups = chunks, stage, groups
+        self._at_end = at_end
+        self._running = False
+        self._any = False  # whether a gradient has arrived in this pass; it may be one for inputs alone
+        self._launched = 0
+        self._complete: set[int] = set()
+        self._moving: list[Iterator[Handle]] = []
+        self._handles: dict[int, Handle] = {}
+        self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]
+        for chunk in chunks:
+            chunk.begin()
+            for index, member in enumerate(chunk.members):
+                _on_gradient(member.parameter, partial(self._arrived, chunk, index))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up gradients on each rank, and reduce nothing."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def unused(self) -> list[list[int]]:
+        """By chunk: the members that had no gradient on any rank since the last call."""
+        found = [(used == 0).nonzero().flatten().tolist() for used in self._used]
+        for used in self._used:
+            used.zero_()
+        return found
+
+    def forget(self) -> None:
+        """Drops gradients that are not reduced, and who had any."""
+        for chunk in self._chunks:
+            chunk.forget()
+        for used in self._used:
+            used.zero_()
+
+    def reset(self) -> None:
+        """Forgets a pass that failed, gradients included."""
+        for handle in self._handles.values():
+            handle.wait()  # it writes into buffers that the next pass uses
+        self.forget()
+        self._begin()
+
+    def start(self, *_: torch.Tensor) -> None:
+        """A backward pass begins. Passes within it, of activation checkpointing, belong to it."""
+        if not self._running:
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _arrived(self, chunk: Chunk, index: int, _: torch.Tensor) -> None:
+        """A gradient is there."""
+        self.start()
+        self._any = True
+        if not chunk.ready[index]:
+            chunk.ready[index] = True
+            chunk.pending -= 1
+        elif self.sync and self._launched > chunk.number:
+            raise RuntimeError(
+                f"{chunk.members[index].names[0]!r} got another gradient after its sum over the ranks had begun: it is "
+                "used in two reentrant checkpoints; pass use_reentrant=False"
+            )
+        if chunk.pending == 0:  # again where activation checkpointing runs a pass within the pass
+            self._completed(chunk)
+
+    def _completed(self, chunk: Chunk) -> None:
+        self._used[chunk.number] |= torch.tensor(chunk.take_gradients(), dtype=torch.int32)
+        self._complete.add(chunk.number)
+        while self.sync and self._launched < len(self._chunks) and self._launched in self._complete:
+            self._launch(self._chunks[self._launched])
+
+    def _launch(self, chunk: Chunk) -> None:
+        """Begins to reduce a chunk. All ranks do so in one order, and have two under way at most."""
+        self._launched += 1
+        if len(self._moving) == 2:
+            self._drain(self._moving.pop(0))
+        steps = self._reduction(chunk)
+        self._moving.append(steps)
+        self._handles[id(steps)] = next(steps)
+
+    def _drain(self, steps: Iterator[Handle]) -> None:
+        """Brings a reduction to its end."""
+        self._handles.pop(id(steps)).wait()
+        for handle in steps:
+            handle.wait()
+
+    def _reduction(self, chunk: Chunk) -> Iterator[Handle]:
+        """The collectives of one chunk, each begun when the one before has arrived."""
+        groups, gradient = self._groups, chunk.gradient
+        if gradient is None:
+            raise RuntimeError("a chunk is reduced before its gradients were taken")
+        into = chunk.reduction_target(self._stage)
+        if self._stage == 0 and groups.pair and not chunk.has_earlier:
+            yield all_reduce(gradient, groups.shards)
+            gradient.mul_(groups.scale)
+            chunk.reduced_(self._stage, into)
+            return
+        yield reduce_scatter(gradient, into, groups.shards, scale=groups.scale)
+        if groups.replicas is not None:
+            yield all_reduce(into, groups.replicas)
+        chunk.add_earlier_(into)
+        if self._stage == 0:
+            yield all_gather(gradient, into, groups.shards)
+        chunk.reduced_(self._stage, into)
+
+    def _finish(self) -> None:
+        """The end of a backward pass."""
+        for chunk in self._chunks if self._any else ():
+            if chunk.number not in self._complete and (self.sync or any(chunk.ready)):
+                self._completed(chunk)
+        if self.sync and self._any:
+            flags = torch.cat(self._used)
+            told = all_reduce(flags, self._groups.shards)
+            for steps in self._moving:
+                self._drain(steps)
+            self._moving.clear()
+            told.wait()
+            if self._groups.replicas is not None:
+                all_reduce(flags, self._groups.replicas).wait()
+            self._used = list(flags.split([len(chunk.members) for chunk in self._chunks]))
+            for chunk in self._chunks:
+                chunk.bind_gradients(self._stage)
+        self._begin()
+        if self._at_end is not None:
+            self._at_end()
+
+    def _begin(self) -> None:
+        self._running, self._any, self._launched = False, False, 0
+        self._complete.clear()
+        self._moving.clear()
+        self._handles.clear()
+        for chunk in self._chunks:
+            chunk.begin()
+
+
+def _on_gradient(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
+    """Calls back for each gradient, also of a parameter that is frozen now and trained later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes hooks for no others, but keeps them through a change
+    parameter.register_post_accumulate_grad_hook(call)
+    if frozen:
+        parameter.requires_grad_(False)

@@ -1,0 +1,125 @@
+"""How parameters lie in a flat buffer, and how the buffer is dealt out to ranks. Pure arithmetic.
+
+Parameters of one param group lie together, so that a rank's share holds at most one slice of each group, which one
+fused optimizer call updates. Groups and shares begin at multiples of 16 elements: vector kernels then fall into the
+same steps however the buffer is cut.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 16
+"""Elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A parameter to be packed.
+
+    Args:
+        numel: Its elements on this rank.
+        group: The number of its param group.
+    """
+
+    numel: int
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Elements start .. stop - 1 of the buffer, all of one param group or padding behind it."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where everything lies.
+
+    Args:
+        slots: By item: first element, and one past the last.
+        regions: By param group that there is: where its parameters lie.
+        shard: Elements of one rank's share.
+        ranks: The number of shares.
+        whole: Whether no parameter is cut; then `regions` has one range a parameter.
+    """
+
+    slots: tuple[tuple[int, int], ...]
+    regions: tuple[Range, ...]
+    shard: int
+    ranks: int
+    whole: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return self.shard * self.ranks
+
+    @property
+    def padding(self) -> int:
+        """Elements that are no parameter's."""
+        return self.size - sum(stop - start for start, stop in self.slots)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Where the padding lies."""
+        ends = [0, *(stop for _, stop in sorted(self.slots))]
+        starts = [*(start for start, _ in sorted(self.slots)), self.size]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """The range of a rank."""
+        return rank * self.shard, (rank + 1) * self.shard
+
+    def slices(self, rank: int) -> Iterator[Range]:
+        """What a rank's share holds of each region."""
+        low, high = self.share(rank)
+        for region in self.regions:
+            start, stop = max(low, region.start), min(high, region.stop)
+            if start < stop:
+                yield Range(group=region.group, start=start, stop=stop)
+
+
+def pack(items: Sequence[Item], ranks: int) -> Layout:
+    """Packs parameters one behind the other, group by group, and cuts the buffer evenly.
+
+    Padding is below 16 elements for each group and each rank.
+    """
+    slots: list[tuple[int, int]] = [(0, 0)] * len(items)
+    regions = []
+    end = 0
+    for group in sorted({item.group for item in items}):
+        start = end = _aligned(end)
+        for number, item in enumerate(items):
+            if item.group == group:
+                slots[number] = end, end + item.numel
+                end += item.numel
+        # The region ends on a multiple too, in padding, so that no kernel has a scalar tail that another cut lacks.
+        end = _aligned(end)
+        regions.append(Range(group=group, start=start, stop=end))
+    return Layout(slots=tuple(slots), regions=tuple(regions), shard=_aligned(-(-end // ranks)), ranks=ranks)
+
+
+def pack_whole(items: Sequence[Item], ranks: int) -> Layout:
+    """Gives every parameter to one rank whole, the largest first to the rank with the least."""
+    loads = [0] * ranks
+    places: list[tuple[int, int]] = [(0, 0)] * len(items)
+    for number in sorted(range(len(items)), key=lambda n: -items[n].numel):
+        rank = loads.index(min(loads))
+        places[number] = rank, loads[rank]
+        loads[rank] += _aligned(items[number].numel)
+    shard = max(loads)
+    slots = tuple(
+        (rank * shard + first, rank * shard + first + item.numel)
+        for (rank, first), item in zip(places, items, strict=True)
+    )
+    regions = tuple(
+        Range(group=item.group, start=start, stop=stop) for item, (start, stop) in zip(items, slots, strict=True)
+    )
+    return Layout(slots=slots, regions=regions, shard=shard, ranks=ranks, whole=True)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

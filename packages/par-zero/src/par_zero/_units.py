@@ -1,0 +1,76 @@
+"""Which modules form a unit: the grain of gathering at stage 3."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import nn
+
+Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
+"""How to choose them."""
+
+
+def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Module]]:
+    """What is gathered at a time: the root for what is in no other, then lists of modules that run one after the other.
+
+    Args:
+        root: The whole module.
+        units: "auto": the items of every ModuleList and Sequential that have parameters, but no items of items;
+            neighbours together until they have `bucket` bytes. Or a function that says it of a module, or the modules
+            themselves; each is then a unit.
+        bucket: Bytes.
+
+    Raises:
+        ValueError: A word that is not "auto", or a module that is not in the root.
+    """
+    if isinstance(units, str):
+        if units != "auto":
+            raise ValueError(f"units is {units!r}; give 'auto', a function of a module, or a list of modules")
+        return [[root], *_joined(_items(root), bucket)]
+    if callable(units):
+        chosen = [each for each in root.modules() if units(each)]
+    else:
+        known = {id(each) for each in root.modules()}
+        chosen = list(units)
+        for each in chosen:
+            if id(each) not in known:
+                raise ValueError(
+                    f"units has a {type(each).__name__} that is not in the module; give modules of its own"
+                )
+    return [[root], *([each] for each in chosen if each is not root)]
+
+
+def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Module]]:
+    current: list[nn.Module] = []
+    size = 0
+    for module in modules:
+        own = sum(each.numel() * each.element_size() for each in module.parameters())
+        if current and size + own > bucket:
+            yield current
+            current, size = [], 0
+        current.append(module)
+        size += own
+    if current:
+        yield current
+
+
+def _items(module: nn.Module) -> Iterable[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _items(child)
+
+
+def owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, int]:
+    """The unit of each parameter: the innermost that holds it, or the root where several units share it."""
+    numbers = {id(module): number for number, each in enumerate(units) for module in each}
+    found: dict[nn.Parameter, int] = {}
+
+    def visit(module: nn.Module, number: int) -> None:
+        number = numbers.get(id(module), number)
+        for parameter in module.parameters(recurse=False):
+            found[parameter] = number if found.get(parameter, number) == number else 0
+        for child in module.children():
+            visit(child, number)
+
+    visit(root, 0)
+    return found

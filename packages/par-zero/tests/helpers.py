@@ -1,0 +1,116 @@
+"""What the tests share: small models, optimizers, steps on data that differs by rank, and whole parameters."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_zero import no_sync, shard, summon
+
+STAGES = (0, 1, 2, 3)
+
+
+class Uneven(nn.Module):
+    """Sizes that no world divides, and a layer that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(123, 253)
+        self.blocks = nn.ModuleList([nn.Linear(253, 253, bias=False), nn.Linear(253, 512)])
+        self.never = nn.Linear(17, 3)
+        self.norm = nn.LayerNorm(512)
+        self.last = nn.Linear(512, 7)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.last(self.norm(x))
+
+
+def uneven(seed=0):
+    torch.manual_seed(seed)
+    return Uneven()
+
+
+def mlp(width=8, depth=3, seed=0):
+    """Blocks of two linears each: one unit a block where `bucket` is small."""
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)) for _ in range(depth)]
+    return nn.Sequential(*blocks)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=True)
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=1e-2, **{"foreach": True, **options})
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "fused": lambda parameters: adamw(parameters, fused=True, foreach=None),
+    "foreach": adamw,
+    "single": lambda parameters: adamw(parameters, foreach=False),
+}
+
+
+def sharded(module, stage, make=adamw, **options):
+    """A sharded module and its optimizer, over the world; small buckets, so that there are several chunks."""
+    return shard(module, make(module.parameters()), stage=stage, group=dist.group.WORLD, **{"bucket": 300, **options})
+
+
+def batch(step, rank=None, width=123, rows=4, micro=0):
+    """A rank's data of a step; by default this rank's."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    return torch.randn(rows, width, generator=generator)
+
+
+def joint(step, width=123, world=None, **options):
+    """The data of all ranks."""
+    return torch.cat([batch(step, rank, width, **options) for rank in range(world or dist.get_world_size())])
+
+
+def loss_of(module, data):
+    return module(data).square().mean()
+
+
+def train(module, optimizer, data, *, deferred=None):
+    """A step for each list of microbatches; `deferred` is a no_sync for all of them but the last."""
+    for microbatches in data:
+        optimizer.zero_grad()
+        for number, each in enumerate(microbatches):
+            last = number == len(microbatches) - 1
+            with nullcontext() if last or deferred is None else deferred():
+                loss_of(module, each).backward()
+        optimizer.step()
+
+
+def deferred(module):
+    return lambda: no_sync(module)
+
+
+def whole(module):
+    """Copies of whole parameters, by name."""
+    with summon(module):
+        return copies(module)
+
+
+def copies(module):
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), (name, (tensor - other[name]).abs().max())
+
+
+def assert_near(one, other, rtol=1e-5, atol=1e-6):
+    """Of sums in another order: a few roundings, times the steps."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=lambda text, name=name: name + text)

@@ -1,0 +1,57 @@
+"""The formulas of memory and traffic, against the papers' numbers and against the tables written out."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from par_zero import memory, traffic
+
+BF16 = {"param_dtype": torch.bfloat16}
+BF16_FP32_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+ROWS = [  # bytes per parameter that every rank has, and that are divided by the number of ranks
+    ({}, ((16, 0), (8, 8), (4, 12), (0, 16))),
+    (BF16, ((16, 0), (4, 12), (2, 14), (0, 16))),
+    (BF16_FP32_SUMS, ((18, 0), (6, 12), (2, 16), (0, 18))),
+]
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_the_zero_papers_figure_comes_out(stage, gigabytes):
+    total = memory(stage, 7_500_000_000, 64, **BF16).total / 1e9
+    assert total == pytest.approx(gigabytes, rel=3e-3)  # the paper gives three digits
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 64])
+@pytest.mark.parametrize(("dtypes", "row"), ROWS)
+def test_bytes_per_parameter_are_those_of_the_table(dtypes, row, ranks):
+    for stage, (whole, shared) in enumerate(row):
+        assert memory(stage, 1024, ranks, **dtypes).total == 1024 * (whole + Fraction(shared, ranks))
+
+
+def test_momentum_needs_one_slot_and_plain_sgd_none():
+    assert memory(1, 100, 4, slots=1).optimizer == 100
+    assert memory(1, 100, 4, slots=0).optimizer == 0
+    assert memory(1, 100, 4, slots=0, **BF16).optimizer == 100  # the fp32 parameters
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 64])
+@pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_a_step_moves_what_the_table_says(stage, times, ranks):
+    assert traffic(stage, 6400, ranks) == 6400 * times * Fraction(ranks - 1, ranks)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_microbatches_cost_a_reduction_each_unless_they_are_not_synchronised(microbatches):
+    k, part = microbatches, 6400 * Fraction(3, 4)
+    apart = [traffic(stage, 6400, 4, microbatches=k) for stage in range(4)]
+    assert apart == [2 * k * part, (k + 1) * part, (k + 1) * part, 3 * k * part]
+    together = [traffic(stage, 6400, 4, microbatches=k, no_sync=True) for stage in range(4)]
+    assert together == [2 * part, 2 * part, 2 * part, (2 if k > 1 else 3) * part]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_replicas_add_an_all_reduce_of_the_share(stage):
+    parameters, shards, replicas = 6400, 4, 2
+    added = traffic(stage, parameters, shards, replicas=replicas) - traffic(stage, parameters, shards)
+    assert added == 2 * Fraction(parameters, shards) * Fraction(replicas - 1, replicas)

@@ -1,0 +1,93 @@
+"""What the collectives move is what `traffic` says, element by element.
+
+Beside it, every reduction tells the ranks which parameters had a gradient at all: an all-reduce of one int32 for each
+parameter, which is counted apart.
+"""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_testing import count_collectives
+from par_zero import no_sync, shard, traffic
+
+WIDTH, BLOCKS = 64, 4
+BLOCK = WIDTH * WIDTH + WIDTH  # divisible by 16 x 4, so that nothing is padded
+PARAMETERS, TENSORS = BLOCKS * BLOCK, 2 * BLOCKS
+
+
+def sharded(stage, group, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard(model, optimizer, stage=stage, group=group, bucket=4 * BLOCK, **options)
+    return model, optimizer
+
+
+def step(model, optimizer, microbatches=1, *, together=False):
+    for number in range(microbatches):
+        x = torch.randn(2, WIDTH)
+        if together and number < microbatches - 1:
+            with no_sync(model):
+                model(x).square().mean().backward()
+        else:
+            model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def moved(*arguments, **options):
+    """Elements received in the second step: the gradients' and parameters', and those of the flags."""
+    step(*arguments, **options)
+    with count_collectives() as counted:
+        step(*arguments, **options)
+    flags = [event for event in counted.events if event.dtype == torch.int32]
+    count = sum(2 * event.elements * Fraction(len(event.ranks) - 1, len(event.ranks)) for event in flags)
+    return counted.received() - count, count
+
+
+def part(ranks):
+    return Fraction(ranks - 1, ranks)
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("microbatches", "together"), [(1, False), (3, False), (3, True)])
+def test_stages_0_to_2_move_what_traffic_says(stage, microbatches, together):
+    ranks = dist.get_world_size()
+    found, flags = moved(*sharded(stage, dist.group.WORLD), microbatches, together=together)
+    assert found == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together)
+    assert flags == 2 * TENSORS * part(ranks) * (1 if together else microbatches)
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_stage_3_saves_one_gathering_of_the_unit_that_ends_forward_and_begins_backward(microbatches):
+    ranks = dist.get_world_size()
+    found, flags = moved(*sharded(3, dist.group.WORLD), microbatches)
+    saved = microbatches * BLOCK * part(ranks)
+    assert found == traffic(3, PARAMETERS, ranks, microbatches=microbatches) - saved
+    assert flags == 2 * TENSORS * part(ranks) * microbatches
+
+
+@pytest.mark.ranks([2, 4])
+def test_stage_3_gathers_once_for_microbatches_that_are_not_synchronised():
+    ranks = dist.get_world_size()
+    found, flags = moved(*sharded(3, dist.group.WORLD), 3, together=True)
+    assert found == traffic(3, PARAMETERS, ranks, microbatches=3, no_sync=True)
+    assert flags == 2 * TENSORS * part(ranks)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
+    rank = dist.get_rank()
+    near = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    far = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    found, flags = moved(*sharded(stage, near, replicas=far))
+    saved = BLOCK * part(2) if stage == 3 else 0  # the last unit stays gathered
+    assert found == traffic(stage, PARAMETERS, 2, replicas=2) - saved
+    assert flags == 2 * 2 * TENSORS * part(2)  # told among the shards, then among the replicas

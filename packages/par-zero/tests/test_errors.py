@@ -1,0 +1,259 @@
+"""Mistakes end in one clear error on every rank, before any other collective; failures leave nobody waiting."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from par_testing import count_collectives
+from par_zero import ShardOptions, no_sync, reset, shard, summon
+
+from .helpers import STAGES, adamw, assert_near, batch, copies, joint, loss_of, mlp, sgd, sharded, whole
+
+stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def refused(expected, *words, module=None, optimizer=None, stage=2, **options):
+    """That `shard` raises this, with words in its message, having exchanged nothing but objects."""
+    with count_collectives() as counted, pytest.raises(expected) as raised:
+        shard(module or mlp(), optimizer, stage=stage, group=dist.group.WORLD, **options)
+    for word in words:
+        assert word in str(raised.value), str(raised.value)
+    assert {each.op for each in counted.events} <= {"all_gather"}
+    dist.barrier()  # nobody is left behind
+
+
+def stepped():
+    module = mlp()
+    optimizer = adamw(module.parameters())
+    loss_of(module, batch(0, width=8)).backward()
+    optimizer.step()
+    return {"module": module, "optimizer": optimizer}
+
+
+def foreign():
+    return {"optimizer": adamw(mlp().parameters())}
+
+
+def on_meta():
+    with torch.device("meta"):
+        module = nn.Linear(3, 3)
+    return {"module": module}
+
+
+def nan_setting():
+    module = mlp()
+    optimizer = adamw(module.parameters())
+    optimizer.param_groups[0]["weight_decay"] = float("nan")
+    return {"module": module, "optimizer": optimizer}
+
+
+def whole_number_parameter():
+    module = mlp()
+    module.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    return {"module": module}
+
+
+def distributed_tensors():
+    module = mlp()
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return {"module": module}
+
+
+def twice():
+    module, _ = sharded(mlp(), 1)
+    return {"module": module}
+
+
+def part_twice():
+    module = mlp()
+    sharded(module[1], 1)
+    return {"module": module}
+
+
+def with_optimizer(make):
+    module = nn.Linear(4, 4, bias=False)
+    return {"module": module, "optimizer": make(module.parameters())}
+
+
+MISTAKES = {
+    "an optimizer that has stepped": (stepped, ["AdamW", "stepped already"]),
+    "parameters of another module": (foreign, ["param_groups[0].params[0]", "AdamW"]),
+    "the meta device": (on_meta, ["'weight'", "meta"]),
+    "a setting that is NaN": (nan_setting, ["param_groups[0]['weight_decay']", "NaN"]),
+    "whole numbers": (whole_number_parameter, ["'counts'", "int64"]),
+    "nothing in it": (lambda: {"module": nn.ReLU()}, ["no parameters"]),
+    "a stage that is none": (lambda: {"stage": 4}, ["stage is 4"]),
+    "a stage in words": (lambda: {"stage": "three"}, ["stage is 'three'"]),
+    "sharded twice": (twice, ["sharded already"]),
+    "a part that is sharded": (part_twice, ["sharded already"]),
+    "no bucket": (lambda: {"bucket": 0}, ["bucket is 0"]),
+    "a reduction that is none": (lambda: {"reduce": "max"}, ["'max'"]),
+    "a dtype for whole numbers": (lambda: {"param_dtype": torch.int8}, ["param_dtype is torch.int8"]),
+    "a word for units": (lambda: {"units": "all", "stage": 3}, ["units is 'all'"]),
+    "units of others": (lambda: {"units": [nn.Linear(1, 1)], "stage": 3}, ["Linear", "not in the module"]),
+    "Adafactor": (lambda: with_optimizer(torch.optim.Adafactor), ["Adafactor", "atomic=True"]),
+    "Muon": (lambda: with_optimizer(torch.optim.Muon), ["Muon", "atomic=True"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.ranks(2)
+def test_a_mistake_is_an_error_on_all_ranks(mistake):
+    make, words = MISTAKES[mistake]
+    refused(ValueError, *words, **make())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_dtensor_parameters_are_refused():
+    refused(ValueError, "'0.0.weight'", "DTensor", **distributed_tensors())
+
+
+@pytest.mark.ranks(2)
+def test_an_unknown_option_is_an_error():
+    refused(TypeError, "buckets", buckets=3)
+
+
+@pytest.mark.parametrize("mistake", ["an optimizer that has stepped", "nothing in it", "units of others"])
+@pytest.mark.ranks(2)
+def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
+    make, words = MISTAKES[mistake]
+    mine = make()
+    stage = mine.pop("stage", 2)
+    if dist.get_rank() == 0:
+        module = mlp()
+        refused(ValueError, "rank 1", *words, module=module, optimizer=adamw(module.parameters()), stage=stage)
+    else:
+        refused(ValueError, *words, stage=stage, **mine)
+
+
+@pytest.mark.parametrize("differ", ["sizes", "stage", "bucket", "dtype", "groups", "units"])
+@pytest.mark.ranks(4)
+def test_ranks_that_differ_are_named(differ):
+    odd = dist.get_rank() == 2
+    module = mlp(width=9 if odd and differ == "sizes" else 8)
+    if odd and differ == "dtype":
+        module[1].bfloat16()
+    parameters = list(module.parameters())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    optimizer = adamw(groups if odd and differ == "groups" else parameters)
+    refused(
+        ValueError,
+        "ranks [2]",
+        "rank 0",
+        module=module,
+        optimizer=optimizer,
+        stage=1 if odd and differ == "stage" else 3,
+        bucket=1 if odd and differ == "bucket" else 500,
+        units=[] if odd and differ == "units" else "auto",
+    )
+
+
+@pytest.mark.ranks(4)
+def test_a_mistake_in_one_group_is_told_to_its_replicas():
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    with pytest.raises(ValueError, match=r"stage is 7|rank 3"):
+        shard(mlp(), stage=7 if rank == 3 else 1, group=shards, replicas=replicas)
+    dist.barrier()
+
+
+def test_options_are_checked_where_they_are_made():
+    with pytest.raises(ValueError, match="bucket is -1"):
+        ShardOptions(bucket=-1)
+
+
+@pytest.mark.parametrize("call", [no_sync, summon, reset])
+def test_a_module_that_is_not_sharded_is_named(call):
+    with pytest.raises(ValueError, match="this Linear is not sharded"):
+        call(nn.Linear(1, 1))
+
+
+class Stumbling(nn.Module):
+    """Fails once on demand, forward or backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.fails = ""
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if number == 1 and self.fails == "forward":
+                raise ArithmeticError("forward stumbles")
+            if number == 1 and self.fails == "backward":
+                x.register_hook(self.stumble)
+        return x
+
+    def stumble(self, _):
+        raise ArithmeticError("backward stumbles")
+
+
+@stages
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.ranks(2)
+def test_after_an_exception_and_reset_the_next_step_is_right(stage, where):
+    module, optimizer = sharded(Stumbling(), stage, sgd)
+    reference = Stumbling()
+    its = sgd(reference.parameters())
+    for step in range(3):
+        module.fails = where
+        with pytest.raises(ArithmeticError, match=where):
+            loss_of(module, batch(7, width=8)).backward()
+        module.fails = ""
+        reset(module)
+        optimizer.zero_grad()
+        loss_of(module, batch(step, width=8)).backward()
+        optimizer.step()
+        its.zero_grad()
+        loss_of(reference, joint(step, width=8)).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2, dies=(1,), timeout=20)
+def test_a_rank_that_dies_in_backward_ends_the_others_with_an_error(stage):
+    module, optimizer = sharded(mlp(), stage)
+    loss_of(module, batch(0, width=8)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    output = module[1](module[0](batch(0, width=8)))
+
+    def die(gradient):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    output.register_hook(die)
+    loss = module[2](output).square().mean()
+    with pytest.raises(RuntimeError):  # gloo says that the connection is closed
+        loss.backward()
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_layer_in_two_reentrant_checkpoints_is_named(stage):
+    from torch.utils.checkpoint import checkpoint
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+        def forward(self, x):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+            return checkpoint(self.blocks[0], x, use_reentrant=True)
+
+    module, _ = sharded(Twice(), stage, bucket=1)
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.\w+' got another gradient .* use_reentrant=False"):
+        module(batch(0, width=8).requires_grad_(True)).sum().backward()
+    dist.barrier()

@@ -1,0 +1,181 @@
+"""Stage 3: what is gathered when, what is seen outside, and that memory is given back."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import check_owned, sharding_of
+from par_zero import no_sync, shard, summon
+from par_zero._shard import engine_of
+
+from .helpers import STAGES, adamw, assert_same, batch, copies, loss_of, mlp, sharded, train, uneven, whole
+
+
+def units_of(module):
+    return engine_of(module).gatherer._units
+
+
+def sizes(module):
+    """Bytes of whole buffers, by unit."""
+    return [sum(chunk.flat.untyped_storage().nbytes() for chunk in unit.chunks) for unit in units_of(module)]
+
+
+@pytest.mark.ranks([2, 4])
+def test_outside_parameters_are_flat_parts_with_a_record():
+    module, optimizer = sharded(uneven(), 3)
+    expected = uneven()
+    for _ in range(2):
+        for name, parameter in module.named_parameters():
+            assert parameter.ndim == 1
+            record, reference = sharding_of(parameter), expected.get_parameter(name).detach()
+            assert record.shape == tuple(reference.shape)
+            assert record.local_numel == parameter.numel()
+            for box in record.boxes:
+                assert torch.equal(box.of(parameter.detach()), reference[box.slices])
+        check_owned((name, sharding_of(parameter)) for name, parameter in module.named_parameters())
+        train(module, optimizer, [[batch(0)]])
+        expected.load_state_dict(whole(module))
+
+
+@pytest.mark.ranks(2)
+def test_between_steps_memory_is_given_back():
+    module, optimizer = sharded(uneven(), 3)
+    assert not any(sizes(module))
+    for step in range(3):
+        loss_of(module, batch(step)).backward()
+        assert not any(sizes(module))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(sizes(module))
+        with torch.no_grad():
+            module(batch(step))
+        assert not any(sizes(module))
+        with summon(module):
+            assert all(size or not unit.chunks for size, unit in zip(sizes(module), units_of(module), strict=True))
+        assert not any(sizes(module))
+
+
+@pytest.mark.ranks(2)
+def test_at_most_two_units_are_gathered_beside_the_root():
+    """One that runs, and one that comes next; also where they are checkpointed or evaluated."""
+    module, optimizer = sharded(mlp(depth=6), 3)
+    most = 0
+
+    def look(*_):
+        nonlocal most
+        most = max(most, sum(size > 0 for size in sizes(module)[1:]))
+
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_hook(look)
+            part.register_full_backward_hook(look)
+    assert len(units_of(module)) == 7
+    for step in range(4):
+        train(module, optimizer, [[batch(step, width=8).requires_grad_()]])
+        with torch.no_grad():
+            module(batch(step, width=8))
+    assert most == 2
+
+
+@pytest.mark.ranks(2)
+def test_under_no_sync_whole_parameters_stay():
+    module, optimizer = sharded(mlp(), 3)
+    with no_sync(module):
+        loss_of(module, batch(0, width=8)).backward()
+        assert all(sizes(module)[1:])
+    loss_of(module, batch(1, width=8)).backward()
+    assert not any(sizes(module))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_summon_reads_and_writes(stage):
+    module, _ = sharded(uneven(), stage)
+    expected = copies(uneven())
+    with summon(module):
+        assert_same(copies(module), expected)
+        with summon(module), torch.no_grad():
+            module.first.weight.mul_(2)
+        assert module.first.weight.shape == (253, 123)
+        with torch.no_grad():
+            module.first.weight.add_(1)
+    assert_same({"": whole(module)["first.weight"]}, {"": expected["first.weight"] * 2 + 1})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_reading_rounds_no_master(stage):
+    """The optimizer's fp32 copies keep their digits when bfloat16 parameters are looked at."""
+    results = []
+    for look in (False, True):
+        module, optimizer = sharded(mlp(), stage, param_dtype=torch.bfloat16)
+        for step in range(3):
+            train(module, optimizer, [[batch(step, width=8).bfloat16()]])
+            if look:
+                whole(module)
+        results.append([each.detach().clone() for group in optimizer.param_groups for each in group["params"]])
+    assert results[0][0].dtype == torch.float32
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_inside_summon_frees_too():
+    module, _ = sharded(mlp(), 3)
+    with pytest.raises(KeyError), summon(module):
+        raise KeyError
+    assert not any(sizes(module))
+
+
+@pytest.mark.parametrize("units", ["auto", "none", "linears", "first"])
+@pytest.mark.ranks(2)
+def test_units_are_chosen_in_every_way(units):
+    module, reference = mlp(), mlp()
+    how, count = {
+        "auto": ("auto", 4),
+        "none": ([], 1),
+        "linears": (lambda each: isinstance(each, nn.Linear), 7),
+        "first": ([module[0]], 2),
+    }[units]
+    optimizer = adamw(module.parameters())
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, units=how, bucket=300)
+    assert len(units_of(module)) == count
+    other, its = sharded(reference, 2)
+    for model, each in ((module, optimizer), (other, its)):
+        train(model, each, [[batch(step, width=8)] for step in range(3)])
+    assert_same(whole(module), whole(other))
+
+
+class Wrapped(nn.Module):
+    """Blocks that return other things than tensors."""
+
+    class Block(nn.Module):
+        """Returns what it is told to."""
+
+        def __init__(self, kind):
+            super().__init__()
+            self.linear, self.kind = nn.Linear(8, 8), kind
+
+        def forward(self, x):
+            x = torch.tanh(self.linear(x))
+            return {"dict": {"x": x}, "tuple": (None, [x])}[self.kind]
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Wrapped.Block("dict"), Wrapped.Block("tuple"), Wrapped.Block("dict")])
+
+    def forward(self, x):
+        x = self.blocks[0](x)["x"]
+        x = self.blocks[1](x)[1][0]
+        return self.blocks[2](x)["x"]
+
+
+@pytest.mark.ranks(2)
+def test_blocks_return_dicts_and_tuples():
+    module, optimizer = sharded(Wrapped(), 3)
+    other, its = sharded(Wrapped(), 1)
+    for model, each in ((module, optimizer), (other, its)):
+        train(model, each, [[batch(step, width=8)] for step in range(3)])
+    assert_same(whole(module), whole(other))

@@ -1,0 +1,98 @@
+"""Where parameters lie in a buffer, and how it is dealt out."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from par_zero._layout import ALIGNMENT, Item, pack, pack_whole
+
+items = st.lists(st.builds(Item, numel=st.integers(1, 300), group=st.integers(-1, 3)), min_size=1, max_size=12)
+ranks = st.integers(1, 9)
+
+
+@pytest.mark.parametrize("packed", [pack, pack_whole])
+@given(items=items, ranks=ranks)
+def test_parameters_lie_apart_and_inside(packed, items, ranks):
+    layout = packed(items, ranks)
+    end = 0
+    for start, stop in sorted(layout.slots):
+        assert start >= end
+        end = stop
+    assert end <= layout.size == layout.shard * ranks
+    assert [stop - start for start, stop in layout.slots] == [item.numel for item in items]
+    assert layout.padding == layout.size - sum(item.numel for item in items)
+
+
+@pytest.mark.parametrize("packed", [pack, pack_whole])
+@given(items=items, ranks=ranks)
+def test_gaps_are_what_is_between(packed, items, ranks):
+    layout = packed(items, ranks)
+    covered = sorted([*layout.slots, *layout.gaps])
+    assert covered[0][0] == 0
+    assert covered[-1][1] == layout.size
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(covered))
+
+
+@pytest.mark.parametrize("packed", [pack, pack_whole])
+@given(items=items, ranks=ranks)
+def test_the_ranks_slices_are_the_regions_cut(packed, items, ranks):
+    layout = packed(items, ranks)
+    elements = [
+        (each.group, element)
+        for rank in range(ranks)
+        for each in layout.slices(rank)
+        for element in range(each.start, each.stop)
+    ]
+    expected = [(each.group, element) for each in layout.regions for element in range(each.start, each.stop)]
+    assert sorted(elements) == sorted(expected)
+    for (start, stop), item in zip(layout.slots, items, strict=True):
+        inside = [each for each in layout.regions if each.start <= start and stop <= each.stop]
+        assert [each.group for each in inside] == [item.group]
+
+
+@given(items=items, ranks=ranks)
+def test_a_rank_has_one_slice_of_a_param_group(items, ranks):
+    layout = pack(items, ranks)
+    for rank in range(ranks):
+        groups = [each.group for each in layout.slices(rank)]
+        assert len(groups) == len(set(groups))
+
+
+@given(items=items, ranks=ranks)
+def test_every_slice_begins_and_ends_on_a_multiple_of_16(items, ranks):
+    layout = pack(items, ranks)
+    for rank in range(ranks):
+        for each in layout.slices(rank):
+            assert each.start % ALIGNMENT == each.stop % ALIGNMENT == 0
+
+
+@given(items=items, ranks=ranks)
+def test_padding_is_below_16_for_each_group_and_rank(items, ranks):
+    layout = pack(items, ranks)
+    assert layout.padding < ALIGNMENT * (len(layout.regions) + ranks)
+
+
+@given(items=items, ranks=ranks)
+def test_atomic_parameters_are_on_one_rank(items, ranks):
+    layout = pack_whole(items, ranks)
+    assert layout.whole
+    for start, stop in layout.slots:
+        assert start // layout.shard == (stop - 1) // layout.shard
+
+
+@given(items=items, ranks=ranks)
+def test_atomic_parameters_are_dealt_out_fairly(items, ranks):
+    """The longest first: no rank has more than the average and one parameter."""
+    layout = pack_whole(items, ranks)
+    aligned = [-(-item.numel // ALIGNMENT) * ALIGNMENT for item in items]
+    assert layout.shard <= sum(aligned) / ranks + max(aligned)
+
+
+def test_packing_as_an_example():
+    layout = pack([Item(numel=20, group=1), Item(numel=5, group=0), Item(numel=3, group=0)], 2)
+    assert layout.slots == ((16, 36), (0, 5), (5, 8))
+    assert [(each.group, each.start, each.stop) for each in layout.regions] == [(0, 0, 16), (1, 16, 48)]
+    assert layout.shard == 32
+    assert layout.padding == 64 - 28

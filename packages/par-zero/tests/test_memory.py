@@ -1,0 +1,58 @@
+"""The bytes that live on a rank after a step are what `memory` says."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_zero import memory, shard
+
+WIDTH, BLOCKS = 128, 4
+PARAMETERS = BLOCKS * (WIDTH * WIDTH + WIDTH)  # divisible by 16 x 4, so that nothing is padded
+SLACK = 4096  # step counters, flags and the loss: some bytes each
+FP32 = {}
+BF16 = {"param_dtype": torch.bfloat16}
+BF16_FP32_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def live_bytes():
+    """Of all tensors there are, each storage once."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+def grown(stage, options):
+    """Bytes that a model, its gradients and its optimizer have after two steps."""
+    before = live_bytes()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH, **options)
+    dtype = options.get("param_dtype", torch.float32)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    return live_bytes() - before
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("options", [FP32, BF16_FP32_SUMS], ids=["fp32", "bf16, fp32 sums"])
+def test_a_step_leaves_as_many_bytes_as_the_formula_says(stage, options):
+    expected = memory(stage, PARAMETERS, dist.get_world_size(), **options).total
+    assert abs(grown(stage, options) - expected) < SLACK
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_gradients_are_cast_for_the_optimizer_until_they_are_dropped(stage):
+    ranks = dist.get_world_size()
+    expected = memory(stage, PARAMETERS, ranks, **BF16)
+    cast = PARAMETERS * 4 / (ranks if stage else 1)
+    reduced = expected.gradients if stage > 1 else 0  # the share itself goes once it is cast; whole buffers stay
+    assert abs(grown(stage, BF16) - (expected.total + cast - reduced)) < SLACK

@@ -1,0 +1,443 @@
+"""What training loops do beside the plain step: at every stage it gives what one model on all data gives."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from par_testing import count_collectives
+from par_zero import no_sync, shard, summon
+
+from .helpers import (
+    STAGES,
+    adamw,
+    assert_near,
+    assert_same,
+    batch,
+    copies,
+    deferred,
+    joint,
+    loss_of,
+    mlp,
+    sgd,
+    sharded,
+    train,
+    whole,
+)
+
+stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def micro(steps=3, count=3):
+    return [[batch(step, width=8, micro=number) for number in range(count)] for step in range(steps)]
+
+
+def alone(make=adamw, module=None):
+    module = module or mlp()
+    return module, make(module.parameters())
+
+
+def step_alone(module, optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_under_no_sync_microbatches_give_what_ddp_and_one_backward_of_the_sum_give(stage):
+    module, optimizer = sharded(mlp(), stage)
+    train(module, optimizer, micro(), deferred=deferred(module))
+
+    reference, its = alone()
+    ddp = DistributedDataParallel(reference)
+    train(ddp, its, micro(), deferred=ddp.no_sync)
+    assert_same(whole(module), copies(reference))
+
+    joint_model, its = alone()
+    for step in range(3):
+        losses = [loss_of(joint_model, joint(step, width=8, micro=number)) for number in range(3)]
+        step_alone(joint_model, its, sum(losses))
+    assert_near(whole(module), copies(joint_model), rtol=1e-4, atol=1e-4)  # sums in another order, through AdamW
+
+
+@pytest.mark.ranks([1, 2, 4])
+def test_under_no_sync_the_stages_are_bit_equal():
+    results = []
+    for stage in STAGES:
+        module, optimizer = sharded(mlp(), stage)
+        train(module, optimizer, micro(), deferred=module.no_sync)  # the method is the function
+        results.append(whole(module))
+    for result in results[1:]:
+        assert_same(results[0], result)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.ranks([1, 2, 4])
+def test_several_backwards_add_up(reduce):
+    results = []
+    for stage in STAGES:
+        module, optimizer = sharded(mlp(), stage, sgd, reduce=reduce)
+        train(module, optimizer, micro(2))
+        results.append(whole(module))
+    for result in results[1:]:
+        assert_same(results[0], result)
+
+    reference, its = alone(sgd)
+    for step in range(2):
+        losses = [loss_of(reference, joint(step, width=8, micro=number)) for number in range(3)]
+        step_alone(reference, its, sum(losses) * (dist.get_world_size() if reduce == "sum" else 1))
+    assert_near(results[0], copies(reference), rtol=1e-4, atol=1e-4)  # sums in another order
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_no_sync_after_a_reduced_backward_adds_up_too(stage):
+    module, optimizer = sharded(mlp(), stage, sgd)
+    for number, quiet in enumerate((False, True, True, False)):
+        with no_sync(module) if quiet else nullcontext():
+            loss_of(module, batch(0, width=8, micro=number)).backward()
+    optimizer.step()
+    reference, its = alone(sgd)
+    step_alone(reference, its, sum(loss_of(reference, joint(0, width=8, micro=number)) for number in range(4)))
+    assert_near(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.parametrize("how", ["none", "zero", "module", "module zero"])
+@pytest.mark.ranks(2)
+def test_gradients_are_dropped_in_every_way(stage, how):
+    """Reduced ones, and those that wait under no_sync."""
+    module, optimizer = sharded(mlp(), stage, sgd)
+    for step in range(3):
+        for wasted in (False, True):
+            with no_sync(module) if wasted else nullcontext():
+                loss_of(module, batch(9, width=8)).backward()
+            target = module if how.startswith("module") else optimizer
+            target.zero_grad(set_to_none="zero" not in how)
+        loss_of(module, batch(step, width=8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reference, its = alone(sgd)
+    for step in range(3):
+        step_alone(reference, its, loss_of(reference, joint(step, width=8)))
+    assert_near(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_parameters_are_frozen_and_unfrozen_between_steps(stage):
+    reference, its = alone()
+    module, optimizer = mlp(), None
+    for each in (module, reference):
+        each[0].requires_grad_(False)
+    module, optimizer = sharded(module, stage)
+    for step in range(6):
+        if step == 2:
+            module[0].requires_grad_(True)
+            reference[0].requires_grad_(True)
+        if step == 4:
+            module[2].requires_grad_(False)
+            reference[2].requires_grad_(False)
+        train(module, optimizer, [[batch(step, width=8)]])
+        train(reference, its, [[joint(step, width=8)]])
+        if step == 1:
+            assert_same({"": whole(module)["0.0.weight"]}, {"": mlp()[0][0].weight.detach()})
+        if step == 3:
+            before = whole(module)
+    after = whole(module)
+    assert_same({"": after["2.0.weight"]}, {"": before["2.0.weight"]})
+    # A flat tensor counts its steps as one; torch counts those of each parameter, and corrects AdamW's bias by them.
+    assert not torch.equal(after["0.0.weight"], mlp()[0][0].weight)
+    assert_near({"": after["1.0.weight"]}, {"": copies(reference)["1.0.weight"]}, rtol=0.1, atol=0.05)
+
+
+class Branching(nn.Module):
+    """Runs the branches that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, use):
+        for number in use:
+            x = x + torch.tanh(self.branches[number](x))
+        return x
+
+
+def flat_state(optimizer):
+    return [
+        value.clone() for state in optimizer.state.values() for value in state.values() if value.ndim
+    ]  # moments, not counts
+
+
+@stages
+@pytest.mark.parametrize("none", [True, False])
+@pytest.mark.ranks(2)
+def test_what_no_rank_uses_keeps_value_and_moments(stage, none):
+    module, optimizer = sharded(Branching(), stage, bucket=10**6)
+    both = [(0, 1, 2), (0, 2), (2,), (0, 1)]
+    reference = Branching()
+    its = sgd(reference.parameters())
+    before = {}
+    for step, use in enumerate(both):
+        optimizer.zero_grad(set_to_none=none)
+        module(batch(step, width=8), use).square().mean().backward()
+        before = whole(module)
+        optimizer.step()
+        after = whole(module)
+        for name, value in after.items():
+            assert torch.equal(value, before[name]) == (int(name.split(".")[1]) not in use), (step, name)
+    del reference, its
+    assert flat_state(optimizer)
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_moments_of_what_is_unused_do_not_decay(stage):
+    """With momentum alone counts play no part, so that one model with set_to_none gives the same."""
+    module, optimizer = sharded(Branching(), stage, sgd, bucket=10**6)
+    reference = Branching()
+    its = sgd(reference.parameters())
+    for step, use in enumerate([(0, 1, 2), (0, 2), (2,), (0, 1, 2), (1,)]):
+        optimizer.zero_grad()
+        module(batch(step, width=8), use).square().mean().backward()
+        optimizer.step()
+        step_alone(reference, its, reference(joint(step, width=8), use).square().mean())
+    assert_near(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_branch_may_run_on_one_rank_only(stage):
+    module, optimizer = sharded(Branching(), stage, sgd)
+    reference = Branching()
+    its = sgd(reference.parameters())
+    by_rank = [[(0, 1, 2), (0, 2)], [(2,), (0, 1)], [(0,), (0,)], [(0, 1), (1, 2)]]
+    if stage == 3:  # all must gather alike
+        by_rank = [[one, one] for one, _ in by_rank]
+    for step, uses in enumerate(by_rank):
+        optimizer.zero_grad()
+        module(batch(step, width=8), uses[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        losses = [reference(batch(step, rank, width=8), use).square().mean() for rank, use in enumerate(uses)]
+        step_alone(reference, its, sum(losses) / 2)
+    assert_near(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_two_forwards_before_one_backward(stage):
+    module, optimizer = sharded(mlp(), stage)
+    reference, its = alone()
+    ddp = DistributedDataParallel(reference)
+    for step in range(3):
+        for model, each in ((module, optimizer), (ddp, its)):
+            one, other = loss_of(model, batch(step, width=8)), loss_of(model, batch(step, width=8, micro=1))
+            step_alone(model, each, one * other)
+    # Autograd may add the two in either order.
+    assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-4)
+
+
+class Checkpointed(nn.Module):
+    """An input layer, blocks that are computed twice, and an output layer."""
+
+    def __init__(self, reentrant=None, *, shared=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+        self.last = nn.Linear(8, 8)
+        self.reentrant, self.shared = reentrant, shared
+
+    def forward(self, x):
+        x = self.first(self.first(x))
+        for block in [*self.blocks, *self.blocks] if self.shared else self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@stages
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.ranks(2)
+def test_activation_checkpointing_changes_nothing(stage, reentrant):
+    module, optimizer = sharded(Checkpointed(reentrant), stage)
+    reference = Checkpointed()
+    its = adamw(reference.parameters())
+    data = [[batch(step, width=8)] for step in range(3)]
+    train(module, optimizer, data)
+    train(DistributedDataParallel(reference), its, data)
+    assert_same(whole(module), copies(reference))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.ranks(2)
+def test_passes_within_a_pass_reduce_nothing_by_themselves(stage):
+    """Reentrant checkpoints run a backward pass for each block."""
+    received = []
+    for reentrant in (None, True):
+        module, _ = sharded(Checkpointed(reentrant), stage)
+        with count_collectives() as counted:
+            loss_of(module, batch(0, width=8)).backward()
+        received.append(counted.received())
+    assert received[0] == received[1] > 0
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_layer_that_is_checkpointed_twice_gets_both_gradients(stage):
+    for reentrant in (False, True):
+        module, optimizer = sharded(Checkpointed(reentrant, shared=True), stage, sgd, bucket=10**6, units=[])
+        reference = Checkpointed(shared=True)
+        its = sgd(reference.parameters())
+        for step in range(3):
+            train(module, optimizer, [[batch(step, width=8)]])
+            train(reference, its, [[joint(step, width=8)]])
+        assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-5)  # many sums in another order
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_submodule_is_called_directly(stage):
+    module, optimizer = sharded(mlp(), stage, sgd)
+    reference, its = alone(sgd)
+    for step in range(3):
+        optimizer.zero_grad()
+        inner = module[1](batch(step, width=8)).square().mean()
+        inner = inner + module[0][2](module[0][1](module[0][0](batch(step, width=8)))).square().mean()
+        inner.backward()
+        optimizer.step()
+        data = joint(step, width=8)
+        step_alone(reference, its, reference[1](data).square().mean() + reference[0](data).square().mean())
+    assert_near(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_copy_from_before_is_independent(stage):
+    original = mlp()
+    copied = copy.deepcopy(original)
+    module, optimizer = sharded(copied, stage)
+    train(module, optimizer, micro())
+    assert_same(copies(original), copies(mlp()))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_several_models_and_optimizers_train_side_by_side(stage):
+    one, its = sharded(mlp(seed=1), stage)
+    other, others = sharded(mlp(seed=2), (stage + 1) % 4)
+    references = [alone(module=mlp(seed=seed)) for seed in (1, 2)]
+    ddps = [DistributedDataParallel(module) for module, _ in references]
+    for step in range(3):
+        data = batch(step, width=8)
+        for first, second, optimizers in ((one, other, (its, others)), (*ddps, [each for _, each in references])):
+            loss_of(nn.Sequential(first, second), data).backward()  # one backward through both
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+    assert_same(whole(one), copies(references[0][0]))
+    assert_same(whole(other), copies(references[1][0]))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_evaluation_between_steps_changes_nothing(stage):
+    module, optimizer = sharded(mlp(), stage)
+    reference, its = alone()
+    ddp = DistributedDataParallel(reference)
+    for step in range(4):
+        train(module, optimizer, [[batch(step, width=8)]])
+        train(ddp, its, [[batch(step, width=8)]])
+        if step == 1:
+            module.eval()
+        with torch.no_grad():
+            assert torch.equal(module(batch(7, width=8)), reference(batch(7, width=8)))
+        assert torch.equal(module[1](batch(7, width=8)), reference[1](batch(7, width=8)))  # nor with a graph
+        module.train()
+    assert_same(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_scheduler_made_before_goes_on(stage):
+    module, reference = mlp(), mlp()
+    optimizer, its = adamw(module.parameters()), adamw(reference.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (optimizer, its)]
+    (group,) = optimizer.param_groups
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD)
+    ddp = DistributedDataParallel(reference)
+    for step in range(3):
+        train(module, optimizer, [[batch(step, width=8)]])
+        train(ddp, its, [[batch(step, width=8)]])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert optimizer.param_groups[0] is group
+    assert group["initial_lr"] == 1e-2
+    assert group["lr"] == 1e-2 / 8
+    assert_same(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_step_with_a_closure(stage):
+    module, optimizer = sharded(mlp(), stage)
+    reference, its = alone()
+    train(DistributedDataParallel(reference), its, [[batch(step, width=8)] for step in range(3)])
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(module, batch(step, width=8))
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+    assert_same(whole(module), copies(reference))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_the_gradient_of_inputs_alone_is_there(stage):
+    module, _ = sharded(mlp(), stage)
+    module.requires_grad_(False)
+    data = batch(0, width=8).requires_grad_(True)
+    loss_of(module, data).backward()
+    other = batch(0, width=8).requires_grad_(True)
+    loss_of(mlp(), other).backward()
+    assert torch.equal(data.grad, other.grad)
+
+
+@stages
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at what it is given
+def test_torch_compile_gives_the_same(stage):
+    module, optimizer = sharded(mlp(), stage)
+    reference, its = alone()
+    ddp = DistributedDataParallel(reference)
+    compiled = torch.compile(module, backend="aot_eager")
+    for step in range(3):
+        train(compiled, optimizer, [[batch(step, width=8)]])
+        train(ddp, its, [[batch(step, width=8)]])
+    assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-4)  # compiled graphs may fuse and reorder
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_what_is_written_inside_summon_stays(stage):
+    for dtype in (None, torch.bfloat16):
+        module, optimizer = sharded(mlp(), stage, param_dtype=dtype)
+        with summon(module):
+            for parameter in module.parameters():
+                parameter.detach().fill_(0.25)
+        assert all(bool((each == 0.25).all()) for each in whole(module).values())
+        data = batch(0, width=8) if dtype is None else batch(0, width=8).bfloat16()
+        train(module, optimizer, [[data]])
+        for each in whole(module).values():  # AdamW's first step is lr at most, and decay
+            torch.testing.assert_close(each.float(), torch.full_like(each.float(), 0.25), rtol=0, atol=0.012)

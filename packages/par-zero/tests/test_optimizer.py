@@ -1,0 +1,167 @@
+"""The optimizer on flat slices: which ones may work so, and those that keep tensors whole."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_zero import shard
+from par_zero._step import works_flat
+
+from .helpers import STAGES, adamw, assert_near, assert_same, batch, copies, joint, loss_of, mlp, sharded, train, whole
+
+FLAT = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, fused=True),
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+}
+
+
+class NormScaled(torch.optim.Optimizer):
+    """Steps of the same length for each tensor, as LARS makes."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
+
+
+WHOLE = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "NormScaled": NormScaled}
+
+
+def matrices():
+    return [nn.Parameter(torch.ones(3, 3))]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_an_element_wise_optimizer_is_known_as_one(name):
+    optimizer = FLAT[name](matrices())
+    assert works_flat(optimizer, optimizer.param_groups[0])
+    assert not optimizer.state
+    assert torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_one_that_looks_at_whole_tensors_is_known_too(name):
+    optimizer = WHOLE[name](matrices())
+    assert not works_flat(optimizer, optimizer.param_groups[0])
+
+
+def test_one_that_needs_a_closure_does_not_work_flat():
+    optimizer = torch.optim.LBFGS(matrices())
+    assert not works_flat(optimizer, optimizer.param_groups[0])
+
+
+def test_the_probe_runs_no_hooks_of_the_optimizer():
+    optimizer = torch.optim.SGD(matrices(), lr=0.1)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    assert works_flat(optimizer, optimizer.param_groups[0])
+    assert not called
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "NormScaled"])
+@pytest.mark.ranks([2, 4])
+def test_atomic_keeps_tensors_whole_and_equals_one_device(name):
+    reference = mlp(width=10)
+    train(reference, WHOLE[name](reference.parameters(), lr=0.02), [[joint(step, width=10)] for step in range(3)])
+    results = []
+    for stage in STAGES:
+        module, optimizer = sharded(mlp(width=10), stage, lambda p: WHOLE[name](p, lr=0.02), atomic=True)
+        shapes = [tuple(each.shape) for group in optimizer.param_groups for each in group["params"]]
+        assert set(shapes) <= {tuple(each.shape) for each in mlp(width=10).parameters()}
+        train(module, optimizer, [[batch(step, width=10)] for step in range(3)])
+        results.append(whole(module))
+    for result in results[1:]:
+        assert_same(results[0], result)
+    assert_near(results[0], copies(reference), rtol=1e-4, atol=1e-4)  # mean of means, through a quotient
+
+
+def split_by_dims(module):
+    """Muon for matrices, AdamW for the rest, on one module is two optimizers; here the rest is frozen."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.ndim == 2)
+    return [each for each in module.parameters() if each.requires_grad]
+
+
+@pytest.mark.ranks([2, 4])
+def test_muon_equals_one_device():
+    reference = mlp(width=10)
+    its = torch.optim.Muon(split_by_dims(reference), lr=0.02)
+    train(reference, its, [[joint(step, width=10)] for step in range(3)])
+    results = []
+    for stage in STAGES:
+        module = mlp(width=10)
+        optimizer = torch.optim.Muon(split_by_dims(module), lr=0.02)
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, atomic=True)
+        train(module, optimizer, [[batch(step, width=10)] for step in range(3)])
+        results.append(whole(module))
+    for result in results[1:]:
+        assert_same(results[0], result)
+    # It multiplies in bfloat16, and makes directions of tiny singular values as long as the others.
+    assert_near(results[0], copies(reference), rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_an_atomic_tensor_that_is_unused_is_passed_over(stage):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, both):
+            x = self.one(x)
+            return self.other(x) if both else x
+
+    module, optimizer = sharded(Half(), stage, torch.optim.Adafactor, atomic=True)
+    reference = Half()
+    its = torch.optim.Adafactor(reference.parameters())
+    for step, both in enumerate((True, False, True)):
+        optimizer.zero_grad()
+        module(batch(step, width=8), both).square().mean().backward()
+        optimizer.step()
+        its.zero_grad()
+        reference(joint(step, width=8), both).square().mean().backward()
+        its.step()
+    assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-4)  # mean of means, through a quotient
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_the_group_dicts_stay_and_take_new_settings(stage):
+    module = mlp()
+    optimizer = torch.optim.SGD([{"params": module.parameters(), "tag": "mine"}], lr=0.1)
+    (group,) = optimizer.param_groups
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD)
+    assert optimizer.param_groups[0] is group
+    assert group["tag"] == "mine"
+    group["lr"] = 0.0
+    train(module, optimizer, [[batch(0, width=8)]])
+    assert_same(whole(module), copies(mlp()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2)
+def test_names_given_to_the_optimizer_do_no_harm(stage):
+    module = mlp()
+    optimizer = adamw(module.named_parameters())
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD)
+    other, its = sharded(mlp(), stage, bucket=25_000_000)
+    for model, each in ((module, optimizer), (other, its)):
+        loss_of(model, batch(0, width=8)).backward()
+        each.step()
+    assert_same(whole(module), whole(other))

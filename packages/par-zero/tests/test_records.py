@@ -1,0 +1,143 @@
+"""Records: over the group every element of every parameter, gradient and moment is said to be somewhere, once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import Sharding, check_owned, gradients, segments_of, sharding_of, written_
+from par_zero import shard
+
+from .helpers import STAGES, adamw, batch, joint, loss_of, mlp, sgd, sharded, train, uneven, whole
+
+stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def held(optimizer):
+    """What this rank's flat tensors hold, by name; two tensors may hold parts of one parameter."""
+    found = {}
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            for segment in segments_of(tensor):
+                before = found.get(segment.name, Sharding(segment.sharding.shape, ()))
+                found[segment.name] = Sharding(before.shape, before.boxes + segment.sharding.boxes)
+    return found
+
+
+def check_once(optimizer, module_names):
+    named = held(optimizer)
+    check_owned(named.items())
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, sorted(named))
+    assert set().union(*every) == set(module_names)
+
+
+@stages
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.ranks([1, 2, 4])
+def test_the_optimizers_tensors_hold_each_parameter_once(stage, atomic):
+    _, optimizer = sharded(uneven(), stage, atomic=atomic)
+    check_once(optimizer, dict(uneven().named_parameters()))
+
+
+@stages
+@pytest.mark.ranks([2, 4])
+def test_gradients_are_found_under_their_names(stage):
+    module, optimizer = sharded(uneven(), stage)
+    reference = uneven()
+    loss_of(module, batch(0)).backward()
+    loss_of(reference, joint(0)).backward()
+    counted = {name: torch.zeros(each.shape) for name, each in reference.named_parameters()}
+    for name, box, view in gradients(optimizer):
+        if box.owns(dist.get_rank(), range(dist.get_world_size())):
+            counted[name][box.slices] += 1
+        expected = reference.get_parameter(name).grad
+        expected = torch.zeros(view.shape) if expected is None else expected[box.slices]
+        torch.testing.assert_close(view, expected, rtol=1e-4, atol=1e-7)  # the mean of means
+    for name, each in counted.items():
+        dist.all_reduce(each)
+        assert torch.equal(each, torch.ones_like(each)), name
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_what_is_written_to_a_gradient_reaches_the_step(stage):
+    module, optimizer = sharded(mlp(), stage, lambda p: torch.optim.SGD(p, lr=1.0))
+    loss_of(module, batch(0, width=8)).backward()
+    for _, _, view in gradients(optimizer):
+        view.fill_(0.5)
+    optimizer.step()
+    for name, value in whole(module).items():
+        assert torch.equal(value, mlp().get_parameter(name).detach() - 0.5)
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_tied_parameters_have_one_record(stage):
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    module[1].weight = module[0].weight
+    _, optimizer = sharded(module, stage)
+    check_once(optimizer, ["0.weight", "0.bias", "1.bias"])
+
+
+@stages
+@pytest.mark.ranks(4)
+def test_hybrid_records_count_once_over_the_world_and_over_a_group(stage):
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    module = uneven()
+    optimizer = sgd(module.parameters())
+    shard(module, optimizer, stage=stage, group=pairs[rank // 2], replicas=replicas)
+    check_once(optimizer, dict(uneven().named_parameters()))
+    check_owned(held(optimizer).items(), pairs[rank // 2])
+    check_owned((name, sharding_of(each)) for name, each in module.named_parameters())
+    for _, each in module.named_parameters():
+        for box in sharding_of(each).boxes:
+            expected = {rank, (rank + 2) % 4} if stage == 3 else set(range(4))
+            assert set(box.copies) == expected
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_parameters_written_from_outside_reach_the_masters(stage):
+    module, optimizer = sharded(mlp(), stage, adamw, param_dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.25)
+    written_(module.parameters())
+    train(module, optimizer, [[batch(0, width=8).bfloat16()]])
+    for each in whole(module).values():  # AdamW's first step is lr at most, and decay
+        torch.testing.assert_close(each.float(), torch.full_like(each.float(), 0.25), rtol=0, atol=0.012)
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_moments_lie_like_the_parameters(stage):
+    module, optimizer = sharded(mlp(), stage, sgd)
+    reference = mlp()
+    its = sgd(reference.parameters())
+    train(module, optimizer, [[batch(step, width=8)] for step in range(2)])
+    train(reference, its, [[joint(step, width=8)] for step in range(2)])
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            for name, box, view in segments_of(tensor).views(optimizer.state[tensor]["momentum_buffer"]):
+                expected = its.state[reference.get_parameter(name)]["momentum_buffer"][box.slices]
+                torch.testing.assert_close(view, expected, rtol=1e-4, atol=1e-6)  # the mean of means
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_record_that_was_there_is_cut_further(stage):
+    """A model that is cut by rows already, each half on a rank of its own: here both ranks hold the upper half."""
+    from par_groups import Box, set_sharding
+
+    module = nn.Linear(4, 3, bias=False)
+    ranks = range(dist.get_world_size())
+    set_sharding(module.weight, Sharding((6, 4), (Box((0, 0), (3, 4), 0, (4, 1), tuple(ranks)),)))
+    _, optimizer = sharded(module, stage)
+    record = held(optimizer).get("weight", Sharding((6, 4), ()))
+    assert record.shape == (6, 4)
+    owned = torch.tensor(record.owned(dist.get_rank(), ranks))
+    dist.all_reduce(owned)
+    assert owned == 12

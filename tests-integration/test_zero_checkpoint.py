@@ -1,0 +1,102 @@
+"""Training under ZeRO is saved at one stage and world, and goes on at another."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import par_checkpoint
+from par_zero import shard, summon
+
+pytest.importorskip("safetensors")
+
+STAGES = (0, 1, 2, 3)
+
+
+def model(seed):
+    """37 and 13: no world divides them."""
+    torch.manual_seed(seed)
+    inner = nn.Sequential(nn.Linear(13, 37), nn.LayerNorm(37))
+    return nn.Sequential(nn.Linear(37, 13), nn.Tanh(), inner, nn.Linear(37, 5))
+
+
+def adamw(module):
+    decayed = [each for each in module.parameters() if each.ndim > 1]
+    others = [each for each in module.parameters() if each.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, foreach=True)
+
+
+def sharded(stage, group, *, seed=0):
+    module = model(seed)
+    optimizer = adamw(module)
+    shard(module, optimizer, stage=stage, group=group, bucket=1000)
+    return module, optimizer
+
+
+def steps(module, optimizer, group, first, count=2):
+    """Every group of ranks sees the same 8 rows in all."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    for step in range(first, first + count):
+        rows = torch.randn(8, 37, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        module(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(module):
+    with summon(module):
+        return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+def assert_equal(one, other):
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(4, timeout=120)
+def test_a_checkpoint_of_a_stage_goes_on_at_every_other_and_in_smaller_worlds(stage, tmp_path):
+    world = dist.group.WORLD
+    module, optimizer = sharded(stage, world)
+    steps(module, optimizer, world, 0)
+    par_checkpoint.save(tmp_path / "c", model=module, optimizer=optimizer, step=2).wait()
+    saved = whole(module)
+    steps(module, optimizer, world, 2)
+    expected = whole(module)
+
+    for other in STAGES:
+        module, optimizer = sharded(other, world, seed=1)
+        assert par_checkpoint.load(tmp_path / "c", model=module, optimizer=optimizer).step == 2
+        assert_equal(whole(module), saved)
+        steps(module, optimizer, world, 2)
+        assert_equal(whole(module), expected)
+
+    rank = dist.get_rank()
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for group in (pair, alone):
+        module, optimizer = sharded((stage + 1) % 4, group, seed=2)
+        par_checkpoint.load(tmp_path / "c", model=module, optimizer=optimizer, group=group)
+        assert_equal(whole(module), saved)
+        steps(module, optimizer, group, 2)
+        for name, tensor in whole(module).items():  # means of means, through AdamW's quotient
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_plain_training_goes_on_under_zero(tmp_path):
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    reference = model(0)
+    its = adamw(reference)
+    steps(reference, its, alone, 0)
+    path = tmp_path / f"of rank {dist.get_rank()}"
+    par_checkpoint.save(path, model=reference, optimizer=its, step=2, group=alone).wait()
+    dist.barrier()
+    steps(reference, its, alone, 2)
+    for stage in STAGES:
+        module, optimizer = sharded(stage, dist.group.WORLD, seed=3)
+        par_checkpoint.load(tmp_path / "of rank 0", model=module, optimizer=optimizer)
+        steps(module, optimizer, dist.group.WORLD, 2)
+        for name, tensor in whole(module).items():  # means of means, through AdamW's quotient
+            torch.testing.assert_close(tensor, reference.get_parameter(name).detach(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,74 @@
+"""Tensor parallelism and ZeRO together: two ranks cut the model, two such pairs share the data."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_groups import ProcessGroups, Sharding, Topology, check_owned, segments_of
+from par_layers import PartialGradients, initialize, layer_set
+from par_layers.examples import GPT
+from par_testing import assert_equal_to_one_device
+from par_zero import shard
+
+MODES = {"1d": {"mode": "1d"}, "by sequence": {"mode": "1d", "sequence_parallel": True}}
+
+
+def gpt(layers, *, tied):
+    model = GPT(layers, 29, 32, 4, 2, 12, tied=tied)
+    initialize(model, seed=0)
+    return model
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model, rows):
+    return model.loss(rows[:, :-1], rows[:, 1:])
+
+
+def data(step):
+    return torch.randint(29, (8, 9), generator=torch.Generator().manual_seed(step))
+
+
+def one_device(tied):
+    model = gpt(layer_set(None), tied=tied)
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.ranks(4, timeout=120)
+def test_a_gpt_cut_by_tensor_and_zero_trains_as_on_one_device(stage, mode):
+    topology = Topology.from_config({"data": 2, "tensor": {"size": 2, **MODES[mode]}}, 4)
+    with ProcessGroups(topology) as groups:
+        group = groups["data"]
+        for tied in (False, True):
+            model = gpt(layer_set("auto", groups), tied=tied)
+            optimizer = sgd(model)
+            shard(model, optimizer, stage=stage, group=group, bucket=20_000)
+            partial = PartialGradients(optimizer, groups)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, data(step).chunk(2)[dist.get_rank(group)]).backward()
+                partial.handle_gradient()
+                optimizer.step()
+            check_all_counted(optimizer)
+            reason = "sums over ranks are in another order, over three steps"
+            assert_equal_to_one_device(model, one_device(tied), rtol=1e-4, atol=1e-5, reason=reason)
+
+
+def check_all_counted(optimizer):
+    """Each element once over all four ranks."""
+    held = {}
+    for part in optimizer.param_groups:
+        for tensor in part["params"]:
+            for each in segments_of(tensor):
+                before = held.get(each.name, Sharding(each.sharding.shape, ()))
+                held[each.name] = Sharding(before.shape, before.boxes + each.sharding.boxes)
+    check_owned(held.items())
