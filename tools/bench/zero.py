@@ -1,0 +1,231 @@
+"""A training step under par-zero, DDP, torch's ZeroRedundancyOptimizer and FSDP2, on gloo ranks of one machine.
+
+Two models: many tiny layers, where Python and calls are what costs, and a mid-size MLP. Every contender lives in the
+same processes and they take turns; peak memory is taken in processes of its own. Run as `python tools/bench/zero.py`;
+writes docs/benchmarks/zero.md and .json.
+"""
+
+import os
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _table import write
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from par_zero import shard
+
+Trained = tuple[nn.Module, Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and how often it is measured.
+
+    Args:
+        name: As the table says it.
+        blocks: MLPs in a row, each 4 times wider inside.
+        width: Of a block.
+        batch: Rows on each rank.
+        turns: Of each contender.
+        steps: In a turn.
+    """
+
+    name: str
+    blocks: int
+    width: int
+    batch: int
+    turns: int
+    steps: int
+
+
+CASES = (
+    Case(name="overhead-bound", blocks=16, width=64, batch=8, turns=15, steps=5),
+    Case(name="mid-size", blocks=8, width=512, batch=256, turns=5, steps=2),
+)
+RANKS = (2, 4)
+REFERENCES = {
+    "stage 0": "DDP",
+    "stage 1": "DDP + ZeroRedundancyOptimizer",
+    "stage 2": "DDP + ZeroRedundancyOptimizer",
+    "stage 3": "FSDP2",
+}
+
+
+def main() -> None:
+    """Measures every case on every number of ranks, and writes medians, spread, ratios and peaks."""
+    rows = []
+    for ranks in RANKS:
+        for case in CASES:
+            times = spawned(ranks, timed, case)
+            medians = {name: statistics.median(each) for name, each in times.items()}
+            for name, each in times.items():
+                reference = REFERENCES.get(name)
+                rows.append(
+                    {
+                        "ranks": ranks,
+                        "model": case.name,
+                        "contender": name,
+                        "median ms": round(medians[name], 1),
+                        "quartiles ms": f"{quartile(each, 1):.1f} to {quartile(each, 3):.1f}",
+                        "ratio": f"{medians[name] / medians[reference]:.2f} x {reference}" if reference else "",
+                        "peak MB": round(spawned(ranks, peak, case, name)) if (ranks, case) == (2, CASES[1]) else "",
+                    }
+                )
+    shapes = "; ".join(f"{c.name}: {c.blocks} blocks of {c.width}, batch {c.batch}" for c in CASES)
+    note = (
+        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. Times are those of the slowest rank, per step, "
+        "contenders in turn in the same processes. The peak is by how much resident memory grew on the rank where it "
+        "grew most, from before the model was made to the highest point of later steps."
+    )
+    write("zero", "A training step, sharded", rows, note)
+
+
+def contenders() -> dict[str, Callable[[nn.Module], Trained]]:
+    """What makes each."""
+    return {
+        "no communication": lambda model: (model, adam(model)),
+        "DDP": lambda model: (DistributedDataParallel(model), adam(model)),
+        "DDP + ZeroRedundancyOptimizer": zero_redundancy,
+        "FSDP2": lambda model: fully_sharded(model, reshard=True),
+        "FSDP2 without resharding": lambda model: fully_sharded(model, reshard=False),
+        **{f"stage {stage}": ours(stage) for stage in range(4)},
+    }
+
+
+def adam(model: nn.Module) -> Optimizer:
+    """The optimizer of all contenders."""
+    return AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def zero_redundancy(model: nn.Module) -> Trained:
+    """Torch's sharded optimizer."""
+    wrapped = DistributedDataParallel(model)
+    return wrapped, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-4, fused=True)
+
+
+def fully_sharded(model: nn.Module, *, reshard: bool) -> Trained:
+    """FSDP2, a unit for each block."""
+    for block in model.children():
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    return model, adam(model)
+
+
+def ours(stage: int) -> Callable[[nn.Module], Trained]:
+    """par-zero with its defaults."""
+
+    def make(model: nn.Module) -> Trained:
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("torch.distributed is not initialised")
+        optimizer = adam(model)
+        shard(model, optimizer, stage=stage, group=group)
+        return model, optimizer
+
+    return make
+
+
+def stack(case: Case) -> nn.Module:
+    """The model."""
+    torch.manual_seed(0)
+    width = case.width
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(case.blocks)
+        )
+    )
+
+
+def step(trained: Trained, x: Tensor) -> None:
+    """One training step."""
+    module, optimizer = trained
+    module(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def timed(case: Case) -> dict[str, list[float]]:
+    """Milliseconds per step of each contender, turn by turn."""
+    made = {name: make(stack(case)) for name, make in contenders().items()}
+    x = torch.randn(case.batch, case.width)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    for turn in range(case.turns + 1):
+        for name, trained in made.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(case.steps):
+                step(trained, x)
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if turn:
+                times[name].append(1e3 * seconds.item() / case.steps)
+    return times
+
+
+def peak(case: Case, name: str) -> float:
+    """Megabytes by which resident memory grows at most."""
+    x = torch.randn(case.batch, case.width)
+    before = kilobytes("VmRSS")
+    trained = contenders()[name](stack(case))
+    step(trained, x)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the high-water mark of building
+    for _ in range(2):
+        step(trained, x)
+    grown = torch.tensor(float(kilobytes("VmHWM") - before))
+    dist.all_reduce(grown, dist.ReduceOp.MAX)
+    return grown.item() / 1000
+
+
+def kilobytes(field: str) -> int:
+    """From what Linux says of this process."""
+    found = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    if found is None:
+        raise RuntimeError(f"no {field} here; memory is measured on Linux alone")
+    return int(found[1])
+
+
+def quartile(values: Sequence[float], which: int) -> float:
+    """The first, second or third."""
+    return statistics.quantiles(values, n=4)[which - 1]
+
+
+def spawned(ranks: int, measure: Callable[..., Any], *arguments: object) -> Any:
+    """What the first of some ranks measures."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        arguments = (ranks, folder, result, measure, arguments)
+        torch.multiprocessing.start_processes(run, arguments, nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
+        return torch.load(result)
+
+
+def run(
+    rank: int, ranks: int, folder: str, result: Path, measure: Callable[..., Any], arguments: Sequence[object]
+) -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    measured = measure(*arguments)
+    if rank == 0:
+        torch.save(measured, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
