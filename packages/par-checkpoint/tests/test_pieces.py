@@ -44,6 +44,15 @@ def test_a_gap_or_a_missing_end_is_not_direct():
     assert local.direct([], 4) is None
 
 
+def test_spare_memory_takes_what_is_not_held():
+    a, spare = torch.ones(3), torch.zeros(64, dtype=torch.uint8)
+    runs = local_of(whole(a)).direct([piece(0, (0,), (2,), 8), piece(0, (2,), (1,), 24)], 40, spare)
+    assert runs is not None
+    assert [run.numel() for run in runs] == [8, 8, 8, 4, 12]
+    assert [run.data_ptr() == spare.data_ptr() for run in runs] == [True, False, True, False, True]
+    assert runs[1].data_ptr() == a.data_ptr()
+
+
 def test_columns_are_not_direct_although_they_are_contiguous_here():
     columns = Sharding((3, 4), (Box((0, 0), (3, 2), 0, (2, 1), (0,)),))
     local = local_of((columns, torch.zeros(3, 2)))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -122,7 +122,11 @@ def saved(world, held, files, owners, each):
             writers[place] = rank, block
     for source, to, given_, taken in exchanged(plans, saving=True, each=each):
         copy_elements_(locals_[to].in_block(taken, memory[id(taken)]), locals_[source].view(given_))
-    assert set(writers) == {(block.file, block.begin) for block in blocks}
+    parts = sorted((file, begin, begin + block.numel()) for (file, begin), (_, block) in writers.items())
+    for block in blocks:  # one after the other, and none over the end of its block
+        inside = [each for each in parts if each[0] == block.file and block.begin <= each[1] < block.end]
+        assert [begin for _, begin, _ in inside] + [block.end] == [block.begin] + [end for _, _, end in inside]
+        assert owners is None or len(inside) == 1
     data = [bytearray(file.header) + bytes(file.size - len(file.header)) for file in files]
     for (file, begin), (_, block) in writers.items():
         data[file][begin : begin + block.numel()] = bytes(bytes_of(block))
@@ -191,6 +195,29 @@ def test_replicas_split_the_work(replicas):
     counts = Counter(writers.values())
     assert len(counts) == replicas
     assert max(counts.values()) - min(counts.values()) <= 1
+
+
+@pytest.mark.parametrize(("rows", "peers"), [([3, 2, 4], False), ([1] * 9, True)])
+def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatch):
+    monkeypatch.setattr("par_checkpoint._plan._RUNS", 3)
+    value = torch.arange(9.0 * BLOCK // 8).view(9, -1)  # four rows to a block
+    starts = list(accumulate(rows, initial=0))
+    world = [
+        [
+            Entry(
+                key=key_of("model", "w"),
+                dtype=value.dtype,
+                sharding=rectangle(tuple(value.shape), 0, first, first + count, rank),
+                local=value[first : first + count],
+            )
+        ]
+        for rank, (first, count) in enumerate(zip(starts, rows, strict=False))
+    ]
+    held = held_by(world)
+    files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
+    plans = [Planner(held, rank, len(world)).save(blocks_of(files, held)) for rank in range(len(world))]
+    assert {plan.peers for plan in plans} == {peers}
+    assert saved(world, held, files, None, 1)[0] == contents(files, held, {"w": value})
 
 
 def test_a_shard_that_is_whole_blocks_is_written_where_it_is():

@@ -10,6 +10,7 @@ from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
 from ._collect import Content
+from ._crc import joined
 from ._entry import name_of, section_of
 from ._files import BLOCK, File
 from ._index import encode_index
@@ -82,23 +83,24 @@ def commit(
     staging.publish(overwrite=noted.overwrite)
 
 
-def records_of(files: Sequence[File], crcs: Iterable[tuple[int, int, int]]) -> dict[str, FileRecord]:
+def records_of(files: Sequence[File], crcs: Iterable[tuple[int, int, int, int]]) -> dict[str, FileRecord]:
     """What the manifest says of safetensors files.
 
     Args:
         files: All of them.
-        crcs: File number, first byte and checksum of every block, in any order.
+        crcs: File number, first byte, bytes and checksum of every block or of its parts, in any order.
     """
-    by_file: list[list[tuple[int, int]]] = [[] for _ in files]
-    for number, begin, crc in crcs:
-        by_file[number].append((begin, crc))
+    by_file: list[dict[int, int]] = [{} for _ in files]
+    for number, begin, size, crc in sorted(crcs):
+        block = (begin - files[number].data_begin) // files[number].block
+        by_file[number][block] = joined(by_file[number].get(block, 0), crc, size)
     return {
         file.name: FileRecord(
             size=file.size,
             data_begin=file.data_begin,
             header_crc=crc32c(file.header),
             block=file.block,
-            crcs=tuple(crc for _, crc in sorted(blocks)),
+            crcs=tuple(blocks.values()),
         )
         for file, blocks in zip(files, by_file, strict=True)
     }

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -28,7 +29,9 @@ class Holders:
         self.held = held
         self.strides = row_major(held.shape)
         self.stops = held.starts + held.sizes
-        self.box = torch.arange(len(held)).repeat_interleave(torch.tensor(held.first).diff())  # of each of held.ranks
+        counts = (stop - start for start, stop in pairwise(held.first))
+        numbers = [box for box, count in enumerate(counts) for _ in range(count)]
+        self.box = torch.tensor(numbers, dtype=torch.int64)  # of each of held.ranks
         self.mine = self.box[held.ranks == rank].tolist()
         self.whole = len(held) == 1 and tuple(held.sizes[0].tolist()) == held.shape
         strides = torch.tensor(self.strides, dtype=torch.int64)

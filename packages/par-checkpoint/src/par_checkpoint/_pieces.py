@@ -49,22 +49,31 @@ class Local:
                 return view_of(local, box, piece.start, piece.size)
         raise RuntimeError(f"no box of {self.tensors[piece.tensor].key!r} here holds {piece}")
 
-    def direct(self, pieces: Iterable[Piece], size: int) -> list[torch.Tensor] | None:
-        """A block's bytes where they lie already, run by run; None if they do not, or not all of them.
+    def direct(
+        self, pieces: Iterable[Piece], size: int, spare: torch.Tensor | None = None
+    ) -> list[torch.Tensor] | None:
+        """A block's bytes where they lie in the local tensors, run by run; None if they do not.
 
         Args:
             pieces: Those that this rank has of the block.
             size: Bytes of the block.
+            spare: Takes the place of what this rank does not have; None: it must have all.
         """
         runs: list[torch.Tensor] = []
         end = 0
         for piece in sorted(pieces, key=lambda piece: piece.at):
+            if spare is not None and piece.at > end:
+                runs.append(spare[: piece.at - end])
+                end = piece.at
             view = self.view(piece)
             plain = view.device.type == "cpu" and view.dtype == self.tensors[piece.tensor].dtype
             if piece.at != end or not plain or not view.is_contiguous() or self._reach(piece) != view.numel():
                 return None
             runs.append(view.view(-1).view(torch.uint8))
             end += runs[-1].numel()
+        if spare is not None and end < size:
+            runs.append(spare[: size - end])
+            end = size
         return runs if end == size else None
 
     def in_block(self, piece: Piece, block: torch.Tensor) -> torch.Tensor:

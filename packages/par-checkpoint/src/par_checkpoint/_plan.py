@@ -2,10 +2,14 @@
 
 A block is a range of bytes of a file. One rank assembles it from what it holds and what others send, checksums it and
 writes it; loading is the same way back. So every byte is checksummed and touches the disk once, however it is cut.
+
+A block that ranks hold in a few runs of bytes, such as rows, needs no sending: each rank writes its run as a block of
+its own, and the checksum of the whole is made of theirs.
 """
 
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,6 +17,9 @@ from ._claims import Held
 from ._overlap import Holders, Overlap
 
 Shape = tuple[int, ...]
+
+_READERS = 4  # of one block from the page cache: reading it so often costs less than sending
+_RUNS = 16  # of a block that ranks write by themselves: more would be small writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +122,11 @@ class Planner:
         self._plan = Plan()
 
     def save(self, blocks: Iterable[Block]) -> Plan:
-        """Every block is written by one rank; of replicas one gives."""
+        """Every block is written by one rank, or in parts by those that hold it in runs; of replicas one gives."""
         for block in blocks:
             shares = list(self._shares(block))
-            owner = self._owners[block.file] if self._owners else self._least_busy(shares, block)
-            pieces: list[Piece] = []
-            for share in shares:
-                for box, source in self._givers(share.overlap, owner):
-                    pieces += share.pieces(box, source, owner)
-            self._take(block, owner, pieces)
+            for part, owner, pieces in self._parts(shares, block) or [self._assembled(shares, block)]:
+                self._take(part, owner, pieces)
         return self._finished()
 
     def load(self, blocks: Iterable[Block], *, near: bool) -> Plan:
@@ -151,6 +154,51 @@ class Planner:
             for reader, pieces in taken.items():
                 self._take(block, reader, pieces)
         return self._finished()
+
+    def _parts(self, shares: Sequence["_Share"], block: Block) -> list[tuple[Block, int, list[Piece]]]:
+        """A block that ranks hold in a few runs of bytes: each run and who writes it. Else nothing."""
+        if self._alone or self._owners or sum(len(share.overlap.boxes) for share in shares) > _RUNS:
+            return []
+        runs: list[tuple[int, list[tuple[Piece, Span]]]] = []
+        end = 0
+        for share in shares:
+            for box in share.overlap.boxes:
+                owner = self._giver(share.overlap.held.holders(box), runs[-1][0] if runs else -1)
+                if not runs or runs[-1][0] != owner:
+                    runs.append((owner, []))
+                for piece in share.pieces(box, owner, owner):
+                    span = share.run(piece)
+                    if span is None or span.at != end:
+                        return []
+                    end += share.bytes(span)
+                    runs[-1][1].append((piece, span))
+        if end != block.size:
+            return []
+        ends = [run[0][1].at for _, run in runs[1:]] + [end]
+        return [self._part(block, stop, owner, run) for stop, (owner, run) in zip(ends, runs, strict=True)]
+
+    def _part(
+        self, block: Block, stop: int, owner: int, run: Sequence[tuple[Piece, Span]]
+    ) -> tuple[Block, int, list[Piece]]:
+        first = run[0][1].at
+        spans = tuple(replace(span, at=span.at - first) for _, span in run)
+        part = Block(file=block.file, begin=block.begin + first, end=block.begin + stop, spans=spans)
+        return part, owner, [replace(piece, at=piece.at - first) for piece, _ in run if owner == self._rank]
+
+    def _giver(self, holders: torch.Tensor, before: int) -> int:
+        """Of some replicas the one that gives what comes before, else the one with the least in hand."""
+        if bool((holders == before).any()):
+            return before
+        return int(holders[self._busy.index_select(0, holders).argmin()])
+
+    def _assembled(self, shares: Sequence["_Share"], block: Block) -> tuple[Block, int, list[Piece]]:
+        """A block, the rank that puts it together, and the pieces of it that this rank has to do with."""
+        owner = self._owners[block.file] if self._owners else self._least_busy(shares, block)
+        pieces: list[Piece] = []
+        for share in shares:
+            for box, source in self._givers(share.overlap, owner):
+                pieces += share.pieces(box, source, owner)
+        return block, owner, pieces
 
     def _givers(self, overlap: Overlap, owner: int) -> Iterator[tuple[int, int]]:
         """Boxes of a block and who gives them to its owner, as far as this rank has to do with it."""
@@ -199,9 +247,12 @@ class Planner:
         return int(candidates[self._busy.index_select(0, candidates).argmin()])
 
     def _readers(self, shares: Sequence["_Share"], block: Block) -> list[int]:
-        """The ranks that need a quarter of the block or more; if there are none, one of those that need most."""
+        """All that need some of the block if they are few, else those that need a quarter of it or more, or most."""
         if self._alone:
             return [0]
+        some = {rank for share in shares for rank in share.overlap.ranks_with_some()}
+        if len(some) <= _READERS:
+            return sorted(some)
         found = {
             rank for share in shares for rank in share.overlap.ranks[4 * share.overlap.weights >= block.size].tolist()
         }
@@ -227,6 +278,19 @@ class _Share:
             first = sum(i * stride for i, stride in zip(start, strides, strict=True))
             at = self.span.at + (first - self.span.start) * width
             yield Piece(tensor=self.span.tensor, start=start, size=size, at=at, source=source, to=to)
+
+    def run(self, piece: Piece) -> Span | None:
+        """A piece as a run of elements, if it is one."""
+        count = math.prod(piece.size)
+        strides = self.overlap.holders.strides
+        if sum((n - 1) * stride for n, stride in zip(piece.size, strides, strict=True)) + 1 != count:
+            return None
+        start = self.span.start + (piece.at - self.span.at) // self.overlap.held.dtype.itemsize
+        return Span(tensor=self.span.tensor, start=start, stop=start + count, at=piece.at)
+
+    def bytes(self, span: Span) -> int:
+        """Bytes of some of its elements."""
+        return (span.stop - span.start) * self.overlap.held.dtype.itemsize
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -124,13 +124,13 @@ class _Reader:
         exchange(self._reading.ranks, self._room, outgoing, incoming, fill=fill, take=take)
 
     def _read_own(self, task: Task) -> None:
-        """A block that this rank alone needs from here: straight into the tensor where it lies there in one piece."""
-        direct = self._reading.local.direct(task.pieces, task.block.size)
-        if direct is not None:
-            self._read(task.block, direct)
-        else:
-            with self._blocks.lent() as block:
-                self._read_into(task, block)
+        """A block that this rank alone needs from here: straight into the tensors where it lies there in runs."""
+        with self._blocks.lent() as spare:
+            direct = self._reading.local.direct(task.pieces, task.block.size, spare)
+            if direct is not None:
+                self._read(task.block, direct)
+            else:
+                self._read_into(task, spare)
 
     def _read_into(self, task: Task, memory: torch.Tensor) -> None:
         block = memory[: task.block.size]

@@ -19,8 +19,8 @@ from ._plan import Block, Piece, Plan, Task
 from ._ranks import Ranks
 from ._storage import Staging, Writer
 
-Crcs = list[tuple[int, int, int]]
-"""File number, first byte, and crc32c of each block."""
+Crc = tuple[int, int, int, int]
+"""File number, first byte, bytes, and crc32c of a block or a part of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Snapshot:
         return part
 
 
-def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tuple[Crcs, BaseException | None]:
+def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tuple[list[Crc], BaseException | None]:
     """Writes this rank's blocks and sends others their pieces.
 
     Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
@@ -127,7 +127,7 @@ class _Writing:
     def __init__(self, work: Work, snapshot: Snapshot | None, pool: ThreadPoolExecutor) -> None:
         self._work, self._snapshot, self._pool = work, snapshot, pool
         self._rank = work.ranks.rank
-        self._jobs: list[Future[tuple[int, int, int]]] = []
+        self._jobs: list[Future[Crc]] = []
         self._writers: dict[int, Writer] = {}
         self._error: BaseException | None = None
         self._bounce: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
@@ -149,9 +149,9 @@ class _Writing:
         for task, block, bounce in waiting:
             self._jobs.append(self._pool.submit(self._write_bounced, task, block, bounce))
 
-    def finish(self) -> tuple[Crcs, BaseException | None]:
+    def finish(self) -> tuple[list[Crc], BaseException | None]:
         """Waits for everything, makes it durable."""
-        crcs: Crcs = []
+        crcs: list[Crc] = []
         for job in self._jobs:
             error = job.exception()
             self._note(error)
@@ -221,7 +221,7 @@ class _Writing:
         except Exception as error:  # the others still count on this rank's messages
             self._note(error)
 
-    def _write_own(self, task: Task) -> tuple[int, int, int]:
+    def _write_own(self, task: Task) -> Crc:
         """A block of which this rank has all: straight from where it lies, else put together by the writing thread."""
         direct = self._work.local.direct(task.pieces, task.block.size)
         if direct is not None:
@@ -231,14 +231,14 @@ class _Writing:
             self._work.local.to_block_(task.pieces, block)
             return self._write(task.block, [block])
 
-    def _write_bounced(self, task: Task, block: torch.Tensor, bounce: torch.Tensor | None) -> tuple[int, int, int]:
+    def _write_bounced(self, task: Task, block: torch.Tensor, bounce: torch.Tensor | None) -> Crc:
         try:
             return self._write(task.block, [block])
         finally:
             if bounce is not None:
                 self._bounce.put(bounce)
 
-    def _write(self, block: Block, runs: Iterable[torch.Tensor]) -> tuple[int, int, int]:
+    def _write(self, block: Block, runs: Iterable[torch.Tensor]) -> Crc:
         """Checksums a block and writes it, from one or several runs of memory; after an error checksums alone."""
         begin, crc = block.begin, 0
         file = self._work.files[block.file]
@@ -254,7 +254,7 @@ class _Writing:
             self._note(error)
             raise
         self._work.progress(block.size)
-        return block.file, block.begin, crc
+        return block.file, block.begin, block.size, crc
 
     def _writer(self, file: int) -> Writer:
         with self._opening:

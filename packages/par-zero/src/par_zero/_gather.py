@@ -52,7 +52,7 @@ class Gatherer:
         self._recorded: list[int] = []
         self._in_backward = False
         self._begun: list[Unit] = []  # in backward
-        self._gradient = 0  # where the gradient lies that began the last of them
+        self._end: object = None  # what the units that began last return
         owner: dict[int, Unit] = {
             id(member.parameter): unit for unit in units for chunk in unit.chunks for member in chunk.members
         }
@@ -104,12 +104,12 @@ class Gatherer:
         """After a step, what is gathered is out of date."""
         for unit in self._units:
             self.free_(unit)
-        self._in_backward, self._gradient = False, 0
+        self._in_backward, self._end = False, None
         self._begun.clear()
 
     def end_backward(self) -> None:
         """After a backward pass."""
-        self._in_backward, self._gradient = False, 0
+        self._in_backward, self._end = False, None
         self._begun.clear()
         if not self.keep:
             self.free_all()
@@ -189,21 +189,22 @@ class Gatherer:
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:
         tensors = [each for each in tensors_of(output) if each.requires_grad]
         if tensors and torch.is_grad_enabled():
+            end = tensors[0].__dict__.setdefault("par_zero_end", object())  # one for units that return the same tensor
             for unit in units:
-                before = partial(self._before_backward, unit)
+                before = partial(self._before_backward, unit, end)
                 torch.autograd.graph.register_multi_grad_hook(tensors, before, mode="any")
 
-    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+    def _before_backward(self, unit: Unit, end: object, _: torch.Tensor) -> None:
         """The gradient of a unit's output is there, so those of the units that began before are done."""
         self._in_backward = True
         self.gather(unit)
-        if gradient.data_ptr() != self._gradient:  # else they end together, and begin together
+        if end is not self._end:  # else they end together, and begin together
             for begun in list(self._begun):
                 if begun.number not in unit.outer and begun is not unit and begun.number and self._is_done(begun):
                     self._begun.remove(begun)
                     if not self.keep:
                         self.free_(begun)
-        self._gradient = gradient.data_ptr()
+        self._end = end
         if unit not in self._begun:
             self._begun.append(unit)
 
