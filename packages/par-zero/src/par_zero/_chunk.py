@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ._buffers import Buffers
 from ._layout import Layout
 
 
@@ -62,6 +63,7 @@ class Chunk:
         share: This rank's part of them, (shard) elements; before stage 3 a view of `flat`.
         master: The same share as the optimizer holds it, where that has another dtype; else `share` itself.
         gradient: All gradients, (size) elements; there while they are gathered, and at stages 0 and 1 for good.
+        share_gradient: This rank's share of their sum, (shard) elements, where it does not lie in `gradient`.
         reduced: What a reduction leaves, until the optimizer has it: all gradients at stage 0, the share at others.
         slices: What the optimizer holds.
         number: Its place in the order in which gradients are expected.
@@ -81,6 +83,7 @@ class Chunk:
         self.flat, self.share, self.master = flat, share, share
         self.reduce_dtype = reduce_dtype
         self.gradient: torch.Tensor | None = None
+        self.share_gradient: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self.slices: list[Slice] = []
         self.number = -1
@@ -111,13 +114,16 @@ class Chunk:
         for member in self.members:
             member.parameter.grad = None
 
-    def take_gradients(self) -> list[int]:
+    def take_gradients(self, buffers: Buffers | None) -> list[int]:
         """Moves what autograd has left in the parameters into the buffer: by copy the first time, then by addition.
+
+        Args:
+            buffers: Where the buffer comes from; None: the chunk's own.
 
         Returns:
             1 for each member that had a gradient, else 0.
         """
-        buffer = self._buffer()
+        buffer = self._buffer(buffers)
         gradients = [member.parameter.grad for member in self.members]
         places = self._places
         here = [(place, gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
@@ -135,10 +141,14 @@ class Chunk:
             member.parameter.grad = None
         return [int(gradient is not None) for gradient in gradients]
 
-    def _buffer(self) -> torch.Tensor:
+    def _buffer(self, buffers: Buffers | None) -> torch.Tensor:
         """The gradient buffer, and what it holds of earlier reductions put aside."""
         if self.gradient is None:
-            self.gradient = torch.empty(self.layout.size, dtype=self.reduce_dtype, device=self.share.device)
+            size, device = self.layout.size, self.share.device
+            if buffers is None:
+                self.gradient = torch.empty(size, dtype=self.reduce_dtype, device=device)
+            else:
+                self.gradient = buffers.take(size, self.reduce_dtype, device)
             for start, stop in self.layout.gaps:  # padding is summed with the rest, whatever was there before
                 self.gradient[start:stop].zero_()
             self._places = list(self.views(self.gradient))
@@ -148,7 +158,7 @@ class Chunk:
 
     def _earlier(self) -> torch.Tensor | None:
         """A copy of what the optimizer still holds of earlier reductions, as far as it is this rank's share."""
-        if not self.accumulates:
+        if all(each.tensor.grad is None for each in self.slices):
             return None
         low, high = self.layout.share(self.rank)
         earlier = torch.zeros(high - low, dtype=self.reduce_dtype, device=self.share.device)
@@ -158,17 +168,14 @@ class Chunk:
                 earlier[start - low : stop - low] = each.tensor.grad.view(-1)[start - each.start : stop - each.start]
         return earlier
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether the optimizer still holds the gradients of an earlier reduction, and new ones are added to them."""
-        return any(each.tensor.grad is not None for each in self.slices)
-
     def reduction_target(self, stage: int) -> torch.Tensor:
         """Where this rank's share of the sum goes: into the whole buffer, or, from stage 2 on, beside it."""
         low, high = self.layout.share(self.rank)
         if stage < 2 and self.gradient is not None:
             return self.gradient[low:high]
-        return torch.empty(high - low, dtype=self.reduce_dtype, device=self.share.device)
+        if self.share_gradient is None:
+            self.share_gradient = torch.empty(high - low, dtype=self.reduce_dtype, device=self.share.device)
+        return self.share_gradient
 
     @property
     def has_earlier(self) -> bool:
@@ -181,15 +188,17 @@ class Chunk:
             share.add_(self._held)
             self._held = None
 
-    def reduced_(self, stage: int, share: torch.Tensor) -> None:
+    def reduced_(self, stage: int, share: torch.Tensor, buffers: Buffers | None) -> None:
         """Takes in a reduction.
 
         Args:
             stage: Where gradients live.
             share: This rank's share of the sum.
+            buffers: Where the whole buffer goes back to; None: the chunk keeps it.
         """
         self.reduced = self.gradient if stage == 0 else share
-        if stage > 1:
+        if buffers is not None and self.gradient is not None:
+            buffers.give_back(self.gradient)
             self.gradient, self._places = None, []
         self._filled = False
 

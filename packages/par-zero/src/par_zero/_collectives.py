@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._buffers import Buffers
+
 
 class Handle:
     """A collective under way.
@@ -33,7 +35,9 @@ class Handle:
             finish()
 
 
-def reduce_scatter(flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, scale: float) -> Handle:
+def reduce_scatter(
+    flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, scale: float, buffers: Buffers
+) -> Handle:
     """Sums the ranks' buffers; each keeps its share.
 
     Its traffic is size * (N - 1) / N elements received by each rank.
@@ -43,14 +47,20 @@ def reduce_scatter(flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGr
         into: (n) elements: this rank's share of the sum, times `scale`. It may be a part of `flat`.
         group: The N ranks.
         scale: Such as 1 / N for the mean.
+        buffers: For what gloo receives.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return Handle([], lambda: _put(flat[: into.numel()], into, scale=scale))
     if _is_gloo(flat, group):
-        received = torch.empty_like(flat)
+        received = buffers.take(flat.numel(), flat.dtype, flat.device)
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
-        return Handle([work], lambda: _put(_sum(received.view(ranks, -1)), into, scale=scale))
+
+        def finish() -> None:
+            _put(_sum(received.view(ranks, -1)), into, scale=scale)
+            buffers.give_back(received)
+
+        return Handle([work], finish)
     total = torch.empty(flat.numel() // ranks, dtype=flat.dtype, device=flat.device)
     work = dist.reduce_scatter_tensor(total, flat, group=group, async_op=True)
     return Handle([work], lambda: _put(total, into, scale=scale))

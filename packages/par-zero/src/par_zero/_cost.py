@@ -16,16 +16,18 @@ class Memory:
         parameters: As the module uses them.
         gradients: As they are kept between reduction and step.
         optimizer: Its state, and its own copies of parameters.
+        buffers: What two chunks that are reduced at a time use, one pair after the other.
     """
 
     parameters: float
     gradients: float
     optimizer: float
+    buffers: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 def memory(  # noqa: PLR0913 - plain numbers, each with its default
@@ -37,8 +39,9 @@ def memory(  # noqa: PLR0913 - plain numbers, each with its default
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     slots: int = 2,
+    chunk: int = 0,
 ) -> Memory:
-    """Bytes of one rank after a step. During it, two units (stage 3), two chunks and what they receive are added.
+    """Bytes of one rank after a step on gloo. During it, stage 3 adds the parameters of two units.
 
     Args:
         stage: 0 to 3.
@@ -48,14 +51,18 @@ def memory(  # noqa: PLR0913 - plain numbers, each with its default
         param_dtype: Of the parameters in use; default: `dtype`.
         reduce_dtype: Of the gradients that are kept; default: `param_dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
+        chunk: Elements of a chunk, of which there are two or more; 0 leaves out the buffers, which do not grow with
+            the model. Other backends than gloo bring their own to receive into.
     """
     used, reduced = param_dtype or dtype, reduce_dtype or param_dtype or dtype
     shared = [1.0 if stage < first else 1.0 / ranks for first in (3, 2, 1)]
     copies = slots + (used != dtype)
+    buffers = 2 * ((stage > 1) + (stage > 0 or ranks > 2))  # whole gradients, and what a reduce-scatter receives
     return Memory(
         parameters=parameters * used.itemsize * shared[0],
         gradients=parameters * reduced.itemsize * shared[1],
         optimizer=parameters * dtype.itemsize * copies * shared[2],
+        buffers=chunk * reduced.itemsize * buffers,
     )
 
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ._buffers import Buffers
 from ._chunk import Chunk
 from ._collectives import Handle, all_gather, all_reduce, reduce_scatter
 
@@ -64,6 +65,8 @@ class Reducer:
         self.sync = True
         self._chunks, self._stage, self._groups = chunks, stage, groups
         self._at_end = at_end
+        self._gradients = Buffers() if stage > 1 else None  # whole gradients, from the first one to their reduction
+        self._received = Buffers()
         self._running = False
         self._any = False  # whether a gradient has arrived in this pass; it may be one for inputs alone
         self._launched = 0
@@ -128,7 +131,9 @@ class Reducer:
             self._completed(chunk)
 
     def _completed(self, chunk: Chunk) -> None:
-        self._used[chunk.number] |= torch.tensor(chunk.take_gradients(), dtype=torch.int32)
+        if self.sync and chunk.number == self._launched:
+            self._make_room()  # and have its buffer back
+        self._used[chunk.number] |= torch.tensor(chunk.take_gradients(self._gradients), dtype=torch.int32)
         self._complete.add(chunk.number)
         while self.sync and self._launched < len(self._chunks) and self._launched in self._complete:
             self._launch(self._chunks[self._launched])
@@ -136,11 +141,15 @@ class Reducer:
     def _launch(self, chunk: Chunk) -> None:
         """Begins to reduce a chunk. All ranks do so in one order, and have two under way at most."""
         self._launched += 1
-        if len(self._moving) == 2:
-            self._drain(self._moving.pop(0))
+        self._make_room()
         steps = self._reduction(chunk)
         self._moving.append(steps)
         self._handles[id(steps)] = next(steps)
+
+    def _make_room(self) -> None:
+        """Ends the older of two reductions."""
+        if len(self._moving) == 2:
+            self._drain(self._moving.pop(0))
 
     def _drain(self, steps: Iterator[Handle]) -> None:
         """Brings a reduction to its end."""
@@ -157,15 +166,15 @@ class Reducer:
         if self._stage == 0 and groups.pair and not chunk.has_earlier:
             yield all_reduce(gradient, groups.shards)
             gradient.mul_(groups.scale)
-            chunk.reduced_(self._stage, into)
+            chunk.reduced_(self._stage, into, self._gradients)
             return
-        yield reduce_scatter(gradient, into, groups.shards, scale=groups.scale)
+        yield reduce_scatter(gradient, into, groups.shards, scale=groups.scale, buffers=self._received)
         if groups.replicas is not None:
             yield all_reduce(into, groups.replicas)
         chunk.add_earlier_(into)
         if self._stage == 0:
             yield all_gather(gradient, into, groups.shards)
-        chunk.reduced_(self._stage, into)
+        chunk.reduced_(self._stage, into, self._gradients)
 
     def _finish(self) -> None:
         """The end of a backward pass."""

@@ -160,7 +160,7 @@ class ShardOptions:
     Args:
         units: At stage 3, what is gathered at a time; see `choose_units`. "auto": the items of ModuleLists and
             Sequentials.
-        bucket: Bytes of parameters that are reduced as one, such as 25_000_000.
+        bucket: Bytes of parameters that are reduced as one, such as 10_000_000.
         param_dtype: Of the parameters in use, such as torch.bfloat16; the optimizer keeps the original ones.
         reduce_dtype: Of gradients while they are added up over microbatches and ranks; default: the parameters'.
         reduce: "mean" or "sum" over the ranks.
@@ -171,7 +171,7 @@ class ShardOptions:
     """
 
     units: Units = "auto"
-    bucket: int = 25_000_000
+    bucket: int = 10_000_000
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reduce: str = "mean"
