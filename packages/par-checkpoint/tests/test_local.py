@@ -1,3 +1,4 @@
+import contextlib
 import os
 import resource
 import stat
@@ -31,7 +32,7 @@ def test_reads_whole_files_and_ranges(folder):
     assert folder.read("a") == b"0123456789"
     assert folder.read("a", 3) == b"3456789"
     assert folder.read("optimizer/b", 1, 2) == b"y"
-    with folder.open("a") as source:
+    with contextlib.closing(folder.open("a")) as source:
         into = bytearray(4)
         source.read_into(5, memoryview(into))
         assert source.size == 10

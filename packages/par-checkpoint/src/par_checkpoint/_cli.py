@@ -5,13 +5,14 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from ._convert_files import FORMATS, convert_checkpoint
+from ._directory import Place
 from ._errors import CheckpointError
-from ._inspect import Contents, inspect, read
+from ._found import Found, look
+from ._inspect import Contents, inspect, read_found
 from ._steps import prune, read_manifest, step_of
-from ._storage import open_folder
+from ._storage import Folder, open_folder
 from ._verify import verify
 
 
@@ -126,12 +127,13 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    one, other = inspect(given.a), inspect(given.b)
-    sections = [(one.tensors, other.tensors)] + ([(one.optimizer, other.optimizer)] if given.optimizer else [])
+    folders = open_folder(given.a), open_folder(given.b)
+    pair = [(folder, look(folder)) for folder in folders]
     different = 0
-    for mine, theirs in sections:
+    for section in ("model", "optimizer") if given.optimizer else ("model",):
+        mine, theirs = (found.places(section) for _, found in pair)
         for name in dict.fromkeys((*mine, *theirs)):
-            line = _difference(given, name, mine.get(name), theirs.get(name))
+            line = _difference(pair, name, mine.get(name), theirs.get(name))
             if line is not None:
                 _say(line)
                 different += 1
@@ -139,13 +141,15 @@ def _diff(given: argparse.Namespace) -> int:
     return int(bool(different))
 
 
-def _difference(given: argparse.Namespace, name: str, mine: Any, theirs: Any) -> str | None:
+def _difference(
+    pair: Sequence[tuple[Folder, Found]], name: str, mine: Place | None, theirs: Place | None
+) -> str | None:
     """One line if a tensor differs, else None."""
     if mine is None or theirs is None:
-        return f"{name}: only in {given.a if theirs is None else given.b}"
+        return f"{name}: only in {pair[mine is None][0].url}"
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
         return f"{name}: {mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
-    a, b = read(given.a, name).double(), read(given.b, name).double()
+    a, b = (read_found(folder, found, name).double() for folder, found in pair)
     count = int((a != b).sum() - (a.isnan() & b.isnan()).sum())
     if count == 0:
         return None

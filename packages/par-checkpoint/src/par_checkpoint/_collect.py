@@ -1,6 +1,6 @@
 """What this rank brings to a save: entries of model and optimizer, and the encoded rest."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +59,14 @@ def collect(
     layout = options.layout or {}
     every = [*found.tensors, *found.tied]
     names = rename(options.names, every)
-    shapes = {name: tuple(sharding_in(name, tensor, layout).shape) for name, tensor in found.tensors.items()}
+    shardings = {name: sharding_in(name, tensor, layout) for name, tensor in found.tensors.items()}
+    shapes = {name: tuple(each.shape) for name, each in shardings.items()}
     convert = options.convert or usual_conversion(model, shapes)
     entries = [
-        entry
+        Entry(key=key_of("model", each.name), dtype=dtype, sharding=each.sharding, local=local_of(tensor))
         for name, tensor in found.tensors.items()
-        for entry in _entries(names[name], name, tensor, layout, options.dtype, convert)
+        for dtype in [_dtype_on_disk(name, tensor, options.dtype)]
+        for each in segments_on_disk(name, shardings[name], convert, names[name])
     ]
     slots = None
     if optimizer is not None:
@@ -102,8 +104,10 @@ def check_layout(ranks: Ranks, layout: Mapping[str, Sharding] | None, model: Mod
     Raises:
         ValueError: Naming one that none has; on every rank.
     """
-    found = model_state({} if model is None else model)
-    known = {*found.tensors, *found.tied}
+    known: set[str] = set()
+    if layout:
+        found = model_state({} if model is None else model)
+        known = {*found.tensors, *found.tied}
     every = ranks.gather((sorted(set(layout or ()) - known), sorted(set(layout or ()) & known)))
     unknown = {name for lacking, _ in every for name in lacking} - {name for _, having in every for name in having}
     if unknown:
@@ -116,20 +120,10 @@ def usual_conversion(model: Model | None, shapes: Mapping[str, tuple[int, ...]])
     return conversion_of(inner, shapes) if isinstance(inner, nn.Module) else None
 
 
-def _entries(
-    key: str,
-    name: str,
-    tensor: torch.Tensor,
-    layout: Mapping[str, Sharding],
-    dtype: torch.dtype | None,
-    convert: Convert | None,
-) -> Iterator[Entry]:
+def _dtype_on_disk(name: str, tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device and has no values to save; materialise the model first")
-    sharding, local = sharding_in(name, tensor, layout), local_of(tensor)
-    on_disk = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    for segment in segments_on_disk(name, sharding, convert, key):
-        yield Entry(key=key_of("model", segment.name), dtype=on_disk, sharding=segment.sharding, local=local)
+    return wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _calls_itself_whole(tensor: torch.Tensor, name: str, layout: Mapping[str, Sharding]) -> bool:

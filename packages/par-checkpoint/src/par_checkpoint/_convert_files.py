@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ._errors import CheckpointError
-from ._inspect import look_at_all, read
+from ._found import look
+from ._inspect import read_found
 from ._pickled import load_object
 from ._save import save
 from ._storage import open_folder
@@ -64,8 +65,9 @@ def _tensors(source: str) -> dict[str, torch.Tensor]:
         return dict(_flat(load_object(Path(source))))
     if (Path(source) / ".metadata").is_file():
         return dict(_flat(_read_dcp(source)))
-    found = look_at_all(open_folder(source))
-    tensors = {name: read(source, name) for name in found.places("model")}
+    folder = open_folder(source)
+    found = look(folder)
+    tensors = {name: read_found(folder, found, name) for name in found.places("model")}
     return {**tensors, **{name: tensors[stored] for name, stored in found.tied.items()}}
 
 
@@ -83,10 +85,8 @@ def _read_dcp(source: str) -> dict[str, Any]:
     }
     load(state, checkpoint_id=source, no_dist=True)
     nested: dict[str, Any] = {}
-    for (
-        name,
-        tensor,
-    ) in state.items():  # {"model": state dict} was flattened; where the path is known, it is nested again
+    for name, tensor in state.items():
+        # {"model": state dict} was flattened; where the path is known, it is nested again
         first, *rest = (metadata.planner_data or {}).get(name, (name,))
         if rest:
             nested.setdefault(first, {})[".".join(map(str, rest))] = tensor

@@ -19,7 +19,7 @@ def joined(first: int, second: int, size: int) -> int:
         second: Checksum of the second.
         size: Bytes of the second.
     """
-    return _product(_power(size), first) ^ second
+    return _product(_power(size), first) ^ second if first else second
 
 
 @lru_cache(maxsize=4096)

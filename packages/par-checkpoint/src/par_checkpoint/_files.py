@@ -1,5 +1,6 @@
 """Where every tensor lies: files, offsets, and the blocks that files are cut into."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,11 +38,6 @@ class File:
     size: int
     placed: tuple[tuple[int, int, int], ...]
     block: int = BLOCK
-
-    @property
-    def block_count(self) -> int:
-        """The number of blocks of its data."""
-        return -(-(self.size - self.data_begin) // self.block)
 
 
 def lay_out(tensors: Sequence[Held], limit: int) -> list[File]:
@@ -117,7 +113,4 @@ def _file(name: str, section: str, numbers: Mapping[str, int], tensors: Sequence
 
 
 def _bytes(held: Held) -> int:
-    count = held.dtype.itemsize
-    for length in held.shape:
-        count *= length
-    return count
+    return held.dtype.itemsize * math.prod(held.shape)

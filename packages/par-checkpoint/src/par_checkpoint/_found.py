@@ -11,7 +11,8 @@ from safetensors.torch import load as from_safetensors
 
 from ._directory import Directory, Place, check_index, read_directory
 from ._errors import CheckpointError, CorruptError
-from ._finish import SIDE_FILE
+from ._files import STEMS
+from ._finish import INDEX, SIDE_FILE
 from ._index import decode_index
 from ._manifest import MANIFEST, Manifest, blocks_of, decode_manifest
 from ._pickled import load_object, load_pickle
@@ -70,13 +71,15 @@ class Found:
         return {name for names, _ in self.groups() for name in names}
 
 
-def look(folder: Folder, *, model: bool, optimizer: bool, variant: str | None = None) -> Found:
+def look(
+    folder: Folder, *, model: bool | None = None, optimizer: bool | None = None, variant: str | None = None
+) -> Found:
     """Reads everything but the tensors, and checks it.
 
     Args:
         folder: The checkpoint's.
-        model: Whether the model's files are wanted.
-        optimizer: Whether the optimizer's are.
+        model: Whether the model's files are wanted; None: if there are any.
+        optimizer: Whether the optimizer's are; None: if there are any.
         variant: Of the files of others.
 
     Raises:
@@ -90,26 +93,35 @@ def look(folder: Folder, *, model: bool, optimizer: bool, variant: str | None = 
     manifest = decode_manifest(folder.read(MANIFEST)) if MANIFEST in sizes else None
     if manifest is not None:
         check_sizes(folder, manifest, sizes)
-    elif optimizer:
-        raise CheckpointError(
-            f"{folder.url!r} has no {MANIFEST}, so it was not saved here and has no optimizer state; pass no optimizer"
-        )
-    if optimizer and manifest is not None and manifest.optimizer is None:
-        raise CheckpointError(f"{folder.url!r} was saved without an optimizer; pass none")
+    if model is None:
+        model = manifest is None or any(name.startswith(STEMS["model"]) for name in manifest.files)
+    optimizer = _has_optimizer(folder, manifest, wanted=optimizer)
     side = _side(folder, manifest)
     if manifest is not None and manifest.style == "torch":
         return _found_objects(folder, manifest, side, sizes, wanted=[("model", model), ("optimizer", optimizer)])
     directories = {}
     if model:
         directories["model"] = read_directory(folder, variant=variant, manifest=manifest)
-    if optimizer and "optimizer/optimizer.safetensors.index.json" in sizes:
-        directories["optimizer"] = read_directory(folder, stem="optimizer/optimizer", manifest=manifest)
+    if optimizer and INDEX["optimizer"] in sizes:
+        directories["optimizer"] = read_directory(folder, stem=STEMS["optimizer"], manifest=manifest)
     _check_pickled(folder, directories.values())
     pickled = {section: each.pickles for section, each in directories.items() if each.pickles}
     for section in pickled:
         del directories[section]
     whole = {section: _places(tensors_of(folder, section, names)) for section, names in pickled.items()}
     return Found(manifest=manifest, directories=directories, pickled=pickled, whole=whole, side=side)
+
+
+def _has_optimizer(folder: Folder, manifest: Manifest | None, *, wanted: bool | None) -> bool:
+    """Whether the optimizer's files are to be read."""
+    if wanted and manifest is None:
+        raise CheckpointError(
+            f"{folder.url!r} has no {MANIFEST}, so it was not saved here and has no optimizer state; pass no optimizer"
+        )
+    saved = manifest is not None and manifest.optimizer is not None
+    if wanted and not saved:
+        raise CheckpointError(f"{folder.url!r} was saved without an optimizer; pass none")
+    return saved if wanted is None else wanted
 
 
 def _check_pickled(folder: Folder, directories: Iterable[Directory]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -69,7 +70,7 @@ def inspect(path: Path) -> Contents:
         CorruptError: Headers, index or manifest are not what was written.
     """
     folder = open_folder(path)
-    found = look_at_all(folder)
+    found = look(folder)
     manifest = found.manifest
     return Contents(
         path=folder.url,
@@ -101,7 +102,11 @@ def read(path: Path, name: str, box: Box | None = None) -> torch.Tensor:
         ValueError: A box that leaves the tensor.
     """
     folder = open_folder(path)
-    found = look_at_all(folder)
+    return read_found(folder, look(folder), name, box)
+
+
+def read_found(folder: Folder, found: Found, name: str, box: Box | None = None) -> torch.Tensor:
+    """The same, of a checkpoint that was looked at."""
     section = next((each for each in ("model", "optimizer") if name in found.places(each)), None)
     if section is None:
         stored = found.tied.get(name)
@@ -116,21 +121,9 @@ def read(path: Path, name: str, box: Box | None = None) -> torch.Tensor:
         index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
         return tensors_of(folder, section, found.pickled[section])[name][index].clone()
     tensor = torch.empty(size, dtype=place.dtype)
-    with folder.open(place.file) as source:
+    with closing(folder.open(place.file)) as source:
         _read_box(source, place, start, tensor)
     return tensor
-
-
-def look_at_all(folder: Folder) -> Found:
-    """Everything that a checkpoint has."""
-    found = look(folder, model=False, optimizer=False)
-    optimizer = found.manifest is not None and found.manifest.optimizer is not None
-    return look(folder, model=found.manifest is None or _has_model(found), optimizer=optimizer)
-
-
-def _has_model(found: Found) -> bool:
-    files = found.manifest.files if found.manifest is not None else ()
-    return any(name.startswith("model") for name in files)
 
 
 def _read_box(source: Source, place: Place, start: tuple[int, ...], into: torch.Tensor) -> None:

@@ -31,8 +31,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ._errors import CheckpointError, CorruptError
 from ._manifest import MANIFEST
@@ -87,7 +85,7 @@ class LocalFolder:
         return found
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        with self.open(name) as source:
+        with contextlib.closing(self.open(name)) as source:
             data = bytearray((source.size if end is None else end) - begin)
             source.read_into(begin, memoryview(data))
         return bytes(data)
@@ -315,6 +313,8 @@ class LocalStaging:
 class LocalSource:
     """See `Source`. Threads may read at once."""
 
+    stride = 1 << 19  # what was read is still in the core's cache for the checksum
+
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
@@ -334,14 +334,6 @@ class LocalSource:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class LocalWriter:

@@ -35,8 +35,10 @@ class Holders:
         self.mine = self.box[held.ranks == rank].tolist()
         self.whole = len(held) == 1 and tuple(held.sizes[0].tolist()) == held.shape
         strides = torch.tensor(self.strides, dtype=torch.int64)
-        self._first = (held.starts * strides).sum(1).tolist()  # of each box, in row-major order
-        self._reached = ((self.stops - 1) * strides).sum(1).cummax(0).values.tolist()  # by it and all before it
+        first, last = (held.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)  # in row-major order
+        self.flat = bool((last - first + 1 == held.sizes.prod(1)).all())  # every box is one run of elements
+        self._first = first.tolist()
+        self._reached = last.cummax(0).values.tolist()  # by each box and all before it
 
     def within(self, start: int, stop: int) -> "Overlap":
         """Who holds how much of the row-major elements start .. stop - 1."""

@@ -1,5 +1,6 @@
 """Copying pieces between local tensors, blocks, and the buffers that ranks send each other."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -111,7 +112,4 @@ class Local:
         return sum((n - 1) * stride for n, stride in zip(piece.size, strides, strict=True)) + 1
 
     def _bytes(self, piece: Piece) -> int:
-        count = self.tensors[piece.tensor].dtype.itemsize
-        for length in piece.size:
-            count *= length
-        return count
+        return self.tensors[piece.tensor].dtype.itemsize * math.prod(piece.size)

@@ -157,21 +157,25 @@ class Planner:
 
     def _parts(self, shares: Sequence["_Share"], block: Block) -> list[tuple[Block, int, list[Piece]]]:
         """A block that ranks hold in a few runs of bytes: each run and who writes it. Else nothing."""
-        if self._alone or self._owners or sum(len(share.overlap.boxes) for share in shares) > _RUNS:
+        if self._alone or self._owners or not all(share.overlap.holders.flat for share in shares):
+            return []
+        if sum(len(share.overlap.boxes) for share in shares) > _RUNS:
             return []
         runs: list[tuple[int, list[tuple[Piece, Span]]]] = []
         end = 0
         for share in shares:
             for box in share.overlap.boxes:
+                found = []
+                for piece in share.pieces(box, -1, -1):
+                    span = share.run(piece)
+                    if span.at != end:  # boxes overlap
+                        return []
+                    end += share.bytes(span)
+                    found.append((piece, span))
                 owner = self._giver(share.overlap.held.holders(box), runs[-1][0] if runs else -1)
                 if not runs or runs[-1][0] != owner:
                     runs.append((owner, []))
-                for piece in share.pieces(box, owner, owner):
-                    span = share.run(piece)
-                    if span is None or span.at != end:
-                        return []
-                    end += share.bytes(span)
-                    runs[-1][1].append((piece, span))
+                runs[-1][1].extend(found)
         if end != block.size:
             return []
         ends = [run[0][1].at for _, run in runs[1:]] + [end]
@@ -183,7 +187,9 @@ class Planner:
         first = run[0][1].at
         spans = tuple(replace(span, at=span.at - first) for _, span in run)
         part = Block(file=block.file, begin=block.begin + first, end=block.begin + stop, spans=spans)
-        return part, owner, [replace(piece, at=piece.at - first) for piece, _ in run if owner == self._rank]
+        if owner != self._rank:
+            return part, owner, []
+        return part, owner, [replace(piece, at=piece.at - first, source=owner, to=owner) for piece, _ in run]
 
     def _giver(self, holders: torch.Tensor, before: int) -> int:
         """Of some replicas the one that gives what comes before, else the one with the least in hand."""
@@ -279,14 +285,10 @@ class _Share:
             at = self.span.at + (first - self.span.start) * width
             yield Piece(tensor=self.span.tensor, start=start, size=size, at=at, source=source, to=to)
 
-    def run(self, piece: Piece) -> Span | None:
-        """A piece as a run of elements, if it is one."""
-        count = math.prod(piece.size)
-        strides = self.overlap.holders.strides
-        if sum((n - 1) * stride for n, stride in zip(piece.size, strides, strict=True)) + 1 != count:
-            return None
+    def run(self, piece: Piece) -> Span:
+        """A piece of a flat box, which is one run of elements."""
         start = self.span.start + (piece.at - self.span.at) // self.overlap.held.dtype.itemsize
-        return Span(tensor=self.span.tensor, start=start, stop=start + count, at=piece.at)
+        return Span(tensor=self.span.tensor, start=start, stop=start + math.prod(piece.size), at=piece.at)
 
     def bytes(self, span: Span) -> int:
         """Bytes of some of its elements."""

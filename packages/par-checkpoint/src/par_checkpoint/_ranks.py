@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from crc32c import crc32c
 
 from ._bytes import bytes_of
 from ._errors import CheckpointError
@@ -63,16 +64,24 @@ class Ranks:
         return dist.ProcessGroupGloo(prefixed, self.rank, self.size, self._timeout)
 
     def gather(self, value: Value) -> list[Value]:
-        """The value of every rank, by rank. All-gather of pickled bytes, twice: their lengths, then they."""
+        """The value of every rank, by rank. All-gather of pickled bytes, twice: lengths and checksums, then they.
+
+        Raises:
+            RuntimeError: Another rank is gone. gloo has been seen to tell so by a message that was never filled.
+        """
         if self._gloo is None:
             return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor([data.numel()]))
-        longest = int(lengths.max())
+        data = pickle.dumps(value)
+        heads = self._all_gather(torch.tensor(_head(data))).view(self.size, -1).tolist()
+        longest = max(_checked(head, rank) for rank, head in enumerate(heads))
         mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: data.numel()] = data
+        bytes_of(mine)[: len(data)] = data
         parts = bytes_of(self._all_gather(mine))
-        return [pickle.loads(parts[r * longest : r * longest + n]) for r, n in enumerate(lengths.tolist())]  # noqa: S301 - from ranks
+        found = [parts[rank * longest : rank * longest + head[0]] for rank, head in enumerate(heads)]
+        for rank, (each, head) in enumerate(zip(found, heads, strict=True)):
+            if crc32c(each) != head[1]:
+                raise _broken(rank)
+        return [pickle.loads(each) for each in found]  # noqa: S301 - from ranks
 
     def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
         every = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
@@ -120,6 +129,24 @@ class Ranks:
     def receive(self, buffer: torch.Tensor, source: int) -> Transfer:
         """Begins to receive what that rank sends next into a contiguous uint8 tensor."""
         return Transfer(self._gloo.recv([buffer], source, 0), self._timeout)
+
+
+def _head(data: bytes) -> list[int]:
+    """Length and checksum of a message, and a checksum of the two."""
+    size, crc = len(data), crc32c(data)
+    return [size, crc, crc32c(b"%d %d" % (size, crc))]
+
+
+def _checked(head: list[int], rank: int) -> int:
+    """The length that a rank's head says."""
+    size, crc, check = head
+    if crc32c(b"%d %d" % (size, crc)) != check:
+        raise _broken(rank)
+    return size
+
+
+def _broken(rank: int) -> RuntimeError:
+    return RuntimeError(f"the message of rank {rank} never arrived whole: a rank of the group is gone; start anew")
 
 
 def _gloo_of(group: dist.ProcessGroup) -> Any:

@@ -145,9 +145,11 @@ class _Reader:
         source, crcs = self._sources[file.name], self._reading.crcs.get(file.name)
         begin, crc = block.begin, 0
         for memory in map(bytes_of, into):
-            source.read_into(begin, memory)
-            begin += len(memory)
-            crc = crc if crcs is None else crc32c(memory, crc)
+            for low in range(0, len(memory), source.stride):
+                part = memory[low : low + source.stride]
+                source.read_into(begin, part)
+                begin += len(part)
+                crc = crc if crcs is None else crc32c(part, crc)
         if crcs is not None:
             self._check(file, block, crc, crcs)
         self._reading.progress(block.size)

@@ -18,8 +18,7 @@ replaced may find that files disappear, and tries again.
 
 import contextlib
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -62,7 +61,7 @@ class RemoteFolder:
         return {name: size for name, size in files.items() if "/" not in name or name.rpartition("/")[0] == "optimizer"}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        with self.open(name) as source:
+        with contextlib.closing(self.open(name)) as source:
             data = bytearray((source.size if end is None else end) - begin)
             source.read_into(begin, memoryview(data))
         return bytes(data)
@@ -251,6 +250,8 @@ class RemoteStaging:
 class RemoteSource:
     """See `Source`."""
 
+    stride = 1 << 30  # each reading is a request
+
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         try:
@@ -267,14 +268,6 @@ class RemoteSource:
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class RemoteWriter:

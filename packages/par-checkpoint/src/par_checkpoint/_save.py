@@ -142,10 +142,10 @@ def save(  # noqa: PLR0913 - what, where, with whom, how
     job = _job(session, folder, content, chosen, style, overwrite=overwrite)
     handle = Save(folder.url, session.timeout)
     if chosen.async_ and style == "huggingface":
-        plan, memory = job.prepared.plan, session.memory
-        snapshot = _or_discard(
-            ranks, job.staging, lambda: ranks.agree(lambda: Snapshot(plan, job.local, ranks.rank, memory))
+        copy = partial(
+            Snapshot, job.prepared.plan, job.local, ranks.rank, memory=session.memory, threads=chosen.threads
         )
+        snapshot = _or_discard(ranks, job.staging, lambda: ranks.agree(copy))
         session.memory, session.pending = snapshot.memory, handle
         handle._start(partial(_write, job, session.background, snapshot))
     else:

@@ -2,8 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from ._local import LocalFolder
 
@@ -39,17 +38,14 @@ class Source(Protocol):
     """A file that is being read."""
 
     size: int
+    stride: int
+    """Bytes to read at a time, where something is done with them right after."""
 
     def read_into(self, begin: int, view: memoryview) -> None:
         """Fills the view with the bytes from `begin` on; raises CorruptError if the file ends before."""
 
     def close(self) -> None:
         """Ends it; again is harmless."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 class Writer(Protocol):

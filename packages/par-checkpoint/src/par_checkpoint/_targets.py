@@ -11,7 +11,7 @@ from par_groups import Sharding, whole
 
 from ._collect import Model, segments_on_disk, usual_conversion
 from ._directory import Place
-from ._entry import Entry, key_of
+from ._entry import Entry, key_of, name_of
 from ._model import local_of, materialise_, model_state, sharding_in
 from ._names import Names, rename
 from ._optimizer import MASTER, Naming, Packed, slot_sharding
@@ -112,7 +112,7 @@ def _match(
     cast_to: torch.dtype | None,
 ) -> None:
     """Notes one tensor as something to fill, or what is wrong with it."""
-    name = key.partition(":")[2]
+    name = name_of(key)
     place = places.get(name)
     if place is None:
         targets.missing.append(name)

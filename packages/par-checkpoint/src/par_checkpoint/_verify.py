@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -14,7 +15,6 @@ from ._directory import Place
 from ._errors import CheckpointError, CorruptError, corrupt_block
 from ._files import BLOCK
 from ._found import Found, check_sizes, look, tensors_of
-from ._inspect import look_at_all
 from ._manifest import MANIFEST, FileRecord, blocks_of, decode_manifest
 from ._ranks import Ranks, attempt
 from ._storage import Folder, open_folder
@@ -52,7 +52,7 @@ def verify(path: str | PathLike[str], deep: bool = True) -> list[str]:
 def _look(folder: Folder) -> Found:
     """Everything but the insides of files that torch.load opens: their checksums are looked at first."""
     found = look(folder, model=False, optimizer=False)
-    return found if found.manifest is not None and found.manifest.style == "torch" else look_at_all(folder)
+    return found if found.manifest is not None and found.manifest.style == "torch" else look(folder)
 
 
 def _wrong_alone(folder: Folder, *, deep: bool) -> list[str]:
@@ -118,7 +118,7 @@ def wrong_blocks(
     if record.data_begin:
         ranges.insert(0, (-1, 0, record.data_begin))
         expected[-1] = record.header_crc
-    with folder.open(name) as source, ThreadPoolExecutor(threads) as pool:
+    with closing(folder.open(name)) as source, ThreadPoolExecutor(threads) as pool:
 
         def is_wrong(block: Range) -> bool:
             number, begin, end = block

@@ -11,7 +11,7 @@ import torch
 from crc32c import crc32c
 
 from ._buffers import Pool
-from ._bytes import bytes_of, copy_elements_
+from ._bytes import bytes_of, copy_elements_, join_
 from ._exchange import Room, by_peer, exchange, rounds
 from ._files import BLOCK, File
 from ._pieces import Local
@@ -54,9 +54,10 @@ class Snapshot:
         local: What this rank holds.
         rank: This rank.
         memory: Bytes to copy into; made anew if they are too few.
+        threads: How many copy.
     """
 
-    def __init__(self, plan: Plan, local: Local, rank: int, memory: torch.Tensor | None) -> None:
+    def __init__(self, plan: Plan, local: Local, rank: int, memory: torch.Tensor | None, threads: int) -> None:
         self._local, self._rank = local, rank
         outgoing = {
             (task.rank, task.turn): [piece for piece in task.pieces if piece.to != rank] for task in plan.others
@@ -65,7 +66,11 @@ class Snapshot:
         needed = sum(_aligned(task.block.size) for task in plan.mine) + sum(map(_aligned, sent.values()))
         self.memory = memory if memory is not None and memory.numel() >= needed else _touched(needed)
         self._used = 0
-        self.blocks = {task.turn: self._copied(task) for task in plan.mine}
+        with ThreadPoolExecutor(threads, thread_name_prefix="par-checkpoint-copy") as pool:
+            jobs = [(task.turn, *self._copied(task, pool)) for task in plan.mine]
+        for job in (job for _, _, job in jobs if job is not None):
+            job.result()
+        self.blocks = {turn: block for turn, block, _ in jobs}
         self._packed = {key: self._pack(outgoing[key], size) for key, size in sent.items()}
 
     def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
@@ -77,10 +82,15 @@ class Snapshot:
             begin += part.numel()
         return buffer
 
-    def _copied(self, task: Task) -> torch.Tensor:
+    def _copied(self, task: Task, pool: ThreadPoolExecutor) -> tuple[torch.Tensor, Future[None] | None]:
+        """A block with this rank's pieces in it, as soon as its job, if there is one, is done."""
         block = self._take(task.block.size)
-        self._local.to_block_((piece for piece in task.pieces if piece.source == self._rank), block)
-        return block
+        own = [piece for piece in task.pieces if piece.source == self._rank]
+        runs = self._local.direct(own, task.block.size)
+        if runs is not None:  # threads of torch would wait for each other at every block
+            return block, pool.submit(join_, block, runs)
+        self._local.to_block_(own, block)
+        return block, None
 
     def _pack(self, pieces: Sequence[Piece], size: int) -> torch.Tensor:
         return _pack(self._local, pieces, self._take(size))

@@ -75,6 +75,7 @@ def load_model(path: str | Path) -> GPT:
     Raises:
         ValueError: There is no checkpoint, or its format is not this version's.
     """
+    load_state(Path(path))
     model = GPT(load_options_of(Path(path)).model, seed=None)
     load(path, model=model)
     return model
@@ -84,9 +85,8 @@ def load_options_of(path: Path) -> Options:
     """The options that a checkpoint was trained with.
 
     Raises:
-        ValueError: As `load_model`.
+        ValueError: Its config cannot be read, or its format is not this version's.
     """
-    load_state(path)
     file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
