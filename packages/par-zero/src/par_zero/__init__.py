@@ -1,7 +1,8 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
 from ._cost import Memory, memory, traffic
-from ._shard import ShardOptions, no_sync, reset, shard, summon
+from ._options import ShardOptions
+from ._shard import no_sync, reset, shard, summon
 
 __version__ = "0.1.0"
 

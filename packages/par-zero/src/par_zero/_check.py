@@ -1,0 +1,94 @@
+"""What cannot be sharded, and what differs between the ranks: said on all of them, before anything is changed."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ._chunk import Member
+from ._options import ShardOptions
+from ._step import works_flat
+
+T = TypeVar("T")
+
+ENGINE = "par_zero"
+"""The attribute of a sharded module that holds its engine."""
+
+
+def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: ShardOptions) -> None:
+    """Raises ValueError for what cannot be sharded, as this rank sees it."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage is {stage!r}; it can be 0, 1, 2 or 3")
+    if any(ENGINE in each.__dict__ for each in module.modules()):
+        raise ValueError("the module, or a part of it, is sharded already; shard once")
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name!r} is on the meta device; materialise it first, or load a checkpoint into it")
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            raise ValueError(f"{name!r} has dtype {parameter.dtype}, which has no gradients; make it a buffer")
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"{name!r} is a DTensor; shard plain parameters, with a par_groups.Sharding if they are cut"
+            )
+    if optimizer is not None:
+        _check_optimizer(module, optimizer, options)
+
+
+def _check_optimizer(module: nn.Module, optimizer: Optimizer, options: ShardOptions) -> None:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    kind = type(optimizer).__name__
+    if optimizer.state:
+        raise ValueError(f"the {kind} has stepped already; shard first, then load its state from a checkpoint")
+    for number, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise ValueError(f"param_groups[{number}].params[{i}] of the {kind} is no parameter of the module")
+        for key, value in group.items():
+            if isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"param_groups[{number}][{key!r}] of the {kind} is NaN; give a number")
+    if not options.atomic and optimizer.param_groups and not works_flat(optimizer, optimizer.param_groups[0]):
+        raise ValueError(
+            f"{kind} does not treat each element by itself, so its parameters cannot be cut; pass atomic=True, which "
+            "keeps each whole on one rank"
+        )
+
+
+def described(members: Sequence[Member], unit_of: Mapping[nn.Parameter, int], stage: int, options: ShardOptions) -> str:
+    """What all ranks must have alike."""
+    parts = [
+        (each.names, tuple(each.shape), str(each.parameter.dtype), each.group, unit_of[each.parameter])
+        for each in members
+    ]
+    fields = (stage, options.bucket, options.param_dtype, options.reduce_dtype, options.reduce, options.atomic)
+    return repr((fields, parts))
+
+
+def agree(problem: Exception | None, text: str, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
+    """Raises on every rank if any has a problem, or if they are about to make different chunks."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    said = f"!{type(problem).__name__}: {problem}" if problem else digest
+    every = dict(gathered((dist.get_rank(), said), group))
+    if replicas is not None:  # whose other groups know of their own ranks
+        every = {rank: word for each in gathered(every, replicas) for rank, word in each.items()}
+    if problem is not None:
+        raise problem
+    for rank in sorted(every):
+        if every[rank].startswith("!"):
+            raise ValueError(f"rank {rank}: {every[rank][1:]}")
+    different = [rank for rank in sorted(every) if every[rank] != every[min(every)]]
+    if different:
+        raise ValueError(
+            f"ranks {different} have other parameters, shapes, dtypes, param groups or options than rank {min(every)}; "
+            "build the same model and optimizer on all"
+        )
+
+
+def gathered(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """What each rank of a group says; all-gather of small objects."""
+    every: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return [each for each in every if each is not None]

@@ -1,0 +1,140 @@
+"""The engine of a sharded module: what happens around its forward, backward and step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ._chunk import Chunk
+from ._collectives import Handle, all_gather
+from ._engine import Groups, Reducer
+from ._gather import Gatherer, Unit, tensors_of
+from ._step import Unmoved, rewire_
+
+
+class Zero:
+    """The engine of a sharded module.
+
+    Args:
+        module: The module.
+        optimizer: Of its parameters, or None.
+        chunks: That hold them.
+        stage: 0 to 3.
+        groups: Who shares.
+        units: At stage 3, by number: a module that is gathered for itself.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        chunks: Sequence[Chunk],
+        stage: int,
+        groups: Groups,
+        units: Sequence[Unit],
+    ) -> None:
+        self.module, self.optimizer, self.stage, self.groups = module, optimizer, stage, groups
+        self.chunks = tuple(chunks)
+        trained = [chunk for chunk in chunks if chunk.trained]
+        for number, chunk in enumerate(trained):
+            chunk.number = number
+        self.gatherer = Gatherer(module, units, groups.shards) if stage == 3 else None
+        self.reducer = Reducer(trained, stage, groups, self.gatherer.end_backward if self.gatherer else None)
+        self._trained = trained
+        self._unmoved: Unmoved | None = None
+        if optimizer is not None:
+            rewire_(optimizer, trained, stage)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+            optimizer.__dict__["zero_grad"] = self.zero_grad
+        module.__dict__.update(zero_grad=self.zero_grad, no_sync=self.no_sync)
+        module.register_forward_hook(torch.compiler.disable(self._expect_backward))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `par_zero.no_sync`. At stage 3 what is gathered stays so, until gradients are reduced."""
+        with self.reducer.no_sync(), nullcontext() if self.gatherer is None else self.gatherer.kept():
+            yield
+
+    @contextmanager
+    def summon(self) -> Iterator[None]:
+        """See `par_zero.summon`. Where the optimizer has copies of more digits, only what was written is rounded."""
+        before = [(chunk, self._mine(chunk).clone()) for chunk in self.chunks if chunk.master.dtype != chunk.flat.dtype]
+        try:
+            with nullcontext() if self.gatherer is None else self.gatherer.summon():
+                yield
+        finally:
+            for chunk, old in before:
+                new = self._mine(chunk)
+                chunk.master.copy_(torch.where(new == old, chunk.master, new))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, those too that wait under `no_sync`. The module's, and the optimizer's, are this."""
+        self.reducer.forget()
+        if self.optimizer is not None:
+            type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+
+    def reset(self) -> None:
+        """See `par_zero.reset`."""
+        self.reducer.reset()
+        if self.gatherer is not None:
+            self.gatherer.free_all()
+
+    def refresh(self, *_: Any) -> None:
+        """Parameters were written from outside: the optimizer's own copies follow."""
+        for chunk in self.chunks:
+            if chunk.master is not chunk.share and self.stage:
+                chunk.master.copy_(chunk.share)
+            elif chunk.master is not chunk.flat and not self.stage:
+                chunk.master.copy_(chunk.flat)
+
+    def _expect_backward(self, _: nn.Module, __: Any, output: Any) -> None:
+        """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
+        tensors = [each for each in tensors_of(output) if each.requires_grad]
+        if tensors and torch.is_grad_enabled():
+            torch.autograd.graph.register_multi_grad_hook(tensors, self.reducer.start, mode="any")
+
+    def _before_step(self, optimizer: Optimizer, args: Any, keywords: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Notes what must not move; with a closure, when that has made the gradients."""
+
+        def prepare() -> None:
+            self._unmoved = Unmoved(optimizer, self._trained, self.reducer.unused())
+
+        given = dict(zip(("self", "closure"), args, strict=False)) | keywords
+        closure = given.pop("closure", None)
+        if closure is None:
+            prepare()
+            return None
+
+        def closed() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            prepare()
+            return loss
+
+        return (given.pop("self"), closed), given
+
+    def _after_step(self, *_: Any) -> None:
+        if self._unmoved is not None:
+            self._unmoved.restore_()
+        self._unmoved = None
+        with torch.no_grad():
+            handles = [self._publish(chunk) for chunk in self._trained]
+        for handle in handles:
+            handle.wait()
+        if self.gatherer is not None:
+            self.gatherer.free_all()
+
+    def _mine(self, chunk: Chunk) -> torch.Tensor:
+        """The parameters of which the optimizer holds copies."""
+        return chunk.flat if self.stage == 0 else chunk.share
+
+    def _publish(self, chunk: Chunk) -> Handle:
+        """Brings what the optimizer has updated to the parameters."""
+        mine = self._mine(chunk)
+        if chunk.master is not mine:
+            mine.copy_(chunk.master)
+        return all_gather(chunk.flat, chunk.share, self.groups.shards) if self.stage in (1, 2) else Handle([])
