@@ -441,3 +441,26 @@ def test_what_is_written_inside_summon_stays(stage):
         train(module, optimizer, [[data]])
         for each in whole(module).values():  # AdamW's first step is lr at most, and decay
             torch.testing.assert_close(each.float(), torch.full_like(each.float(), 0.25), rtol=0, atol=0.012)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_no_sync_that_is_entered_twice_ends_with_the_last_in_any_order(stage):
+    """As two pipeline stages do that share a rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD)
+    first, second = no_sync(model), no_sync(model)
+    first.__enter__()
+    second.__enter__()
+    x = torch.randn(4, 5)
+    with count_collectives() as counted:
+        for each in (first, second):
+            model(x).sum().backward()
+            each.__exit__(None, None, None)
+    reductions = [event for event in counted.events if event.op in ("all_reduce", "all_to_all")]
+    assert not reductions
+    with count_collectives() as counted:
+        model(x).sum().backward()
+    assert [event for event in counted.events if event.op in ("all_reduce", "all_to_all")]

@@ -62,7 +62,7 @@ class Reducer:
     def __init__(
         self, chunks: Sequence[Chunk], stage: int, groups: Groups, at_end: Callable[[], None] | None = None
     ) -> None:
-        self.sync = True
+        self._holders = 0  # those who hold reductions back
         self._chunks, self._stage, self._groups = chunks, stage, groups
         self._at_end = at_end
         self._gradients = Buffers() if stage > 1 else None  # whole gradients, from the first one to their reduction
@@ -81,12 +81,17 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up gradients on each rank, and reduce nothing."""
-        before, self.sync = self.sync, False
+        """Backward passes inside add up gradients on each rank, and reduce nothing. It may overlap with itself."""
+        self._holders += 1
         try:
             yield
         finally:
-            self.sync = before
+            self._holders -= 1
+
+    @property
+    def sync(self) -> bool:
+        """Whether backward passes reduce."""
+        return self._holders == 0
 
     def unused(self) -> list[list[int]]:
         """By chunk: the members that had no gradient on any rank since the last call."""

@@ -46,7 +46,7 @@ class Gatherer:
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], group: dist.ProcessGroup) -> None:
-        self.keep = False  # under no_sync: gathered once for several passes
+        self._keepers = 0  # under no_sync: gathered once for several passes
         self._units, self._group = tuple(units), group
         self._order: list[int] = []  # of gathering, as the step before had it
         self._recorded: list[int] = []
@@ -74,6 +74,11 @@ class Gatherer:
                 module.register_forward_hook(
                     torch.compiler.disable(partial(self._leave_part, others)), always_call=True
                 )
+
+    @property
+    def keep(self) -> bool:
+        """Whether what is gathered stays so."""
+        return self._keepers > 0
 
     def gather(self, unit: Unit) -> None:
         """Makes a unit's parameters whole. All-gather over the group, unless they are."""
@@ -118,11 +123,11 @@ class Gatherer:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """What is gathered inside stays gathered, until the end of the first backward pass outside."""
-        before, self.keep = self.keep, True
+        self._keepers += 1
         try:
             yield
         finally:
-            self.keep = before
+            self._keepers -= 1
 
     @contextmanager
     def summon(self) -> Iterator[None]:
