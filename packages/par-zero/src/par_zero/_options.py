@@ -12,8 +12,8 @@ class ShardOptions:
     """How to shard. Each field may be given to `shard` as a keyword.
 
     Args:
-        units: At stage 3, what is gathered at a time; see `choose_units`. "auto": the items of ModuleLists and
-            Sequentials.
+        units: At stage 3, what is gathered at a time; see `choose_units`. "auto": the items of ModuleLists,
+            ModuleDicts and Sequentials.
         bucket: Bytes of parameters that are reduced as one, such as 10_000_000.
         param_dtype: Of the parameters in use, such as torch.bfloat16; the optimizer keeps the original ones.
         reduce_dtype: Of gradients while they are added up over microbatches and ranks; default: the parameters'.

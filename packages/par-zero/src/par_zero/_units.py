@@ -13,8 +13,8 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
 
     Args:
         root: The whole module.
-        units: "auto": the items of every ModuleList and Sequential that have parameters, but no items of items;
-            neighbours together until they have `bucket` bytes. Or a function that says it of a module, or the modules
+        units: "auto": the items of every ModuleList, ModuleDict and Sequential that have parameters, but no items of
+            items; neighbours together until they have `bucket` bytes. Or a function that says it of a module, or the modules
             themselves; each is then a unit.
         bucket: Bytes.
 
@@ -54,7 +54,7 @@ def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Modul
 
 def _items(module: nn.Module) -> Iterable[nn.Module]:
     for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters()):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and any(True for _ in child.parameters()):
             yield child
         else:
             yield from _items(child)

@@ -1,0 +1,25 @@
+"""Mixed precision and gradient clipping that agree on every rank."""
+
+from ._clip import clip_grad_norm_, clip_grad_value_
+from ._float8 import Float8Linear, convert_to_float8_
+from ._mixed import MixedOptions, mixed
+from ._norm import grad_norm
+from ._optimizer import MixedOptimizer, Step
+from ._rounding import stochastic_round_
+from ._scale import DynamicScale
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicScale",
+    "Float8Linear",
+    "MixedOptimizer",
+    "MixedOptions",
+    "Step",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "convert_to_float8_",
+    "grad_norm",
+    "mixed",
+    "stochastic_round_",
+]

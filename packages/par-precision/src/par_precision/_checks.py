@@ -1,0 +1,138 @@
+"""What `mixed` checks before it changes anything, the same on every rank."""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import Sharding, segments_of
+
+from ._optimizer import MixedOptimizer
+from ._ownership import Ownership
+from ._placed import is_placed
+from ._precisions import check_device, precision_of
+
+T = TypeVar("T")
+
+ATTRIBUTE = "par_precision"  # where the user's optimizer keeps the one around it
+
+
+def is_own(module: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether the optimizer holds the module's parameters, and not another package's masters."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return all(id(tensor) in own for group in optimizer.param_groups for tensor in group["params"])
+
+
+def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+    """Raises unless a module and its optimizer can have a precision.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: What is in the way, and what to do.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"the optimizer is of type {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    if isinstance(optimizer, MixedOptimizer) or ATTRIBUTE in optimizer.__dict__:
+        inside = optimizer.inner if isinstance(optimizer, MixedOptimizer) else optimizer
+        raise ValueError(
+            f"this {type(inside).__name__} is mixed already; call mixed() once, and go on with what it returned"
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(f"{name!r} has dtype {parameter.dtype}; no precision is made for complex parameters")
+        if parameter.is_meta:
+            raise ValueError(f"{name!r} is on the meta device; materialise it first, or load a checkpoint into it")
+        check_device(precision, parameter.device)
+    chosen = precision_of(precision)
+    if chosen.weights is not None:
+        _check_cast(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
+    elif accumulate_fp32:
+        raise ValueError(f"accumulate_fp32: under {precision!r} gradients are fp32 already; leave it away")
+
+
+def _check_cast(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+    """What a precision that casts weights asks for."""
+    chosen, kind = precision_of(precision), type(optimizer).__name__
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(f"{precision!r} casts parameters, which DDP has laid into buckets; mix first, then wrap")
+    if not is_own(module, optimizer):
+        _check_foreign(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
+        return
+    if chosen.masters and optimizer.state:
+        raise ValueError(f"the {kind} has stepped already; mix first, then load its state")
+    if chosen.rounded and accumulate_fp32:
+        raise ValueError(f"accumulate_fp32 needs masters, which {precision!r} has not; use 'bf16'")
+
+
+def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+    """The optimizer's tensors are another package's: they are the masters, and the module's dtypes are its affair."""
+    chosen = precision_of(precision)
+    wanted = chosen.weights if chosen.rounded else torch.float32
+    for tensor in (each for group in optimizer.param_groups for each in group["params"]):
+        if tensor.dtype != wanted:
+            raise ValueError(
+                f"the optimizer holds tensors of dtype {tensor.dtype} that are not the module's parameters, and "
+                f"{precision!r} needs {wanted}; "
+                + (
+                    "cast the module before it is sharded"
+                    if chosen.rounded
+                    else f"shard an fp32 module with param_dtype={chosen.weights}"
+                )
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != chosen.weights:
+            raise ValueError(
+                f"{name!r} has dtype {parameter.dtype}, and its optimizer holds other tensors, so {precision!r} cannot "
+                f"cast it; shard with param_dtype={chosen.weights}"
+            )
+    if accumulate_fp32:
+        raise ValueError(
+            "accumulate_fp32: gradients are gathered by the package whose tensors the optimizer holds; tell that one, "
+            "as in par_zero.shard(..., reduce_dtype=torch.float32)"
+        )
+
+
+def check_cut(optimizer: Optimizer, ownership: Ownership) -> None:
+    """Raises if parameters are cut over ranks and there is no group."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            ownership.of(tensor)
+
+
+def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sharding]]:
+    """What says of itself how it is cut, for a look at whether the group counts it once.
+
+    Names of DTensors are told apart by their mesh: pipeline stages may have equal ones.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            attributes = tensor.__dict__
+            if is_placed(tensor) or "par_sharding" in attributes or "par_segments" in attributes:
+                mesh = f" on ranks {tensor.device_mesh.mesh.flatten().tolist()}" if is_placed(tensor) else ""
+                for segment in segments_of(tensor, names.get(tensor, "")):
+                    yield segment.name + mesh, segment.sharding
+
+
+def agree(problem: Exception | None, text: str, group: dist.ProcessGroup | None) -> None:
+    """Raises on every rank if any has a problem, or if they chose differently."""
+    every = [text]
+    if group is not None:
+        said = f"!{type(problem).__name__}: {problem}" if problem else text
+        every = _gathered(said, group)
+    if problem is not None:
+        raise problem
+    for rank, each in zip(dist.get_process_group_ranks(group) if group is not None else [0], every, strict=True):
+        if each.startswith("!"):
+            raise ValueError(f"rank {rank}: {each[1:]}")
+        if each != every[0]:
+            raise ValueError(f"rank {rank} chose {each}, and the first rank {every[0]}; give all ranks the same")
+
+
+def _gathered(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """What each rank of a group says; all-gather of small objects."""
+    every: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return [each for each in every if each is not None]

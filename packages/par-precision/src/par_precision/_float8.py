@@ -1,0 +1,276 @@
+"""Linear layers whose three matrix products run in float8, with everything else in bf16 or fp32."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+"""Activations and weights need the digits, gradients the range."""
+MULTIPLE = 16
+"""What every side of a matrix is a multiple of, as GPUs' float8 products need it."""
+_SMALLEST = 2.0**-100
+"""Of maxima: a tensor of zeros has a finite scale, too."""
+_EXPONENT = 0x7F800000
+"""The bits of an fp32 number that its exponent has."""
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies float8 numbers: e4m3 input and weight forward, e5m2 output gradients backward.
+
+    Each tensor is scaled, every time, by the power of two that brings its largest element just below the largest
+    float8 number; so scaling is exact, and the cast's rounding is the only error. Products are summed in fp32.
+    Parameters stay what they are, bf16 or fp32, and so do gradients; the output has the input's dtype, or autocast's.
+    Rows are padded with zeros to a multiple of 16. What backward keeps of the input is one byte a number; the weight
+    itself is kept, as nn.Linear keeps it, and cast again, so nothing of it outlives FSDP's gathered one.
+
+    Args:
+        in_features: Size of the last dim of inputs, a multiple of 16.
+        out_features: Size of the last dim of outputs, a multiple of 16.
+        bias: Whether it has one.
+        group: Scale by the largest element that any of its ranks has, so that each rounds as one device with all of
+            the data, or the whole weight, would. All of its ranks must then call forward and backward equally often; 8
+            and 4 bytes are reduced. None: each rank for itself, which is seldom felt: another power of two rounds
+            differently only what is below some 2**-14 (input, weight) or 2**-29 (gradient) of the largest element.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: Sizes that are no multiples of 16.
+
+    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (the formats and which tensor has which).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_sizes(in_features, out_features, "keep this layer as it is")
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
+        """The linear map of (..., in_features), bf16 or fp32."""
+        return float8_linear(input, self.weight, self.bias, group=self.group)
+
+
+def float8_linear(
+    given: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """`functional.linear` in float8, as `Float8Linear` says; for layers of other classes.
+
+    Args:
+        given: (..., in), bf16 or fp32.
+        weight: (out, in), bf16 or fp32; both sizes are multiples of 16.
+        bias: (out) or None.
+        group: See `Float8Linear`.
+
+    Returns:
+        (..., out), in the dtype of `given`, or of autocast.
+
+    Raises:
+        TypeError: Another dtype, or a DTensor.
+        ValueError: Sizes that are no multiples of 16.
+    """
+    if torch.is_autocast_enabled(given.device.type):
+        given = given.to(torch.get_autocast_dtype(given.device.type))
+    for name, tensor in (("input", given), ("weight", weight)):
+        if hasattr(tensor, "to_local"):
+            raise TypeError(f"the {name} of a float8 product is a DTensor; give it local tensors")
+        if tensor.dtype not in {torch.bfloat16, torch.float32}:
+            raise TypeError(f"the {name} of a float8 product has dtype {tensor.dtype}; give it bfloat16 or float32")
+    _check_sizes(weight.shape[1], weight.shape[0], "keep this layer as it is")
+    output: Tensor = _Float8Product.apply(given, weight, bias, group)  # type: ignore[no-untyped-call]
+    return output
+
+
+def convert_to_float8_(
+    module: nn.Module,
+    chosen: Callable[[str, nn.Linear], bool] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """Swaps nn.Linear layers for `Float8Linear`, in place. Parameters, hooks and names stay the same objects.
+
+    Layers of other classes that have `in_features`, `out_features` and an attribute `linear`, None or a function in the
+    place of torch's product, as those of par-layers have, get `float8_linear` there.
+
+    Args:
+        module: The model; subclasses of nn.Linear in it are left alone.
+        chosen: Called with name and layer, says which to convert. None: those whose sizes are multiples of 16. It is
+            usual to leave out the last layer, whose errors go straight into the loss.
+        group: See `Float8Linear`.
+
+    Returns:
+        The module; a new one only if it is itself an nn.Linear.
+
+    Raises:
+        RuntimeError: A device that has no float8 products.
+        ValueError: A chosen layer with sizes that are no multiples of 16, or no layer to swap.
+    """
+    choose = chosen or (lambda _, linear: _fits(linear.in_features, linear.out_features))
+    found: dict[str, Any] = {
+        name: each
+        for name, each in module.named_modules()
+        if (type(each) is nn.Linear or _takes_product(each)) and choose(name, each)
+    }
+    if not found:
+        raise ValueError("there is no linear layer to convert to float8: none is chosen, or none has fitting sizes")
+    for name, linear in found.items():
+        _check_sizes(linear.in_features, linear.out_features, f"do not choose {name!r}")
+        check_float8(linear.weight.device)
+    for linear in found.values():
+        if type(linear) is not nn.Linear:
+            linear.linear = partial(float8_linear, group=group)
+    swapped = {linear: _as_float8(linear, group) for linear in found.values() if type(linear) is nn.Linear}
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():  # named_children() passes over a layer's second name
+            if child in swapped:
+                setattr(parent, name, swapped[child])
+    return swapped[module] if isinstance(module, nn.Linear) else module
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises a RuntimeError if a device has no float8 products; the CPU has them for tests, not for speed."""
+    if device.type in {"cpu", "meta"}:
+        return
+    if device.type != "cuda" or torch.version.hip:
+        raise RuntimeError(f"float8 products run on NVIDIA GPUs and on the CPU, not on {device}; use bf16")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise RuntimeError(f"{name} has compute capability {version}; float8 products need 8.9 or above: use bf16")
+
+
+def _takes_product(layer: nn.Module) -> bool:
+    """Whether a layer of another class lets its product be replaced."""
+    return all(hasattr(layer, name) for name in ("in_features", "out_features", "weight")) and "linear" in vars(layer)
+
+
+def _fits(in_features: int, out_features: int) -> bool:
+    return in_features % MULTIPLE == 0 and out_features % MULTIPLE == 0
+
+
+def _check_sizes(in_features: int, out_features: int, remedy: str) -> None:
+    if not _fits(in_features, out_features):
+        raise ValueError(
+            f"a linear layer from {in_features} to {out_features} numbers: float8 needs multiples of {MULTIPLE}; "
+            f"{remedy}"
+        )
+
+
+def _as_float8(linear: nn.Linear, group: dist.ProcessGroup | None) -> Float8Linear:
+    converted = Float8Linear(linear.in_features, linear.out_features, bias=False, group=group, device="meta")
+    converted.__dict__.update(linear.__dict__)  # parameters, hooks, mode: all that makes this layer this one
+    return converted
+
+
+class _Scaled(NamedTuple):
+    """A float8 matrix, and the fp32 number that its elements are to be multiplied by."""
+
+    values: Tensor
+    unit: Tensor
+
+    def t(self) -> "_Scaled":
+        """Transposed, without moving anything: what was row-major is column-major."""
+        return _Scaled(self.values.t(), self.unit)
+
+    def turned(self) -> "_Scaled":
+        """The same matrix in the other order of memory."""
+        return _Scaled(self.values.t().contiguous().t(), self.unit)
+
+
+class _Float8Product(torch.autograd.Function):
+    """`functional.linear`. Its matrices: input (rows, in), weight (out, in), output (rows, out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        rows = _rows(given)
+        largest = _largest(group, rows, weight)
+        given8, weight8 = _cast(rows, FORWARD, largest[0]), _cast(weight, FORWARD, largest[1])
+        output = _product(given8, weight8.t(), given.dtype, fast=True)[: given.shape[:-1].numel()]
+        if bias is not None:
+            output += bias
+        ctx.save_for_backward(*given8, weight, largest[1])
+        ctx.group, ctx.shape, ctx.dtype, ctx.bias = group, given.shape, given.dtype, bias is not None and bias.dtype
+        return output.view(
+            *given.shape[:-1], weight.shape[0]
+        ).data  # not a view for autograd: FSDP warns of outputs that are
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        values, unit, weight, largest = ctx.saved_tensors
+        rows = _rows(gradient)
+        gradient8 = _cast(rows, BACKWARD, _largest(ctx.group, rows)[0])
+        of_given = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            product = _product(gradient8, _cast(weight, FORWARD, largest).turned(), ctx.dtype)
+            of_given = product[: ctx.shape[:-1].numel()].view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = _product(gradient8.turned().t(), _Scaled(values, unit).turned(), weight.dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
+        return of_given, of_weight, of_bias, None
+
+
+def _product(one: _Scaled, other: _Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """(m, k) row-major times (k, n) column-major, the only orders that every GPU with float8 multiplies.
+
+    Args:
+        one: The first matrix.
+        other: The second.
+        dtype: Of the product.
+        fast: On Hopper, to sum in the tensor cores alone, with fewer bits; usual forward, where values are forgiving.
+    """
+    # torch.nn.functional.scaled_mm is younger on CPUs than the oldest torch that this package works with
+    return torch._scaled_mm(
+        one.values, other.values, scale_a=one.unit, scale_b=other.unit, out_dtype=dtype, use_fast_accum=fast
+    )
+
+
+def _cast(matrix: Tensor, dtype: torch.dtype, largest: Tensor) -> _Scaled:
+    """To float8, row-major.
+
+    Args:
+        matrix: bf16 or fp32.
+        dtype: A float8 one.
+        largest: The absolute value that is to stay below the largest number of `dtype`; fp32, without dims.
+    """
+    ratio = torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)
+    scale = ratio.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)  # the power of two below
+    return _Scaled((matrix * scale).to(dtype).contiguous(), scale.reciprocal())
+
+
+def _largest(group: dist.ProcessGroup | None, *tensors: Tensor) -> Tensor:
+    """The largest absolute value of each tensor, over the group; infinite, so that products are NaN, where one is NaN.
+
+    Returns:
+        (tensors) fp32.
+    """
+    ends = [torch.aminmax(each) for each in tensors]
+    largest = torch.stack([torch.maximum(high, -low) for low, high in ends]).float()
+    largest.masked_fill_(largest.isnan(), torch.inf)  # not every backend's MAX passes a NaN on
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return largest
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(..., n) as (rows, n), with rows of zeros up to a multiple of 16; at least 16, should there be none."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    missing = -rows.shape[0] % MULTIPLE if rows.shape[0] else MULTIPLE
+    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -1,0 +1,176 @@
+"""fp32 copies of a module's parameters, which the optimizer steps in their place."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from par_groups import on_written, set_gradient_elsewhere, set_sharding, sharding_of
+
+from ._counted import Counted
+from ._norm import Held
+from ._ownership import Ownership
+from ._placed import is_in_place, is_placed, local_gradient, local_part
+from ._weights import Change, Weights
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pair:
+    """A parameter, and the fp32 copy of what this rank holds of it.
+
+    Args:
+        parameter: The module's; a DTensor maybe.
+        master: The optimizer's, never a DTensor: fused optimizers take it beside others.
+        counted: What this rank counts of it.
+    """
+
+    parameter: nn.Parameter
+    master: nn.Parameter
+    counted: Counted
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of the parameter."""
+        return local_part(self.parameter)
+
+
+Given = tuple[Pair, Tensor]
+"""A pair and its gradient."""
+
+
+class Masters(Weights):
+    """fp32 copies take the parameters' places in the optimizer, and carry their names and records.
+
+    A master shows the gradient of its parameter, which still has the parameter's dtype: `gradients(optimizer)` finds
+    it, and it takes no memory. It becomes fp32 when the optimizer steps, for a bucket of parameters at a time.
+
+    Args:
+        module: Whose parameters are copied; cast afterwards.
+        optimizer: Of these parameters.
+        ownership: Who counts what.
+        accumulate: Whether gradients are added up in fp32 instead, in the masters, after each backward pass.
+        bucket: Bytes of fp32 gradients that there are at a time.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, ownership: Ownership, *, accumulate: bool, bucket: int
+    ) -> None:
+        self._optimizer, self._accumulate, self._bucket = optimizer, accumulate, bucket
+        self._pairs: list[Pair] = []
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for group in optimizer.param_groups:
+            pairs = [_pair(parameter, ownership) for parameter in group["params"]]
+            group["param_names"] = [names[each.parameter] for each in pairs]
+            group["params"] = [each.master for each in pairs]
+            self._pairs += pairs
+        self._by_id = {id(each.parameter): each for each in self._pairs}
+
+    def watch(self) -> None:
+        """Follows gradients, and what is written to the parameters from outside. After the module was cast."""
+        for pair in self._pairs:
+            _on_gradient(pair.parameter, partial(self._arrived, pair))
+            if self._accumulate:
+                set_gradient_elsewhere(pair.parameter, "the optimizer's fp32 master")
+        on_written([pair.parameter for pair in self._pairs], self._refresh)
+
+    @torch.no_grad()
+    def gradients(self) -> Held:
+        """Those there are, in their own dtype or added up in fp32."""
+        for pair in self._pairs:
+            if pair.parameter.grad is not None:
+                self._take(pair)
+            elif not self._accumulate:
+                pair.master.grad = None
+        return [(pair.counted, pair.master.grad) for pair in self._pairs if pair.master.grad is not None]
+
+    def step(self, change: Change, number: int) -> None:  # noqa: ARG002
+        """Steps bucket by bucket: an optimizer passes over masters without a gradient."""
+        given = [(pair, pair.master.grad) for pair in self._pairs if pair.master.grad is not None]
+        self._hide(given)
+        for bucket in _buckets(given, self._bucket):
+            wide = [gradient.float() for _, gradient in bucket]
+            change.apply_(wide)
+            for (pair, _), gradient in zip(bucket, wide, strict=True):
+                pair.master.grad = gradient
+            self._optimizer.step()
+            self._hide(bucket)
+        _copy_([pair.local for pair, _ in given], [pair.master for pair, _ in given])
+
+    def zero_grad(self) -> None:
+        """Drops the parameters' own."""
+        for pair in self._pairs:
+            pair.parameter.grad = None
+
+    def masters(self) -> list[Tensor]:
+        """In the order of the parameters."""
+        return [pair.master.detach() for pair in self._pairs]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Rounds the masters to the parameters."""
+        _copy_([pair.local for pair in self._pairs], [pair.master for pair in self._pairs])
+
+    def _hide(self, given: Sequence[Given]) -> None:
+        for pair, _ in given:
+            pair.master.grad = None
+
+    @torch.no_grad()
+    def _refresh(self, written: Sequence[Tensor]) -> None:
+        pairs = [self._by_id[id(each)] for each in written]
+        _copy_([pair.master for pair in pairs], [pair.local for pair in pairs])
+
+    @torch.no_grad()
+    def _arrived(self, pair: Pair, parameter: Tensor) -> None:
+        """After a backward pass. What must be brought into place first, by communication, waits for the step."""
+        if self._accumulate or is_in_place(parameter):
+            self._take(pair)
+
+    def _take(self, pair: Pair) -> None:
+        gradient = local_gradient(pair.parameter)
+        if not self._accumulate:
+            pair.master.grad = gradient
+            return
+        pair.parameter.grad = None
+        if pair.master.grad is None:
+            pair.master.grad = gradient.float()
+        else:
+            pair.master.grad.add_(gradient)
+
+
+def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
+    local = local_part(parameter)
+    master = nn.Parameter(local.detach().to(torch.float32, copy=True), requires_grad=parameter.requires_grad)
+    master.grad_dtype = None  # it shows gradients of the parameter's dtype
+    if is_placed(parameter) or "par_sharding" in parameter.__dict__:
+        set_sharding(master, sharding_of(parameter))
+    return Pair(parameter=parameter, master=master, counted=ownership.of(parameter))
+
+
+def _on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
+    """Calls back for each gradient, also of a parameter that is frozen now and trained later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes hooks for no others, but keeps them through a change
+    parameter.register_post_accumulate_grad_hook(call)
+    if frozen:
+        parameter.requires_grad_(False)
+
+
+def _buckets(given: Sequence[Given], limit: int) -> Iterator[list[Given]]:
+    bucket: list[Given] = []
+    size = 0
+    for pair, gradient in given:
+        if bucket and size + 4 * gradient.numel() > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((pair, gradient))
+        size += 4 * gradient.numel()
+    if bucket:
+        yield bucket
+
+
+def _copy_(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(list(into), list(given))

@@ -1,0 +1,162 @@
+"""`mixed`: one call gives a module and its optimizer a precision."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from par_groups import check_owned
+
+from ._checks import ATTRIBUTE, agree, check, check_cut, is_own, recorded
+from ._clip import check_max_norm
+from ._float8 import convert_to_float8_
+from ._masters import Masters
+from ._norm import device_of
+from ._optimizer import Clip, MixedOptimizer
+from ._ownership import Ownership
+from ._policy import Policy
+from ._precisions import Precision, precision_of
+from ._scale import DynamicScale
+from ._scaling import Scaling
+from ._stochastic_step import StochasticStep
+from ._weights import Own, Rounded, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedOptions:
+    """What else can be chosen. Each field may be given to `mixed` as a keyword.
+
+    Args:
+        replicas: The ranks on which parameters that say nothing of ranks are copies of each other.
+        clip_norm: The norm of all gradients together is brought down to this; None: never.
+        clip_value: Each element of the gradients is brought down to this; None: never.
+        scale: Of the loss, for fp16: a `DynamicScale`, or a number that stays. None: `DynamicScale()` for fp16.
+        max_skipped: So many skipped steps in a row end the run. A scale needs 32 to come down from 2**32 to 1.
+        accumulate_fp32: Whether gradients of half-precision weights are added up over microbatches in fp32.
+        output_dtype: Of what the module returns in half precision, so that a loss of it is exact; None leaves it.
+        bucket: Bytes of fp32 gradients that a step with masters makes at a time. Optimizer hooks run once each.
+        moments: Of "bf16-sr": torch.bfloat16 for 8 bytes a parameter in all, torch.float32 for 12.
+        seed: Of stochastic rounding, the same on all ranks.
+
+    Raises:
+        ValueError: A value that makes no sense.
+    """
+
+    replicas: dist.ProcessGroup | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    scale: DynamicScale | float | None = None
+    max_skipped: int = 50
+    accumulate_fp32: bool = False
+    output_dtype: torch.dtype | None = torch.float32
+    bucket: int = 1 << 28
+    moments: torch.dtype = torch.bfloat16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None:
+                check_max_norm(value, name)
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError(f"clip_norm={self.clip_norm} and clip_value={self.clip_value}: give one of them")
+        if isinstance(self.scale, int | float) and not 0 < self.scale < float("inf"):
+            raise ValueError(f"scale is {self.scale}; give a number above 0, or a DynamicScale")
+        for name, number in (("max_skipped", self.max_skipped), ("bucket", self.bucket)):
+            if number < 1:
+                raise ValueError(f"{name} is {number}; give 1 or more")
+
+
+def mixed(
+    module: nn.Module,
+    optimizer: Optimizer,
+    precision: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **keywords: Any,
+) -> tuple[nn.Module, MixedOptimizer]:
+    """Gives a module and its optimizer a precision, in place. Collective over the group.
+
+    The module stays the object that it is, and so do the optimizer's group dicts; only `params` in them may come to
+    hold fp32 masters. If they hold fp32 tensors that are not the module's own already, as under par-zero, those are
+    the masters.
+
+    Args:
+        module: On its device. Plain, of DTensors, under FSDP2, of par-layers, or sharded by par-zero.
+        optimizer: Of its parameters. `fused=True` spares the host a wait in each step.
+        precision: "fp32", "tf32", "bf16" or "fp16" (weights in it, fp32 masters), "bf16-amp" or "fp16-amp" (autocast),
+            "bf16-sr" (bf16 weights without masters, rounded stochastically), "fp8" (as "bf16", and linear layers
+            multiply float8 numbers).
+        group: The ranks among which gradients are cut or differ: those that share the model, and those that share its
+            gradients. They agree on norm, scale and skips. None: every rank has all of them, as under DDP.
+        keywords: Fields of `MixedOptions`.
+
+    Returns:
+        The module (a new one only if it is itself an nn.Linear, under "fp8"), and the optimizer to use from now on.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: What cannot be mixed, and what differs between the ranks; on all of them.
+    """
+    problem: Exception | None = None
+    options, chosen, ownership = MixedOptions(), Precision(), Ownership(group)
+    try:
+        options, chosen = MixedOptions(**keywords), precision_of(precision)
+        ownership = Ownership(group, options.replicas)
+        check(module, optimizer, precision, accumulate_fp32=options.accumulate_fp32)
+        check_cut(optimizer, ownership)
+    except (ValueError, TypeError, RuntimeError) as error:
+        problem = error
+    agree(problem, _described(precision, options), group)
+    if group is not None:
+        check_owned(recorded(module, optimizer), group)
+    device = device_of(list(module.parameters()), group)
+    scaling = Scaling(_scale(chosen, options), options.max_skipped, device)
+    policy = Policy(chosen, device.type, options.output_dtype)
+    module, weights = _prepared(module, optimizer, chosen, options, ownership)
+    policy.attach(module)
+    clip = Clip(norm=options.clip_norm, value=options.clip_value)
+    returned = MixedOptimizer(optimizer, weights, scaling, clip=clip, policy=policy, group=group, device=device)
+    optimizer.__dict__[ATTRIBUTE] = returned
+    return module, returned
+
+
+def _prepared(
+    module: nn.Module, optimizer: Optimizer, precision: Precision, options: MixedOptions, ownership: Ownership
+) -> tuple[nn.Module, Weights]:
+    """Casts the module, and says what the optimizer steps."""
+    foreign = not is_own(module, optimizer)
+    if precision.weights is None:
+        return module, Own(optimizer, ownership)
+    masters = None
+    if precision.masters and not foreign:
+        masters = Masters(
+            module, optimizer, ownership, accumulate=options.accumulate_fp32, bucket=options.bucket
+        )  # of the numbers before they are rounded
+    if not foreign:
+        module.to(precision.weights)
+    if precision.float8:
+        module = convert_to_float8_(module)
+    if masters is not None:
+        masters.watch()
+        return module, masters
+    if precision.rounded:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        return module, Rounded(
+            optimizer, ownership, StochasticStep(seed=options.seed, names=names, moments=options.moments)
+        )
+    return module, Own(optimizer, ownership)
+
+
+def _scale(precision: Precision, options: MixedOptions) -> DynamicScale | None:
+    if isinstance(options.scale, int | float):
+        return DynamicScale.static(float(options.scale))
+    return DynamicScale() if options.scale is None and precision.scaled else options.scale
+
+
+def _described(precision: str, options: MixedOptions) -> str:
+    """What all ranks must have alike."""
+    scale = options.scale.state_dict() if isinstance(options.scale, DynamicScale) else options.scale
+    fields = (options.clip_norm, options.clip_value, options.max_skipped, options.accumulate_fp32, options.moments)
+    return repr((precision, scale, *fields, options.seed))

@@ -1,0 +1,99 @@
+"""The norm of all gradients of a model, wherever they live: one sum in fp64 and one all-reduce."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._counted import EVERYTHING, Counted
+from ._ownership import Ownership, Parameters, tensors_in
+from ._placed import local_gradient
+from ._sums import largest, sum_of_powers
+
+
+@torch.no_grad()
+def grad_norm(
+    params: Parameters,
+    group: dist.ProcessGroup | None,
+    *,
+    replicas: dist.ProcessGroup | None = None,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """The norm of gradients over all ranks of a group, each element counted once.
+
+    A DTensor, a tensor with a `Sharding` and a flat one with `Segments` say themselves who owns what. Any other is this
+    rank's own (a pipeline stage's, say), unless `replicas` says that it is a copy. One all-reduce of one number; a rank
+    without gradients takes part too.
+
+    Args:
+        params: Parameters, a module or an optimizer. Under par-zero an optimizer, which is where gradients live.
+        group: The ranks that sum: those that share the model, and its gradients. None: this rank alone.
+        replicas: The ranks on which tensors that say nothing are copies.
+        norm_type: Above 0; math.inf for the largest.
+
+    Returns:
+        An fp64 scalar, the same on all ranks of the group.
+
+    Raises:
+        ValueError: Another norm_type; or tensors that are cut over ranks, and no group.
+    """
+    check_order(norm_type)
+    tensors = list(tensors_in(params))
+    held = held_gradients(tensors, Ownership(group, replicas))
+    return total_norm(held, group, device_of(tensors, group), norm_type)
+
+
+Held = list[tuple[Counted, Tensor]]
+"""Gradients, and what of them this rank counts."""
+
+
+def held_gradients(tensors: Iterable[Tensor], ownership: Ownership) -> Held:
+    """This rank's parts of the gradients that some tensors have."""
+    return [(ownership.of(tensor), local_gradient(tensor)) for tensor in tensors if tensor.grad is not None]
+
+
+def total_norm(held: Held, group: dist.ProcessGroup | None, device: torch.device, order: float = 2.0) -> Tensor:
+    """The norm of what all ranks of a group count.
+
+    Args:
+        held: This rank's gradients.
+        group: Who sums; None: this rank alone.
+        device: Of the all-reduce and of the result.
+        order: Of the norm.
+    """
+    parts = _counted_parts(held)
+    if order == math.inf:
+        total, operation = largest(parts, device), dist.ReduceOp.MAX
+    else:
+        total, operation = sum_of_powers(parts, order, device), dist.ReduceOp.SUM
+    if group is not None:
+        dist.all_reduce(total, op=operation, group=group)  # one fp64 number
+    return total if order == math.inf else total.sqrt() if order == 2 else total.pow(1 / order)
+
+
+def _counted_parts(held: Held) -> list[Tensor]:
+    """What this rank counts of its gradients."""
+    parts: list[Tensor] = []
+    for part, gradient in held:
+        if part is EVERYTHING:
+            parts.append(gradient)
+        else:
+            parts.extend(part.of(gradient))
+    return parts
+
+
+def check_order(order: float) -> None:
+    """Raises unless it is the order of a norm."""
+    if not order > 0:
+        raise ValueError(f"norm_type is {order}; give a number above 0, or math.inf for the largest gradient")
+
+
+def device_of(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
+    """Where a sum over ranks is made: where tensors are, or else where the group's backend works."""
+    if tensors:
+        return tensors[0].device
+    if group is None or "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -1,0 +1,53 @@
+"""DTensors: what this rank has of them. Who has none does not import them."""
+
+from typing import Any, Protocol, TypeGuard, cast
+
+from torch import Tensor, nn
+
+
+class Placed(Protocol):
+    """What is asked of a DTensor."""
+
+    placements: tuple[Any, ...]
+    device_mesh: Any
+
+    def to_local(self) -> Tensor:
+        """This rank's part."""
+
+    def redistribute(self, *, placements: tuple[Any, ...]) -> Tensor:
+        """The same, placed otherwise."""
+
+
+_ORDINARY = (nn.Parameter, Tensor)  # a look at the type is quicker than one for an attribute that is not there
+
+
+def is_placed(tensor: object) -> TypeGuard[Placed]:
+    """Whether a tensor is a DTensor."""
+    return type(tensor) not in _ORDINARY and hasattr(tensor, "placements")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if is_placed(tensor) else tensor
+
+
+def local_gradient(tensor: Tensor) -> Tensor:
+    """This rank's part of the gradient that a tensor has, cut like the tensor.
+
+    A DTensor's gradient may be placed otherwise, or still be a sum over ranks; then it is first brought into place,
+    which is a collective over its mesh.
+    """
+    gradient = cast("Tensor", tensor.grad)
+    if not is_placed(gradient):
+        return gradient
+    placements = cast("Placed", tensor).placements
+    if gradient.placements == placements:
+        return gradient.to_local()
+    tensor.grad = gradient.redistribute(placements=placements)
+    return local_part(tensor.grad)
+
+
+def is_in_place(tensor: Tensor) -> bool:
+    """Whether the gradient that a tensor has is cut like the tensor."""
+    gradient = tensor.grad
+    return not is_placed(tensor) or not is_placed(gradient) or gradient.placements == tensor.placements

@@ -1,0 +1,92 @@
+"""The precisions there are, and what a device needs for each."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How numbers are kept and multiplied.
+
+    Args:
+        weights: dtype of the module's parameters; None leaves them.
+        autocast: dtype in which torch.autocast multiplies; None: it is off.
+        masters: Whether the optimizer gets fp32 copies of the parameters.
+        scaled: Whether the loss is scaled, because small gradients would become 0.
+        rounded: Whether new parameters are rounded stochastically, having no masters.
+        tf32: Whether fp32 products drop digits.
+        float8: Whether linear layers multiply float8 numbers.
+    """
+
+    weights: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    masters: bool = False
+    scaled: bool = False
+    rounded: bool = False
+    tf32: bool = False
+    float8: bool = False
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "tf32": Precision(tf32=True),
+    "bf16": Precision(weights=torch.bfloat16, masters=True),
+    "bf16-amp": Precision(autocast=torch.bfloat16),
+    "fp16-amp": Precision(autocast=torch.float16, scaled=True),
+    "fp16": Precision(weights=torch.float16, masters=True, scaled=True),
+    "bf16-sr": Precision(weights=torch.bfloat16, rounded=True),
+    "fp8": Precision(weights=torch.bfloat16, masters=True, float8=True),
+}
+
+
+def precision_of(name: str) -> Precision:
+    """The precision of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in PRECISIONS:
+        raise ValueError(f"precision is {name!r}; it can be {', '.join(map(repr, PRECISIONS))}")
+    return PRECISIONS[name]
+
+
+def lack(name: str, device: str, capability: tuple[int, int]) -> str | None:
+    """What a device lacks for a precision and what to use instead, or None.
+
+    Args:
+        name: Of the precision.
+        device: Its type, such as "cuda".
+        capability: Compute capability of an NVIDIA GPU; (0, 0) of anything else.
+    """
+    version = ".".join(map(str, capability))
+    if name == "tf32" and capability < (8, 0):
+        have = f"this GPU has compute capability {version}" if device == "cuda" else f"the module is on {device!r}"
+        return (
+            f"'tf32' needs the TF32 units of an NVIDIA GPU of compute capability 8.0 or above, and {have}; use 'fp32'"
+        )
+    if name == "fp8" and (device not in ("cuda", "cpu") or (device == "cuda" and capability < (8, 9))):
+        have = f"this GPU has compute capability {version}" if device == "cuda" else f"the module is on {device!r}"
+        return (
+            f"'fp8' needs the float8 units of an NVIDIA GPU of compute capability 8.9 or above, and {have}; use 'bf16'"
+        )
+    if name.startswith("bf16") and device == "cuda" and capability < (8, 0):
+        return (
+            f"{name!r} needs bfloat16 units, compute capability 8.0 or above, and this GPU has {version}; "
+            f"use {'fp16-amp' if name.endswith('amp') else 'fp16'!r}"
+        )
+    return None
+
+
+def check_device(name: str, device: torch.device) -> None:
+    """Raises unless a device can work in a precision.
+
+    Raises:
+        RuntimeError: What it lacks, and what to use.
+    """
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    capability = torch.cuda.get_device_capability(device) if nvidia else (0, 0)
+    kind = "an AMD GPU" if device.type == "cuda" and not nvidia else device.type
+    problem = lack(name, kind, capability)
+    if problem is not None:
+        raise RuntimeError(problem)

@@ -1,0 +1,122 @@
+"""The loss scale: one device-side update a step, after all ranks have agreed on whether there was an infinity."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST, SMALLEST = 2.0**127, 2.0**-126
+"""The powers of two at the ends of what fp32 holds with all its digits."""
+
+
+@dataclass(eq=False, kw_only=True)
+class DynamicScale:
+    """A factor for the loss that grows while gradients are finite, and backs off when they are not.
+
+    Args:
+        init: The first value.
+        growth: What it is multiplied with after `interval` finite steps in a row; 1 keeps it.
+        backoff: What it is multiplied with after a step that was not finite; 1 keeps it.
+        interval: Steps.
+        hysteresis: The backoff begins with this many steps that were not finite, counted since the last growth.
+        min: It never falls below.
+        max: It never grows beyond.
+        late: How many finite steps more the first growth, and the first after an infinity, waits for.
+
+    Attributes:
+        value: The scale, an fp32 scalar on the device of the last `update`.
+
+    Raises:
+        ValueError: A value out of its range.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    min: float = 1.0
+    max: float = 2.0**24
+    late: int = 0
+
+    def __post_init__(self) -> None:
+        for name, valid, rule in (
+            ("growth", self.growth >= 1, "1 or more"),
+            ("backoff", 0 < self.backoff <= 1, "above 0 and at most 1"),
+            ("interval", self.interval >= 1, "1 or more"),
+            ("hysteresis", self.hysteresis >= 1, "1 or more"),
+            ("late", self.late >= 0, "0 or more"),
+            (
+                "min",
+                SMALLEST <= self.min <= self.max <= LARGEST,
+                f"from 2**-126 to max={self.max}, which ends at 2**127",
+            ),
+            ("init", self.min <= self.init <= self.max, f"from min={self.min} to max={self.max}"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} of the scale is {getattr(self, name)}; give {rule}")
+        self.value = torch.tensor(self.init, dtype=torch.float32)
+        self._finite = torch.tensor(-self.late, dtype=torch.int32)
+        self._patience = torch.tensor(self.hysteresis, dtype=torch.int32)
+
+    def to_(self, device: torch.device) -> None:
+        """Moves the scale and its counters."""
+        self.value, self._finite, self._patience = (
+            each.to(device) for each in (self.value, self._finite, self._patience)
+        )
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor) -> None:
+        """Takes in a step, without a word to the host.
+
+        Args:
+            found_inf: A scalar, of bool or zero where all gradients were finite; the same on all ranks.
+        """
+        if found_inf.device != self.value.device:
+            self.to_(found_inf.device)
+        bad = found_inf != 0
+        finite = torch.where(bad, -self.late, self._finite + 1)
+        grows = finite == self.interval
+        patience = torch.where(grows, self.hysteresis, self._patience - bad.to(torch.int32))
+        backs_off = bad & (patience <= 0)
+        value = torch.where(backs_off, self.value * self.backoff, self.value)
+        value = torch.where(grows, value * self.growth, value)
+        self.value = value.clamp(self.min, self.max)  # a new tensor: graphs of earlier losses keep the old one
+        self._finite, self._patience = finite.masked_fill(grows, 0), patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, its counters and its settings, as numbers."""
+        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        counters = {"finite": int(self._finite), "patience": int(self._patience)}
+        return {"value": float(self.value), **counters, "settings": settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another scale was; the settings stay those that this one was made with."""
+        self.value = torch.full_like(self.value, min(max(state["value"], self.min), self.max))
+        self._finite = torch.full_like(self._finite, state["finite"])
+        self._patience = torch.full_like(self._patience, state["patience"])
+
+    @classmethod
+    def torch(cls, **changes: Any) -> "DynamicScale":
+        """As torch.amp.GradScaler: bounded by what fp32 holds alone."""
+        return cls(**{"min": SMALLEST, "max": LARGEST, **changes})
+
+    @classmethod
+    def megatron(cls, **changes: Any) -> "DynamicScale":
+        """As Megatron-LM's DynamicGradScaler with its defaults."""
+        return cls(**{"init": 2.0**32, "interval": 1000, "hysteresis": 2, "max": LARGEST, **changes})
+
+    @classmethod
+    def deepspeed(cls, **changes: Any) -> "DynamicScale":
+        """With the defaults of DeepSpeed's settings.
+
+        DeepSpeed has two scalers: `hysteresis=1` is that of its FP16_Optimizer, which knows none, and `late=0` is that
+        of its ZeRO stages, which grows as early as torch's.
+        """
+        return cls(**{"interval": 1000, "hysteresis": 2, "max": LARGEST, "late": 1, **changes})
+
+    @classmethod
+    def static(cls, value: float) -> "DynamicScale":
+        """A scale that stays what it is."""
+        return cls(init=value, growth=1.0, backoff=1.0, min=SMALLEST, max=LARGEST)

@@ -1,0 +1,82 @@
+"""The loss scale, and how many steps were skipped: what a run must remember besides weights and moments."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._scale import DynamicScale
+
+
+class Scaling:
+    """Counts steps and scales losses.
+
+    It has `state_dict()` and `load_state_dict()`, so what saves an lr scheduler saves it too.
+
+    Args:
+        scale: Of the loss; None: it is not scaled.
+        max_skipped: So many skipped steps in a row end the run.
+        device: Where the counters are.
+
+    Attributes:
+        steps: How many there were, skipped ones included.
+    """
+
+    def __init__(self, scale: DynamicScale | None, max_skipped: int, device: torch.device) -> None:
+        self.scale, self.steps, self._max_skipped = scale, 0, max_skipped
+        self._skipped, self._in_a_row = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
+        if scale is not None:
+            scale.to_(device)
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped so far. Reading it waits for the device."""
+        return int(self._skipped)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in fp32: 65,536 times anything is too much for fp16."""
+        if not loss.is_floating_point():
+            raise TypeError(f"the loss has dtype {loss.dtype}, which has no gradient; give a floating-point tensor")
+        if self.scale is None:
+            return loss
+        return (loss if loss.dtype == torch.float64 else loss.float()) * self.scale.value
+
+    def update(self, found_inf: Tensor) -> None:
+        """Takes in a step.
+
+        Args:
+            found_inf: Whether it was skipped, a bool scalar; the same on all ranks.
+
+        Raises:
+            RuntimeError: One skipped step in a row too many, on all ranks. On a GPU the counter is read every
+                `max_skipped` steps, since reading it waits; elsewhere at every step.
+        """
+        self.steps += 1
+        if self.scale is not None:
+            self.scale.update(found_inf)
+        self._skipped += found_inf
+        self._in_a_row = (self._in_a_row + 1) * found_inf
+        if (found_inf.is_cpu or self.steps % self._max_skipped == 0) and int(self._in_a_row) >= self._max_skipped:
+            self._stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as numbers."""
+        counters = {"steps": self.steps, "skipped": self.skipped, "in_a_row": int(self._in_a_row)}
+        return {**counters, "scale": None if self.scale is None else self.scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another run was. A scale stays where it is if that run had none."""
+        self.steps = state["steps"]
+        self._skipped.fill_(state["skipped"])
+        self._in_a_row = torch.full_like(self._in_a_row, state["in_a_row"])
+        if self.scale is not None and state["scale"] is not None:
+            self.scale.load_state_dict(state["scale"])
+
+    def _stop(self) -> None:
+        in_a_row = int(self._in_a_row)
+        since = self.steps - in_a_row
+        scale = "" if self.scale is None else f" The loss scale is down to {float(self.scale.value):g}."
+        raise RuntimeError(
+            f"{in_a_row} steps in a row were skipped, all since step {since}, because gradients were NaN or infinite."
+            f"{scale} Look at the loss, the data and the learning rate; max_skipped={self._max_skipped} can be raised"
+        )

@@ -1,0 +1,210 @@
+"""A step of any torch optimizer on bf16 weights without fp32 masters: computed in fp32 a piece at a time, then rounded.
+
+piece      weights, gradients and moments of some parameters -> fp32 stand-ins, which take their place in the optimizer
+           the optimizer's own step, fused if it is          -> new fp32 values
+           weights and moments are rounded stochastically, the stand-ins go, the next piece comes
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from par_groups import Segment, Segments, segments_of
+
+from ._rounding import DROPPED, round_segments_
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticStep:
+    """How steps are rounded.
+
+    Args:
+        seed: Of the run, the same on all ranks.
+        names: Of parameters in the whole model, by which random numbers are told apart. The same whoever holds them;
+            flat tensors with `Segments` have their own. Without: "param_groups.0.params.1", or as the optimizer has it.
+        moments: Of what the optimizer keeps for each element: torch.bfloat16, rounded stochastically too, since a
+            second moment that changes by a thousandth a step stands still otherwise; or torch.float32.
+        piece: Elements that are fp32 at a time, or one parameter if it has more: 16 bytes each with Adam.
+
+    Raises:
+        ValueError: Another dtype of moments, or an empty piece.
+    """
+
+    seed: int = 0
+    names: Mapping[Tensor, str] | None = None
+    moments: torch.dtype = torch.bfloat16
+    piece: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        if self.moments not in {torch.bfloat16, torch.float32}:
+            raise ValueError(f"moments in {self.moments}: keep them in torch.bfloat16 or torch.float32")
+        if self.piece < 1:
+            raise ValueError(f"a piece of {self.piece} elements: it needs at least 1")
+
+
+def stochastic_step_(optimizer: Optimizer, step: int, options: StochasticStep) -> None:
+    """Steps an optimizer whose bf16 or fp16 parameters are their own masters.
+
+    Per parameter, Adam takes 2 bytes of weight, 2 of gradient, and 4 or 8 of moments. fp32 parameters among them step
+    as ever. The optimizer's hooks run once, as around its own `step`; a fused optimizer's `found_inf` is obeyed.
+    Between steps its state has the parameters as keys and moments in the stated dtype.
+
+    Args:
+        optimizer: Any that keeps its state by parameter and steps each parameter alone; not LBFGS.
+        step: Of training, counted by the caller: at another one the random numbers are others.
+        options: How.
+
+    Raises:
+        TypeError: LBFGS, whose step is one of all parameters together.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS steps all parameters together; stochastic rounding needs one that steps each, like AdamW"
+        )
+
+    def in_pieces(optimizer: Optimizer) -> None:
+        for piece in _pieces(optimizer, options):
+            _step_piece_(optimizer, piece, step, options)
+
+    Optimizer.profile_hook_step(in_pieces)(optimizer)  # what torch puts around every optimizer's step
+    optimizer.__dict__["_opt_called"] = True  # as lr schedulers' wrapper of `step` says, which is passed by
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """A parameter with a gradient.
+
+    Args:
+        parameter: The optimizer's.
+        group: The number of its param group.
+        segments: What it packs, by name.
+    """
+
+    parameter: Tensor
+    group: int
+    segments: Segments
+
+
+def _pieces(optimizer: Optimizer, options: StochasticStep) -> Iterator[list[_Held]]:
+    """All parameters with gradients, a few at a time."""
+    piece: list[_Held] = []
+    size = 0
+    for held in _with_gradients(optimizer, options.names or {}):
+        count = _local_numel(held.parameter)
+        if piece and size + count > options.piece:
+            yield piece
+            piece, size = [], 0
+        piece.append(held)
+        size += count
+    if piece:
+        yield piece
+
+
+def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[_Held]:
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [f"param_groups.{number}.params.{i}" for i in range(len(group["params"]))]
+        for name, parameter in list(zip(given, group["params"], strict=True)):
+            if parameter.grad is not None:
+                segments = segments_of(parameter, names.get(parameter, name))
+                yield _Held(parameter=parameter, group=number, segments=segments)
+
+
+def _local_numel(parameter: Tensor) -> int:
+    to_local = getattr(parameter, "to_local", None)
+    return parameter.numel() if to_local is None else to_local().numel()
+
+
+def _step_piece_(optimizer: Optimizer, piece: Sequence[_Held], step: int, options: StochasticStep) -> None:
+    stand_ins: list[_StandIn] = []
+    try:
+        for held in piece:
+            stand_ins.append(_StandIn(optimizer, held))
+        with _only(optimizer, stand_ins):
+            _bare_step(optimizer)(optimizer)
+        for each in stand_ins:
+            each.round_(step, options)
+    finally:
+        for each in stand_ins:
+            each.leave()
+
+
+class _StandIn:
+    """An fp32 copy of a parameter that has its place, its gradient and its state in the optimizer.
+
+    A parameter of another dtype than bf16 and fp16 stands in for itself.
+
+    Args:
+        optimizer: Whose state moves.
+        held: The parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer, held: _Held) -> None:
+        self._optimizer, self._held = optimizer, held
+        self.group, self.tensor = held.group, held.parameter
+        self._copied = held.parameter.dtype in DROPPED
+        if self._copied:
+            self.tensor = nn.Parameter(held.parameter.detach().float())
+            self.tensor.grad = None if held.parameter.grad is None else held.parameter.grad.detach().float()
+        self._state: State = optimizer.state.pop(held.parameter, {})
+        moments = self._moments(self._state)
+        if self._state:
+            optimizer.state[self.tensor] = {**self._state, **{slot: value.float() for slot, value in moments.items()}}
+
+    def round_(self, step: int, options: StochasticStep) -> None:
+        """Writes the parameter, and its moments into their own tensors where these are there."""
+        state = dict(self._optimizer.state.get(self.tensor, {}))
+        if self._copied:
+            round_segments_(self._held.parameter, self.tensor.detach(), self._held.segments, options.seed, step)
+            for slot, value in self._moments(state).items() if options.moments != torch.float32 else ():
+                target = self._state.get(slot)
+                if target is None or target.dtype != options.moments:
+                    target = torch.empty_like(value, dtype=options.moments)
+                segments = Segments(Segment(f"{each.name}.{slot}", each.sharding) for each in self._held.segments)
+                round_segments_(target, value, segments, options.seed, step)
+                state[slot] = target
+        self._state = state
+
+    def leave(self) -> None:
+        """Gives the state back: what `round_` left, or, if the step failed, what was there before."""
+        self._optimizer.state.pop(self.tensor, None)
+        if self._state:
+            self._optimizer.state[self._held.parameter] = self._state
+
+    def _moments(self, state: State) -> dict[str, Tensor]:
+        """What the optimizer keeps for each element."""
+        return {
+            slot: value
+            for slot, value in state.items()
+            if self._copied
+            and slot != "step"
+            and isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape == self.tensor.shape
+        }
+
+
+@contextmanager
+def _only(optimizer: Optimizer, stand_ins: Sequence[_StandIn]) -> Iterator[None]:
+    """Param groups with nothing but the stand-ins. The groups stay the same objects, and so do their lists."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = [each.tensor for each in stand_ins if each.group == number]
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = parameters
+
+
+def _bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """The step of its class without the hooks around it."""
+    function: Any = type(optimizer).step
+    bare: Callable[[Optimizer], object] = function.__wrapped__ if getattr(function, "hooked", False) else function
+    return bare

@@ -1,0 +1,74 @@
+"""Sums over many tensors in fp64: the square of 1e30 overflows fp32, and fp32 sums lose digits."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+_BLOCK = 1 << 17
+"""Elements that are converted to fp64 at a time on a CPU, so that they stay in cache."""
+_TOGETHER = 1 << 16
+"""Elements of small tensors that are laid together for that."""
+
+
+def sum_of_powers(tensors: Sequence[Tensor], power: float, device: torch.device) -> Tensor:
+    """The sum of |x| ** power over all elements.
+
+    Args:
+        tensors: Floating-point tensors on any devices.
+        power: Above 0, finite.
+        device: Of the result.
+
+    Returns:
+        An fp64 scalar.
+    """
+    if power == 2 and all(each.is_cpu for each in tensors):
+        parts = list(_squares_on_cpu(tensors))
+    else:
+        parts = [norm.pow(power) for norm in _norms(tensors, power)]
+    return _stacked(parts, device).sum()
+
+
+def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The largest |x|, as an fp64 scalar. A NaN counts as infinity: not every backend's MAX brings it over."""
+    highest = _stacked(_norms([each for each in tensors if each.numel()], math.inf), device)
+    return torch.nan_to_num(highest, nan=math.inf, posinf=math.inf).amax() if highest.numel() else highest.sum()
+
+
+def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    return list(torch._foreach_norm(list(tensors), order, dtype=torch.float64)) if tensors else []
+
+
+def _stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Scalars as a vector; an empty one if there are none."""
+    moved = [part if part.device == device else part.to(device) for part in parts]
+    return torch.stack(moved) if moved else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _squares_on_cpu(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Partial sums of squares. torch's norm with another dtype converts element by element there, and is 10x slower."""
+    scratch = torch.empty(min(_BLOCK, sum(each.numel() for each in tensors)), dtype=torch.float64)
+    for flat in _flattened(tensors):
+        wide = scratch[: flat.numel()]
+        wide.copy_(flat)
+        yield wide.dot(wide)
+
+
+def _flattened(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same elements in flat tensors that fit into a cache; small neighbours of one dtype together."""
+    together: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        numel = tensor.numel()
+        if together and (size + numel > _TOGETHER or tensor.dtype != together[0].dtype):
+            yield _flatten_dense_tensors(together)
+            together, size = [], 0
+        if numel > _TOGETHER:
+            yield from tensor.reshape(-1).split(_BLOCK)
+        else:
+            together.append(tensor)
+            size += numel
+    if together:
+        yield _flatten_dense_tensors(together)

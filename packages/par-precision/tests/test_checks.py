@@ -1,0 +1,162 @@
+"""Mistakes are errors on all ranks, before anything has changed."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from par_groups import set_sharding, whole
+from par_precision import MixedOptimizer, mixed
+
+from .training import adamw, model
+
+
+def given(module=None, precision="bf16", optimizer=None, **options):
+    module = module or model()
+    return {"module": module, "optimizer": optimizer or adamw(module), "precision": precision, **options}
+
+
+def wrapped():
+    module = model()
+    module, optimizer = mixed(module, adamw(module), "fp32")
+    return given(module, optimizer=optimizer)
+
+
+def wrapped_and_given_again():
+    arguments = given()
+    mixed(**arguments)
+    return arguments
+
+
+def complex_parameter():
+    module = nn.ParameterDict({"phase": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
+    return given(module, "fp32", torch.optim.SGD(module.parameters()))
+
+
+def stepped():
+    arguments = given()
+    arguments["module"](torch.ones(1, 16)).sum().backward()
+    arguments["optimizer"].step()
+    return arguments
+
+
+def on_meta():
+    with torch.device("meta"):
+        return given(nn.Linear(2, 2))
+
+
+def foreign(masters, weights):
+    """What a package that keeps masters of its own has made."""
+    module = nn.Linear(4, 4).to(weights)
+    return given(module, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(20, dtype=masters))]))
+
+
+MISTAKES = {
+    "clip_norm 0": (lambda: given(clip_norm=0), ValueError, "clip_norm is 0; give a number above 0"),
+    "clip_norm negative": (lambda: given(clip_norm=-1.0), ValueError, "clip_norm is -1.0"),
+    "clip_norm NaN": (lambda: given(clip_norm=math.nan), ValueError, "clip_norm is nan"),
+    "clip_value 0": (lambda: given(clip_value=0), ValueError, "clip_value is 0"),
+    "two ways to clip": (lambda: given(clip_value=1, clip_norm=1), ValueError, "give one of them"),
+    "a scale of 0": (lambda: given(precision="fp16", scale=0), ValueError, "scale is 0"),
+    "max_skipped 0": (lambda: given(max_skipped=0), ValueError, "max_skipped is 0"),
+    "a bucket of nothing": (lambda: given(bucket=0), ValueError, "bucket is 0"),
+    "an unknown precision": (lambda: given(precision="fp4"), ValueError, "precision is 'fp4'"),
+    "tf32 on a CPU": (lambda: given(precision="tf32"), RuntimeError, "'tf32' needs the TF32 units .* use 'fp32'"),
+    "complex parameters": (complex_parameter, ValueError, "'phase' has dtype torch.complex64"),
+    "an optimizer already mixed": (wrapped, ValueError, "this AdamW is mixed already"),
+    "the same optimizer again": (wrapped_and_given_again, ValueError, "this AdamW is mixed already"),
+    "no optimizer": (lambda: given(optimizer=[]) | {"optimizer": []}, TypeError, "of type list"),
+    "an optimizer that has stepped": (stepped, ValueError, "the AdamW has stepped already; mix first"),
+    "the meta device": (on_meta, ValueError, "'weight' is on the meta device"),
+    "fp32 sums of fp32": (lambda: given(precision="fp32", accumulate_fp32=True), ValueError, "gradients are fp32"),
+    "fp32 sums without masters": (
+        lambda: given(precision="bf16-sr", accumulate_fp32=True),
+        ValueError,
+        "needs masters, which 'bf16-sr' has not",
+    ),
+    "others' masters that are not fp32": (
+        lambda: foreign(torch.bfloat16, torch.bfloat16),
+        ValueError,
+        "dtype torch.bfloat16 that are not the module's .* param_dtype=torch.bfloat16",
+    ),
+    "others' masters of fp32 weights": (
+        lambda: foreign(torch.float32, torch.float32),
+        ValueError,
+        "'weight' has dtype torch.float32, .* shard with param_dtype=torch.bfloat16",
+    ),
+    "others' gradients": (
+        lambda: {**foreign(torch.float32, torch.bfloat16), "accumulate_fp32": True},
+        ValueError,
+        "reduce_dtype=torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_a_remedy(mistake):
+    make, kind, words = MISTAKES[mistake]
+    arguments = make()
+    dtypes = [p.dtype for p in arguments["module"].parameters()]
+    with pytest.raises(kind, match=words):
+        mixed(**arguments)
+    assert [p.dtype for p in arguments["module"].parameters()] == dtypes
+
+
+@pytest.mark.parametrize("mistake", ["clip_norm NaN", "tf32 on a CPU", "complex parameters", "no optimizer"])
+@pytest.mark.ranks(2)
+def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
+    make, kind, words = MISTAKES[mistake]
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=rf"rank 1: {kind.__name__}: .*{words}"):
+            mixed(**given(), group=dist.group.WORLD)
+    else:
+        with pytest.raises(kind, match=words):
+            mixed(**make(), group=dist.group.WORLD)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_choose_differently_all_hear_of_it():
+    odd = dist.get_rank() == 1
+    for mine in ({"clip_norm": 2.0}, {"precision": "fp16"}, {"max_skipped": 3}, {"seed": 1}):
+        with pytest.raises(ValueError, match=r"rank 1 chose .*, and the first rank .*; give all ranks the same"):
+            mixed(**given(**(mine if odd else {})), group=dist.group.WORLD)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_cut_needs_a_group_and_one_that_holds_all_of_it():
+    mesh = init_device_mesh("cpu", (2,))
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for group, words in ((None, "pass the group of all ranks that hold it"), (alone, "the group does not hold all")):
+        module = nn.ParameterList([nn.Parameter(distribute_tensor(torch.zeros(5), mesh, [Shard(0)]))])
+        with pytest.raises(ValueError, match=words):
+            mixed(module, torch.optim.SGD(module.parameters()), "fp32", group=group)
+
+
+@pytest.mark.ranks(2)
+def test_records_with_wrong_copies_are_found_before_the_first_step():
+    module = nn.ParameterList([nn.Parameter(torch.zeros(5))])
+    set_sharding(module[0], whole((5,), (dist.get_rank(),)))
+    with pytest.raises(ValueError, match="own 10 elements of '0', which has 5"):
+        mixed(module, torch.optim.SGD(module.parameters()), "fp32", group=dist.group.WORLD)
+
+
+@pytest.mark.ranks(2)
+def test_ddp_around_a_module_that_is_to_be_cast_is_refused_and_around_a_mixed_one_works():
+    module = DistributedDataParallel(model())
+    with pytest.raises(ValueError, match="mix first, then wrap"):
+        mixed(module, adamw(module), "bf16")
+    module = model()
+    module, optimizer = mixed(module, adamw(module), "bf16", clip_norm=1.0)
+    wrapper = DistributedDataParallel(module)
+    optimizer.backward(wrapper(torch.full((2, 16), float(dist.get_rank()))).square().mean())
+    norm = optimizer.step().grad_norm
+    both = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(both, norm)
+    assert both[0] == both[1] > 0
+    assert isinstance(optimizer, MixedOptimizer)

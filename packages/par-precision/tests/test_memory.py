@@ -1,0 +1,58 @@
+"""Bytes per parameter while training: weights, gradients, masters and moments, counted by their storages."""
+
+import pytest
+import torch
+from torch import nn
+
+from par_precision import mixed
+
+N = 256 * 256
+
+
+def live(module, optimizer):
+    """Bytes of everything that lives between backward and step, and after steps."""
+    tensors = [*module.parameters(), *(t for group in optimizer.param_groups for t in group["params"])]
+    gradients = [t.grad for t in tensors if t.grad is not None]
+    state = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *gradients, *state)}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "expected"),
+    [
+        ("fp32", {}, 16),
+        ("bf16-amp", {}, 16),
+        ("fp16-amp", {}, 16),
+        ("bf16", {}, 16),
+        ("fp16", {}, 16),
+        ("bf16", {"accumulate_fp32": True}, 18),
+        ("fp16", {"accumulate_fp32": True}, 18),
+        ("fp8", {}, 16),
+        ("bf16-sr", {}, 8),
+        ("bf16-sr", {"moments": torch.float32}, 12),
+    ],
+)
+def test_bytes_per_parameter_are_those_stated(precision, options, expected):
+    module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    module, optimizer = mixed(module, optimizer, precision, **options)
+    for _ in range(2):
+        optimizer.backward(module(torch.randn(4, 256)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.backward(module(torch.randn(4, 256)).square().mean())
+    assert live(module, optimizer) == expected * 3 * N
+
+
+def test_a_step_with_masters_makes_fp32_gradients_for_one_bucket_at_a_time():
+    module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    inner = torch.optim.AdamW(module.parameters(), fused=True)
+    module, optimizer = mixed(module, inner, "bf16", bucket=4 * N)
+    wide = []
+    inner.register_step_pre_hook(
+        lambda *_: wide.append(sum(t.grad.numel() for t in inner.param_groups[0]["params"] if t.grad is not None))
+    )
+    optimizer.backward(module(torch.randn(4, 256)).square().mean())
+    optimizer.step()
+    assert wide == [N] * 4

@@ -1,0 +1,211 @@
+"""Training in each precision: against one device, against fp32, on plain modules, DTensors and FSDP2."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from par_precision import DynamicScale, MixedOptions, mixed
+from par_precision._precisions import PRECISIONS
+
+from .training import MAKERS, adamw, loss_of, model, train
+
+ON_CPU = [name for name in PRECISIONS if name != "tf32"]
+DISTANCE = {"fp32": 0.0, "bf16-amp": 0.02, "bf16": 0.02, "bf16-sr": 0.05, "fp8": 0.1, "fp16-amp": 0.003, "fp16": 0.003}
+"""From the fp32 losses: units in the last place of products, of weights, and of float8."""
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_losses_follow_those_of_fp32(precision, maker):
+    reference = model()
+    plain = MAKERS[maker](reference)
+    expected = []
+    for step in range(8):
+        loss = loss_of(reference, step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+        plain.zero_grad()
+        expected.append(loss.item())
+    module = model()
+    losses = train(*mixed(module, MAKERS[maker](module), precision, clip_norm=1.0), steps=8)
+    assert losses == pytest.approx(expected, rel=DISTANCE[precision] or 1e-6)  # fp32: the coefficient's last digit
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_dtypes_are_what_each_precision_says(precision):
+    module = model()
+    module, optimizer = mixed(module, adamw(module), precision, moments=torch.float32)
+    train(module, optimizer, steps=1)
+    chosen = PRECISIONS[precision]
+    assert {p.dtype for p in module.parameters()} == {chosen.weights or torch.float32}
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    assert {each.dtype for each in held} == {torch.bfloat16 if chosen.rounded else torch.float32}
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+    assert (held[0] is next(module.parameters())) is not chosen.masters
+
+
+def test_the_module_returns_fp32_and_takes_inputs_of_any_dtype():
+    for precision in ON_CPU:
+        module = model()
+        module, _ = mixed(module, adamw(module), precision)
+        for dtype in (torch.float32, torch.bfloat16) if PRECISIONS[precision].weights else (torch.float32,):
+            assert module(torch.zeros(2, 16, dtype=dtype)).dtype == torch.float32
+    module = model()
+    module, _ = mixed(module, adamw(module), "bf16", output_dtype=None)
+    assert module(torch.zeros(2, 16)).dtype == torch.bfloat16
+
+
+def test_the_users_objects_survive():
+    module = model()
+    parameters = list(module.parameters())
+    optimizer = adamw(module)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    groups = list(optimizer.param_groups)
+    same, returned = mixed(module, optimizer, "bf16")
+    assert same is module
+    assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+    assert returned.inner is optimizer
+    assert isinstance(returned, torch.optim.Optimizer)
+    for ours, its in zip(returned.param_groups, groups, strict=True):
+        assert ours is its
+        assert ours["initial_lr"] == 0.01
+    train(module, returned, steps=1)
+    scheduler.step()  # made before mixed(), of the user's optimizer
+    assert returned.param_groups[0]["lr"] == 0.005
+
+
+def test_frozen_and_tied_parameters_train_as_ever():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last, self.frozen = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.last.weight = self.first.weight
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            return self.last(self.frozen(self.first(x)).relu())
+
+    module, reference = Tied(), Tied()
+    before = module.frozen.weight.clone()
+    losses = train(*mixed(module, adamw(module), "bf16"), steps=5)
+    assert losses == pytest.approx(train(*mixed(reference, adamw(reference), "fp32"), steps=5), rel=0.02)  # of bf16
+    assert torch.equal(module.frozen.weight, before.bfloat16())
+    assert module.last.weight is module.first.weight
+
+
+def test_a_parameter_that_is_thawed_later_trains():
+    module = model()
+    module[0].requires_grad_(False)
+    module, optimizer = mixed(module, adamw(module), "bf16", accumulate_fp32=True)
+    before = module[0].weight.clone()
+    train(module, optimizer, steps=1)
+    assert torch.equal(module[0].weight, before)
+    module[0].requires_grad_(True)
+    train(module, optimizer, steps=1)
+    assert not torch.equal(module[0].weight, before)
+
+
+def test_a_copy_of_the_module_runs_by_itself():
+    for precision in ("bf16", "bf16-amp"):
+        module = model()
+        module, _ = mixed(module, adamw(module), precision)
+        clone = copy.deepcopy(module)
+        for each in clone.parameters():
+            each.data.zero_()
+        assert clone(torch.ones(2, 16)).eq(0).all()
+        assert not module(torch.ones(2, 16)).eq(0).all()
+
+
+def test_a_forward_that_raises_leaves_no_autocast_behind():
+    module = model()
+    module, _ = mixed(module, adamw(module), "bf16-amp")
+    with pytest.raises(RuntimeError, match="shape"):
+        module(torch.ones(2, 3))
+    assert not torch.is_autocast_enabled("cpu")
+    assert module(torch.ones(2, 16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_of_microbatches_are_added_in_fp32(precision):
+    """256 equal gradients of 1 and then small ones: half precision would stop counting."""
+    for accumulate in (True, False):
+        module = nn.Linear(1, 1, bias=False)
+        module, optimizer = mixed(
+            module, torch.optim.SGD(module.parameters(), lr=0.0), precision, accumulate_fp32=accumulate, scale=1.0
+        )
+        for _ in range(2400):
+            optimizer.backward(module(torch.ones(1, 1)).sum())
+        norm = optimizer.step().grad_norm.item()
+        assert (norm == 2400) is accumulate
+        optimizer.zero_grad()
+        assert optimizer.step().grad_norm == 0
+
+
+@pytest.mark.parametrize("bucket", [1, 2000, 1 << 28])
+def test_buckets_change_nothing(bucket):
+    reference, module = model(), model()
+    expected = train(*mixed(reference, adamw(reference), "bf16"), steps=4)
+    assert train(*mixed(module, adamw(module), "bf16", bucket=bucket), steps=4) == expected
+
+
+def sharded(how, mesh):
+    """A model whose parameters are DTensors, and maybe one that is not."""
+    module = model()
+    if how == "tensor parallel":
+        parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif how == "sequence parallel":
+        cut, whole = Shard(0), Replicate()
+        plan = {
+            "0": ColwiseParallel(),
+            "2": RowwiseParallel(output_layouts=cut),
+            "3": SequenceParallel(sequence_dim=0),  # whose gradients are sums that are still to be made
+            "": PrepareModuleOutput(output_layouts=cut, desired_output_layouts=whole),
+        }
+        parallelize_module(module, mesh, plan)
+    else:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(module[2], mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return module
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp", "fp16", "bf16-sr"])
+@pytest.mark.parametrize("how", ["tensor parallel", "sequence parallel", "FSDP2"])
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.ranks(2)
+def test_models_of_dtensors_train_as_on_one_device(precision, how):
+    mesh = init_device_mesh("cpu", (2,))
+    for fused in (True, False):
+        module, reference = sharded(how, mesh), model()
+        plain = [p for p in module.parameters() if not hasattr(p, "placements")]
+        if plain and not PRECISIONS[precision].masters:
+            continue  # torch's own optimizers refuse a mix; masters are never DTensors
+        world = {"group": dist.group.WORLD, "replicas": dist.group.WORLD}
+        losses = train(*mixed(module, adamw(module, fused=fused), precision, clip_norm=1.0, **world), steps=6)
+        expected = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=1.0), steps=6)
+        assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else DISTANCE[precision])
+
+
+def test_every_option_is_a_keyword():
+    module = model()
+    with pytest.raises(TypeError, match="clip_nrom"):
+        mixed(module, adamw(module), "fp32", clip_nrom=1.0)
+    assert MixedOptions(scale=8, clip_value=0.5).scale == 8
+    _, optimizer = mixed(module, adamw(module), "fp16-amp", scale=DynamicScale(init=4.0))
+    assert optimizer.scaling.scale.value == 4

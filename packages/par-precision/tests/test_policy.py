@@ -1,0 +1,79 @@
+"""Casts and settings around forward."""
+
+import pytest
+import torch
+from torch import nn
+
+from par_precision._policy import Policy, tf32
+from par_precision._precisions import PRECISIONS
+
+SETTINGS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+
+
+def settings():
+    return [each.fp32_precision for each in SETTINGS]
+
+
+class Echo(nn.Module):
+    """Returns what it was given, and notes what products are made in."""
+
+    def forward(self, *args, **keywords):
+        self.autocast = torch.is_autocast_enabled("cpu")
+        self.tf32 = settings()
+        return args, keywords
+
+
+def echo(precision, output_dtype=None):
+    module = Echo()
+    Policy(PRECISIONS[precision], "cpu", output_dtype).attach(module)
+    return module
+
+
+def test_floating_point_inputs_take_the_dtype_of_the_weights_wherever_they_are():
+    floats, wholes = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    args, keywords = echo("bf16")([floats, {"x": wholes}], "text", mask=(floats.double(), None))
+    assert args[0][0].dtype == keywords["mask"][0].dtype == torch.bfloat16
+    assert args[0][1]["x"] is wholes
+    assert (args[1], keywords["mask"][1]) == ("text", None)
+    args, _ = echo("bf16-amp")(floats)
+    assert args[0] is floats
+
+
+def test_half_precision_outputs_become_fp32_and_others_stay():
+    args, keywords = echo("bf16", torch.float32)(torch.ones(2), x=torch.ones(2, dtype=torch.int32))
+    assert args[0].dtype == torch.float32
+    assert keywords["x"].dtype == torch.int32
+    double = torch.ones(2, dtype=torch.float64)
+    assert echo("fp32", torch.float32)(double)[0][0] is double
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp", "tf32"])
+def test_autocast_and_tf32_are_on_inside_alone(precision):
+    before = settings()
+    module = echo(precision)
+    module()
+    assert module.autocast is (precision == "bf16-amp")
+    assert module.tf32 == (["tf32"] * 3 if precision == "tf32" else before)
+    assert settings() == before
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_tf32_is_on_in_the_backward_pass_of_its_optimizer():
+    assert_on = Policy(PRECISIONS["tf32"], "cuda", None)
+    before = settings()
+    with assert_on.backward():
+        assert settings() == ["tf32"] * 3
+    assert settings() == before
+    with Policy(PRECISIONS["bf16"], "cuda", None).backward():
+        assert settings() == before
+
+
+def test_tf32_puts_the_users_own_settings_back_after_an_error():
+    before = settings()
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        with pytest.raises(ArithmeticError), tf32():
+            raise ArithmeticError
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before[0]

@@ -1,0 +1,132 @@
+"""par-precision on a GPU: the same numbers as on the CPU, and no waiting for the host."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from par_groups import Box, Sharding, set_sharding
+from par_precision import Float8Linear, convert_to_float8_, mixed, stochastic_round_
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+
+def has_float8():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@contextmanager
+def no_syncs():
+    """Whoever makes the host wait raises."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def both_ways(target, source):
+    """Rounded on the CPU and on the GPU, as integers; the record on the target goes along."""
+    results = []
+    for device in ("cpu", "cuda"):
+        into = target.to(device, copy=True)
+        into.__dict__.update(target.__dict__)
+        stochastic_round_(into, source.to(device), 1, 2, name="w")
+        results.append(into.cpu())
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-39])
+def test_the_kernel_rounds_like_the_cpu_bit_for_bit(dtype, scale):
+    for shape in [(), (1,), (123,), (15, 17), (300, 4096), (3, 5, 7)]:
+        source = randn(*shape) * scale
+        for given in (source, source.mT.contiguous().mT if source.dim() > 1 else source):
+            one, other = both_ways(torch.zeros(shape, dtype=dtype), given)
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16)), shape
+
+
+def test_a_part_of_a_tensor_rounds_like_on_the_cpu():
+    for start, size in [((2**20 - 3, 2**14 - 5), (3, 5)), ((17, 100), (128, 1000))]:
+        target = torch.zeros(size, dtype=torch.bfloat16)
+        set_sharding(target, Sharding((2**20, 2**14), (Box(start, size, 0, (size[1], 1), (0,)),)))
+        one, other = both_ways(target, randn(*size))
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nan_infinities_and_what_is_exact_stay(dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    found = both_ways(torch.zeros_like(every), every.float())[1]
+    assert torch.equal(found.isnan(), every.isnan())
+    assert torch.equal(found[~every.isnan()], every[~every.isnan()])
+    odd = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -8388607], dtype=torch.int32).view(torch.float32)
+    assert both_ways(torch.zeros(4, dtype=dtype), odd)[1].isnan().all()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).cuda()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp16", "fp16-amp", "bf16-sr", "fp8"])
+def test_a_step_does_not_wait_for_the_host(precision):
+    if precision == "fp8" and not has_float8():
+        pytest.skip("this GPU has no float8 products")
+    module = model()
+    adam = torch.optim.AdamW(module.parameters(), fused=True)
+    module, optimizer = mixed(module, adam, precision, clip_norm=1.0)
+    x = randn(48, 64).cuda()
+    for step in range(4):
+        loss = module(x).square().mean()
+        optimizer.backward(loss)
+        if step < 2:  # state and kernels are made
+            optimizer.step()
+        else:
+            with no_syncs():
+                optimizer.step()
+        optimizer.zero_grad()
+    assert loss.isfinite()
+
+
+@pytest.mark.skipif(not has_float8(), reason="this GPU has no float8 products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 17, 123, 256])
+def test_float8_products_are_those_of_the_cpu(dtype, rows):
+    """Quantisation is the same; sums are in another order, and forward ones in the tensor cores' fewer bits."""
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        layer = convert_to_float8_(nn.Sequential(nn.Linear(64, 48)))[0].to(device, dtype)
+        x = randn(rows, 64).to(device, dtype).requires_grad_()
+        output = layer(x)
+        gradient = randn(rows, 48, seed=1).to(device, dtype)
+        results.append([output, *torch.autograd.grad(output, [x, *layer.parameters()], gradient)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other.cpu().float(), one.float(), rtol=2**-6, atol=2**-6 * one.abs().mean().item())
+
+
+@pytest.mark.skipif(not has_float8(), reason="this GPU has no float8 products")
+def test_float8_takes_strided_inputs_and_expanded_gradients_without_waiting():
+    layer = Float8Linear(64, 48, device="cuda", dtype=torch.bfloat16)
+    x = randn(64, 40).cuda().bfloat16().t().requires_grad_()
+    layer(x).sum().backward()
+    with no_syncs():
+        layer(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.skipif(has_float8(), reason="this GPU has float8 products")
+def test_a_gpu_without_float8_says_so():
+    with pytest.raises(RuntimeError, match=r"compute capability .*use bf16"):
+        convert_to_float8_(model())

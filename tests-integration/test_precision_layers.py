@@ -1,0 +1,108 @@
+"""Precision and cut layers: training in every parallel mode follows one device, tied embeddings and copies included."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_groups import ProcessGroups, Topology
+from par_layers import PartialGradients, initialize, layer_set
+from par_layers.examples import GPT
+from par_precision import mixed
+from par_zero import shard
+
+CASES = {
+    "1d": ({"tensor": {"size": 2, "mode": "1d"}}, 2),
+    "by sequence": ({"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, 2),
+    "2d": ({"tensor": {"size": 4, "mode": "2d"}}, 4),
+}
+DISTANCE = {"fp32": 1e-5, "bf16": 0.02, "bf16-amp": 0.02, "fp16": 0.004}
+
+
+def gpt(layers, *, tied):
+    model = GPT(layers, 29, 32, 4, 2, 12, tied=tied)
+    initialize(model, seed=0)
+    return model
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+
+def data(step):
+    return torch.randint(29, (8, 9), generator=torch.Generator().manual_seed(step))
+
+
+class Loss(torch.nn.Module):
+    """The model and its loss, so that mixed() has one forward to go around."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows):
+        return self.model.loss(rows[:, :-1], rows[:, 1:])
+
+
+def train(module, optimizer, partial=None, *, ranks=1, rank=0):
+    norms, losses = [], []
+    for step in range(4):
+        loss = module(data(step).chunk(ranks)[rank])
+        optimizer.backward(loss)
+        if partial is not None:
+            partial.handle_gradient()
+        norms.append(optimizer.step().grad_norm.item())
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return norms, losses
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("precision", DISTANCE)
+@pytest.mark.ranks(4, timeout=120)
+def test_cut_models_train_as_on_one_device(precision, case):
+    axes, tensor = CASES[case]
+    world = 4
+    topology = Topology.from_config({"data": world // tensor, **axes}, world)
+    with ProcessGroups(topology) as groups:
+        for tied in (False, True):
+            reference = Loss(gpt(layer_set(None), tied=tied))
+            expected = train(*mixed(reference, adamw(reference), precision, clip_norm=0.5))
+            module = Loss(gpt(layer_set("auto", groups), tied=tied))
+            module, optimizer = mixed(module, adamw(module), precision, group=groups["tensor"], clip_norm=0.5)
+            norms, losses = train(module, optimizer, PartialGradients(optimizer, groups))  # all see the same rows
+            assert norms == pytest.approx(expected[0], rel=DISTANCE[precision])
+            assert losses == pytest.approx(expected[1], rel=DISTANCE[precision])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.ranks(4, timeout=120)
+def test_cut_and_sharded_models_train_as_on_one_device(stage):
+    topology = Topology.from_config({"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, 4)
+    with ProcessGroups(topology) as groups:
+        data_group = groups["data"]
+        for precision, dtype in (("fp32", None), ("bf16", torch.bfloat16)):
+            reference = Loss(gpt(layer_set(None), tied=True))
+            expected, _ = train(*mixed(reference, adamw(reference), precision, clip_norm=0.5))
+            module = Loss(gpt(layer_set("auto", groups), tied=True))
+            optimizer = adamw(module)
+            shard(module, optimizer, stage=stage, group=data_group, bucket=20_000, param_dtype=dtype)
+            module, optimizer = mixed(module, optimizer, precision, group=dist.group.WORLD, clip_norm=0.5)
+            partial = PartialGradients(optimizer, groups)
+            norms, _ = train(module, optimizer, partial, ranks=2, rank=dist.get_rank(data_group))
+            assert norms == pytest.approx(expected, rel=DISTANCE[precision])
+
+
+@pytest.mark.ranks(2)
+def test_an_infinity_in_one_ranks_columns_is_skipped_by_both():
+    topology = Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)
+    with ProcessGroups(topology) as groups:
+        module = Loss(gpt(layer_set("auto", groups), tied=True))
+        module, optimizer = mixed(module, adamw(module), "fp16", group=groups["tensor"])
+        optimizer.backward(module(data(0)))
+        if dist.get_rank() == 1:
+            cut = [p for p in module.parameters() if len(p.par_sharding.boxes[0].copies) == 1]
+            cut[-1].grad.view(-1)[0] = math.inf
+        assert optimizer.step().skipped
+        assert optimizer.scaling.scale.value == 2.0**15

@@ -1,0 +1,236 @@
+"""Norm, clip, and what follows backward in an fp16 step, against torch's own, on plain tensors, DTensors and FSDP2.
+
+Two gloo ranks on one machine, one thread each. Every contender lives in the same processes and they take turns;
+gradients are put back before each turn. Run as `python tools/bench/precision.py`; writes docs/benchmarks/precision.md
+and .json.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _table import write
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import AdamW, Optimizer
+
+from par_precision import clip_grad_norm_, mixed
+from par_zero import shard
+
+RANKS, TURNS = 2, 40
+SCALE = 2.0**10
+LIMIT = 1.0
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """Something to time.
+
+    Args:
+        case: What it is compared in.
+        name: As the table says it.
+        run: What is timed.
+        holders: The tensors whose gradients are put back before.
+        reference: Whether others are compared with it.
+    """
+
+    case: str
+    name: str
+    run: Callable[[], object]
+    holders: Sequence[Tensor]
+    reference: bool = False
+
+    def __post_init__(self) -> None:
+        self._gradients = [(each, local(given).clone()) for each in self.holders if (given := each.grad) is not None]
+
+    def prepare(self) -> None:
+        """Puts the gradients back."""
+        for each, saved in self._gradients:
+            if each.grad is not None:
+                local(each.grad).copy_(saved)
+
+
+def main() -> None:
+    """Measures, and writes medians, quartiles and ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        arguments = (folder, result)
+        torch.multiprocessing.start_processes(run, arguments, nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        times: dict[tuple[str, str, bool], list[float]] = torch.load(result)
+    medians = {key: statistics.median(each) for key, each in times.items()}
+    references = {case: medians[case, name, flag] for case, name, flag in medians if flag}
+    rows = [
+        {
+            "case": case,
+            "contender": name,
+            "median ms": round(medians[case, name, flag], 2),
+            "quartiles ms": f"{quartile(each, 1):.2f} to {quartile(each, 3):.2f}",
+            "ratio": "1" if flag else f"{medians[case, name, flag] / references[case]:.2f}",
+        }
+        for (case, name, flag), each in times.items()
+    ]
+    note = (
+        "Small: 300 tensors, 150 of 32 x 32 and 150 of 32; large: 24 of 1024 x 1024; fp32. Flat: the same 300 under "
+        "par-zero at stage 0. After backward: unscale, norm, clip to 1, fused AdamW and "
+        "scale update, of the small ones; fp16 has fp32 masters, so casts of gradients and weights are in its step, "
+        f"and in the others' forward pass. {RANKS} gloo ranks, one thread each; times are those of the slowest rank."
+    )
+    write("precision", "Norm, clip and an fp16 step", rows, note)
+
+
+def contenders() -> list[Contender]:
+    """All of them."""
+    return [*clipping(), *after_backward()]
+
+
+def clipping() -> list[Contender]:
+    """Norm and clip."""
+    found = []
+    world = dist.group.WORLD
+    for case, made in (("clip, small", small()), ("clip, large", large()), ("clip, DTensors", placed(small()))):
+        tensors = with_gradients(made)
+        found.append(
+            Contender(case=case, name="torch.nn.utils", run=torch_clip(tensors), holders=tensors, reference=True)
+        )
+        own = None if case != "clip, DTensors" else world
+        found.append(Contender(case=case, name="par-precision", run=our_clip(tensors, own), holders=tensors))
+    module = small()
+    optimizer = AdamW(module.parameters(), fused=True)
+    shard(module, optimizer, stage=0, group=group())
+    sum((p.square().sum() for p in module.parameters()), torch.zeros(())).backward()
+    flat = [tensor for part in optimizer.param_groups for tensor in part["params"]]
+    return [*found, Contender(case="clip, small", name="par-precision, flat", run=our_clip(flat, None), holders=flat)]
+
+
+def after_backward() -> list[Contender]:
+    """What follows backward in a step."""
+    found = []
+    for how, make in (("plain", small), ("DTensors", lambda: placed(small())), ("FSDP2", sharded)):
+        case = f"fp16 step, {how}"
+        module = make()
+        tensors = with_gradients(module, SCALE)
+        run = torch_step(tensors, AdamW(module.parameters(), fused=True))
+        found.append(Contender(case=case, name="GradScaler, clip, AdamW", run=run, holders=tensors, reference=True))
+        for precision in ("fp16-amp", "fp16"):
+            module = make()
+            among = None if how == "plain" else group()  # torch's plain contender does not communicate either
+            optimizer = AdamW(module.parameters(), fused=True)
+            _, ours = mixed(module, optimizer, precision, group=among, clip_norm=LIMIT, scale=SCALE)
+            tensors = with_gradients(module, SCALE)
+            found.append(Contender(case=case, name=precision, run=ours.step, holders=tensors))
+    return found
+
+
+def small() -> nn.Module:
+    """300 tensors."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(150)))
+
+
+def large() -> nn.Module:
+    """24 tensors."""
+    return nn.ParameterList([nn.Parameter(torch.zeros(1024, 1024)) for _ in range(24)])
+
+
+def placed(module: nn.Module) -> nn.Module:
+    """The same parameters as DTensors, cut by rows."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return nn.ParameterList(
+        [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in module.parameters()]
+    )
+
+
+def sharded() -> nn.Module:
+    """The same under FSDP2."""
+    module = small()
+    fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
+    return module
+
+
+def with_gradients(module: nn.Module, factor: float = 1.0) -> list[Tensor]:
+    """A module's parameters, each with a gradient of its kind."""
+    tensors: list[Tensor] = list(module.parameters())
+    for each in tensors:
+        here = torch.randn(local(each).shape, dtype=each.dtype) * factor * 0.01
+        each.grad = DTensor.from_local(here, each.device_mesh, each.placements) if isinstance(each, DTensor) else here
+    return tensors
+
+
+def torch_clip(tensors: list[Tensor]) -> Callable[[], object]:
+    """Without us."""
+    return lambda: nn.utils.clip_grad_norm_(tensors, LIMIT)
+
+
+def our_clip(tensors: list[Tensor], among: dist.ProcessGroup | None) -> Callable[[], object]:
+    """Ours."""
+    return lambda: clip_grad_norm_(tensors, LIMIT, among)
+
+
+def torch_step(tensors: list[Tensor], optimizer: Optimizer) -> Callable[[], object]:
+    """What a trainer writes with torch alone."""
+    scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
+    scaler.scale(torch.zeros(()))
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(tensors, LIMIT)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def group() -> dist.ProcessGroup:
+    """All ranks."""
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed is not initialised")
+    return world
+
+
+def quartile(values: Sequence[float], which: int) -> float:
+    """The first, second or third."""
+    return statistics.quantiles(values, n=4)[which - 1]
+
+
+def run(rank: int, folder: str, result: Path) -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=RANKS)
+    every = contenders()
+    times: dict[tuple[str, str, bool], list[float]] = {(c.case, c.name, c.reference): [] for c in every}
+    for turn in range(TURNS + 2):
+        for each in every:
+            each.prepare()
+            dist.barrier()
+            start = time.perf_counter()
+            each.run()
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if turn > 1:
+                times[each.case, each.name, each.reference].append(1e3 * seconds.item())
+    if rank == 0:
+        torch.save(times, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
