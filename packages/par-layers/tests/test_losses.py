@@ -81,7 +81,12 @@ def check_bfloat16_logits(mode):
     loss = mode.layers.cross_entropy(cut(mode, mine), target, classes=13)
     loss.backward()
     assert mine.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(loss.double(), exact, rtol=2**-7, atol=0)  # 8 bits, for each loss and for the mean
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)  # computed in fp32
+    right = (logits.argmax(-1) == target).double().mean()
+    torch.testing.assert_close(
+        mode.layers.accuracy(cut(mode, logits), target, classes=13).double(), right, rtol=1e-6, atol=0
+    )
     torch.testing.assert_close(mine.grad.double().sum(-1), torch.zeros(8, 4).double(), rtol=0, atol=2**-9)
 
 

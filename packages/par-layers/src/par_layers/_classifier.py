@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ._arithmetic import in_autocast_dtype
 from ._collectives import reduce_from
 from ._embedding import VocabEmbedding, padded
 from ._grid import Grid
@@ -41,10 +42,11 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, ..., hidden, perhaps cut] to [b, ..., classes], alike on ranks that share tokens."""
         check_features(x, self.weight.shape[1], self._layout, "a classifier")
+        x, weight, bias = in_autocast_dtype(x, self.weight, self.bias)
         if self._group is None:
-            return functional.linear(x, self.weight, self.bias)
-        logits = reduce_from(functional.linear(x, self.weight), self._group)
-        return logits if self.bias is None else logits + self.bias
+            return functional.linear(x, weight, bias)
+        logits = reduce_from(functional.linear(x, weight), self._group)
+        return logits if bias is None else logits + bias
 
 
 class VocabClassifier(nn.Module):
@@ -101,10 +103,11 @@ class VocabClassifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, ..., hidden] in the residual layout to [b, ..., V] in the inner one."""
         check_features(x, self._local_hidden, self._rules.residual, "a classifier")
+        weight, hook = (self.weight, None) if self._tied else weight_and_hook(self)
+        x, weight, _ = in_autocast_dtype(x, weight, None)
         if self._tied:
-            logits = self._rules.tied_product(x, self._rules.tied(self.weight), None, None)
+            logits = self._rules.tied_product(x, self._rules.tied(weight), None, None)
         else:
-            weight, hook = weight_and_hook(self)
             logits = self._rules.column_product(x, weight, None, hook)
         if self._real == self._local:
             return logits

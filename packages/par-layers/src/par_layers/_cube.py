@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._arithmetic import LinearFunction, refuse
 from ._collectives import (
     finish,
     finish_all_gather_on,
@@ -40,8 +41,16 @@ class Cube:
     weight: dist.ProcessGroup
     weight_dim: int = 1
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: Hook | None,
+        linear: LinearFunction | None = None,
+    ) -> Tensor:
         """[B/d2, ..., K/d] and [N/d, K/d2] to [B/d2, ..., N/d]."""
+        refuse(linear, "3d")
         product: Tensor = _Product.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias
 

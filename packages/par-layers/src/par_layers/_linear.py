@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from ._arithmetic import LinearFunction, in_autocast_dtype
 from ._grid import Axes, Grid
 from ._layout import Layout, check_features
 from ._parameter import Init, Rows, make_parameter, uniform
@@ -31,6 +32,10 @@ class ParallelLinear(nn.Module):
     weight_grad_hook: Hook | None = None
     """Set by who wants to compute weight gradients later, such as a pipeline schedule."""
 
+    linear: LinearFunction | None
+    """Multiplies this rank's part in place of torch's product, such as in float8; set by who wants it, in mode None or
+    1d. Collectives are as ever around it, except that nothing overlaps; `weight_grad_hook` is not called."""
+
     def __init__(  # noqa: PLR0913 - one call, in _layer_set.py
         self,
         rows: Sequence[Rows],
@@ -50,6 +55,7 @@ class ParallelLinear(nn.Module):
         self.out_features = sum(run.length for run in rows)
         self.local_parts = tuple((run.padded or run.length) // grid.size(run.axes) for run in rows)
         self._product, self._then, self._takes = product, then, takes
+        self.linear = None  # on the instance: a module that is assigned would be hidden by an attribute of the class
         self._local_in = in_features // grid.size(takes.features)
         bound = 1 / math.sqrt(in_features)
         check_divides(in_features, cut.columns, grid, "in_features")
@@ -59,8 +65,9 @@ class ParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., k] to [..., n], both local."""
         check_features(x, self._local_in, self._takes, "a linear")
-        weight, hook = weight_and_hook(self)
-        y = self._product(x, weight, self.bias, hook)
+        weight, hook = weight_and_hook(self) if self.linear is None else (self.weight, None)
+        x, weight, bias = in_autocast_dtype(x, weight, self.bias)
+        y = self._product(x, weight, bias, hook, self.linear)
         return y if self._then is None else self._then(y)
 
     def parts(self, y: Tensor) -> tuple[Tensor, ...]:

@@ -41,7 +41,7 @@ class LossOptions:
 
 
 def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
-    """The mean over all tokens of the tensor group that are not ignored, on every rank alike.
+    """The mean over all tokens of the tensor group that are not ignored, on every rank alike; in fp32 at least.
 
     Args:
         logits: [B, ..., classes or less], in the layout that the classifier gave them.
@@ -56,7 +56,7 @@ def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opti
     """
     check_targets(target, options)
     total = _summed_losses(logits, target, rules, grid, options)
-    return (total / (target != options.ignore_index).sum()).to(logits.dtype)
+    return total / (target != options.ignore_index).sum()
 
 
 def linear_cross_entropy(  # noqa: PLR0913 - called once, in _layer_set.py
@@ -91,11 +91,14 @@ def linear_cross_entropy(  # noqa: PLR0913 - called once, in _layer_set.py
 
     sums = [checkpoint(loss_of, *part, use_reentrant=False) for part in parts]
     total: Tensor = torch.stack(sums).sum()
-    return (total / (target != options.ignore_index).sum()).to(hidden.dtype)
+    return total / (target != options.ignore_index).sum()
 
 
 def _summed_losses(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
-    """The sum over the tokens of the tensor group, in fp32 at least: a bf16 sum would lose whole tokens."""
+    """The sum over the tokens of the tensor group, in fp32 at least.
+
+    A bf16 sum would lose whole tokens, and an fp16 loss would overflow when it is scaled.
+    """
     cut = logits.shape[-1] < options.classes
     layout = logits_layout(rules, cut=cut)
     mine = cut_tokens(target, layout, grid).flatten()
@@ -105,13 +108,13 @@ def _summed_losses(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opt
         losses: Tensor = _CutVocabulary.apply(flat, mine, group, first, options)  # type: ignore[no-untyped-call]
     else:
         losses = functional.cross_entropy(
-            flat,
+            flat.to(torch.promote_types(flat.dtype, torch.float32)),
             mine,
             reduction="none",
             ignore_index=options.ignore_index,
             label_smoothing=options.label_smoothing,
         )
-    return over_tokens(losses.sum(dtype=torch.promote_types(logits.dtype, torch.float32)), layout, grid)
+    return over_tokens(losses.sum(), layout, grid)
 
 
 def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:

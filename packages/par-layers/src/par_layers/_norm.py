@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ._arithmetic import autocast_dtype
 from ._collectives import finish, start_all_reduce
 from ._grid import Grid
 from ._layout import Layout, check_features
 from ._linear import check_divides
 from ._parameter import Rows, constant, make_parameter
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class ParallelNorm(nn.Module):
@@ -37,15 +40,19 @@ class ParallelNorm(nn.Module):
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features, perhaps cut] to the same."""
-        check_features(x, self.weight.shape[0], self._layout, "a norm")
+        """[..., features, perhaps cut] to the same; under autocast fp32 at least."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        check_features(x, weight.shape[0], self._layout, "a norm")
+        if (x.dtype in _HALF or weight.dtype in _HALF) and autocast_dtype(x) is not None:
+            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         if self._group is None:
             if self._mean:
-                return functional.layer_norm(x, (self.features,), self.weight, self.bias, self.eps)
-            return functional.rms_norm(x, (self.features,), self.weight, self.eps)
+                return functional.layer_norm(x, (self.features,), weight, bias, self.eps)
+            return functional.rms_norm(x, (self.features,), weight, self.eps)
         normal: Tensor = _Normalise.apply(x, self._group, self.features, self.eps, self._mean)  # type: ignore[no-untyped-call]
-        scaled = normal * self.weight
-        return scaled if self.bias is None else scaled + self.bias
+        scaled = normal * weight
+        return scaled if bias is None else scaled + bias
 
     def extra_repr(self) -> str:
         """Features, eps, and which of the two it is."""
@@ -61,7 +68,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, features: int, eps: float, mean: bool) -> Tensor:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        wide = x.float() if x.dtype in _HALF else x
         if mean:
             wide = wide - _sum(wide, group) / features
         scale = torch.rsqrt(_sum(wide.square(), group) / features + eps)

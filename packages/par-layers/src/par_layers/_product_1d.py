@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ._arithmetic import LinearFunction
 from ._collectives import (
     all_gather_on,
+    all_gather_to,
+    copy_to,
     finish,
     finish_all_gather_on,
     reduce_from,
@@ -28,8 +31,12 @@ SEQUENCE = 1
 """The dim of an activation that sequence parallelism cuts."""
 
 
-def local_product(x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+def local_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None, linear: LinearFunction | None = None
+) -> Tensor:
     """What torch.nn.Linear does, on one device or inside a cut region."""
+    if linear is not None:
+        return linear(x, weight, bias)
     if hook is None:
         return functional.linear(x, weight, bias)
     product: Tensor = _Local.apply(x, weight, bias, hook)  # type: ignore[no-untyped-call]
@@ -48,8 +55,18 @@ class Column1D:
     group: dist.ProcessGroup
     sequence: bool
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: Hook | None,
+        linear: LinearFunction | None = None,
+    ) -> Tensor:
         """[..., K] or [B, S/p, K] and [N/p, K] to [..., N/p] or [B, S, N/p]."""
+        if linear is not None:
+            whole = all_gather_to(x, self.group, SEQUENCE) if self.sequence else copy_to(x, self.group)
+            return linear(whole, weight, bias)
         function = _SequenceColumn if self.sequence else _Column
         product: Tensor = function.apply(x, weight, bias, self.group, hook)  # type: ignore[no-untyped-call]
         return product
@@ -67,16 +84,26 @@ class Row1D:
     group: dist.ProcessGroup
     sequence: bool
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: Hook | None,
+        linear: LinearFunction | None = None,
+    ) -> Tensor:
         """[..., K/p] and [N, K/p] to [..., N] or [B, S/p, N]; the bias is added once, after the sum."""
-        partial = local_product(x, weight, None, hook)
-        summed = reduce_scatter_to(partial, self.group, SEQUENCE) if self.sequence else self._reduced(partial)
+        partial = local_product(x, weight, None, hook, linear)
+        if self.sequence:
+            summed = reduce_scatter_to(partial, self.group, SEQUENCE)
+        elif linear is not None or torch.compiler.is_compiling():  # who knows who keeps the partial sums
+            summed = reduce_from(partial, self.group)
+        else:
+            summed = self._reduced(partial)
         return summed if bias is None else summed.add_(bias)  # nobody else has seen the sum
 
     def _reduced(self, partial: Tensor) -> Tensor:
         """All-reduce; backward: identity, which is what autograd does with an output that is overwritten unseen."""
-        if torch.compiler.is_compiling():
-            return reduce_from(partial, self.group)
         start_all_reduce_(partial.detach(), self.group)()
         return partial
 

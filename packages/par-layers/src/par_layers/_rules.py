@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ._arithmetic import LinearFunction
 from ._grid import Axes
 from ._layout import Layout
 from ._product_1d import local_product
@@ -15,8 +16,23 @@ from ._weight_gradient import Hook
 class Product(Protocol):
     """A linear product over the ranks of a tensor group."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
-        """Local activations and weight, [..., k] and [n, k], to local activations [..., n']."""
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: Hook | None,
+        linear: LinearFunction | None = None,
+    ) -> Tensor:
+        """Local activations and weight, [..., k] and [n, k], to local activations [..., n'].
+
+        Args:
+            x: [..., k].
+            weight: [n, k], of x's dtype.
+            bias: [n'] or None.
+            hook: Is handed the weight gradient during backward, instead of computing it.
+            linear: Multiplies in place of torch's product.
+        """
         ...
 
 

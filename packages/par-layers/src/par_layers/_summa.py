@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._arithmetic import LinearFunction, refuse
 from ._weight_gradient import Hook, WeightGradient
 
 
@@ -30,8 +31,16 @@ class Summa:
     along_row: dist.ProcessGroup
     along_col: dist.ProcessGroup
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hook: Hook | None,
+        linear: LinearFunction | None = None,
+    ) -> Tensor:
         """[B/q, ..., K/q] and [N/q, K/q] to [B/q, ..., N/q]."""
+        refuse(linear, "2d or 2.5d")
         product: Tensor = _Product.apply(x, weight, self, hook)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias
 

@@ -16,7 +16,7 @@ class WeightGradient:
 
     Args:
         weight: The parameter.
-        compute: Gives the gradient, in the weight's shape.
+        compute: Gives the gradient, in the weight's shape and the product's dtype.
         operands: Where the gradient is a single product, `(left, right)` with gradient = left.T @ right.
     """
 
@@ -34,8 +34,8 @@ class WeightGradient:
         """
         gradient = self.weight.grad
         if listened or gradient is None:
-            torch.autograd.backward(self.weight, self.compute())
-        elif self.operands is not None:
+            torch.autograd.backward(self.weight, self.compute())  # which casts it
+        elif self.operands is not None and self.operands[0].dtype == gradient.dtype:  # under autocast it differs
             left, right = self.operands
             gradient.addmm_(left.t(), right)
         else:
