@@ -29,7 +29,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def train(session: nox.Session) -> None:
     """The main job: trains a byte-level GPT on two local ranks. Arguments go to `par-train run`."""
-    session.install(*CONSTRAINTS, *editable("par-groups", "par-layers", "par-checkpoint", "par-zero", "par-train"))
+    session.install(*CONSTRAINTS, *editable("par-groups", *PACKAGES))
     session.run("par-train", "run", "--ranks", "2", "--output", "runs/train", "--overwrite", *session.posargs)
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from par_groups import Topology
 from par_layers import TransformerShape, cost
+from par_pipeline import schedule, simulate
 
 HALF_WIDTH, HALF_HEIGHT = 0.95, 0.48
 IMAGES = Path(__file__).parent / "images"
@@ -22,13 +23,15 @@ PACKAGES = {
     "par-checkpoint": "sharded files,\nany topology",
     "par-zero": "ZeRO 1 to 3,\noffload",
 }
-PRESENT = {"par-checkpoint", "par-groups", "par-layers", "par-train", "par-zero"}
+PRESENT = {"par-checkpoint", "par-groups", "par-layers", "par-pipeline", "par-precision", "par-train", "par-zero"}
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "data2-pipeline2-tensor2": ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 8),
     "tensor-2d": ({"tensor": {"size": 4, "mode": "2d"}}, 8),
     "tensor-3d": ({"tensor": {"size": 8, "mode": "3d"}}, 8),
 }
+
+SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved", "zb_h1": "ZB-H1", "zb_v": "ZB-V", "v_min": "V-Min"}
 
 
 def main() -> None:
@@ -41,6 +44,8 @@ def main() -> None:
     for name, (config, world_size) in TOPOLOGIES.items():
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
+    for name, title in SCHEDULES.items():
+        simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
 
 
 def draw_star(path: Path) -> None:

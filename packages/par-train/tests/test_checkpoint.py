@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import par_train
+from par_precision import mixed
 from par_train._checkpoint import (
     TrainingState,
     check_continues,
@@ -22,7 +23,7 @@ OPTIONS = Options(model=ModelOptions(width=16, layers=1, heads=2, context=8), se
 @pytest.fixture
 def saved(tmp_path):
     model = par_train.GPT(OPTIONS.model)
-    optimizer = make_optimizer(model, TrainOptions())
+    _, optimizer = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
     state = TrainingState(step=3, samples=12, seconds=1.5, text="digest", rng=torch.get_rng_state())
@@ -43,7 +44,7 @@ def test_the_training_state_comes_back(saved):
     assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
     assert torch.equal(loaded.rng, state.rng)
     model = par_train.GPT(OPTIONS.model)
-    again = make_optimizer(model, TrainOptions())
+    _, again = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
     load_checkpoint(path, model, again)
     for number, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():

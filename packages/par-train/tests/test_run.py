@@ -147,6 +147,34 @@ def test_replicas_of_cut_layers(command, reference):
     assert_losses_of_the_reference(command, "replicas", reference)
 
 
+def test_a_pipeline_stops_and_one_rank_goes_on(command):
+    """Two stages, of which each rank saves its own layers and the last step is drawn; then all layers on one rank."""
+    sizes = ["--model.layers=2", "--model.tied"]
+    whole = command.finish(command.train("whole", "--ranks=1", *sizes))
+    assert whole.returncode == 0, whole.stderr
+    _, done, _ = stop(command, "stages", signal.SIGTERM, "--ranks=2", "--parallel.pipeline=2", *sizes)
+    for picture in ("pipeline-measured.png", "pipeline-predicted.png"):
+        assert (command.folder / "stages" / picture).read_bytes().startswith(b"\x89PNG")
+        assert f"wrote stages/{picture}" in done.stdout
+    again = command.finish(command.train("stages", "--resume=auto", "--ranks=1", *sizes))
+    assert again.returncode == 0, again.stderr
+    assert_losses_of_the_reference(command, "stages", (command.folder / "whole", whole))
+
+
+def test_half_precision_resumes_exactly(command):
+    """Masters, moments and the loss scale come back: with the very same weights as a run that nobody stopped."""
+    chosen = ["--precision=fp16", "--ranks=2", "--train.steps=14"]
+    whole = command.finish(command.train("half", *chosen))
+    assert whole.returncode == 0, whole.stderr
+    process = command.train("halves", *chosen, TEST_SLEEP="0.1")
+    command.wait_for_steps("halves", 3)
+    process.send_signal(signal.SIGTERM)
+    assert command.finish(process).returncode == 0
+    again = command.finish(command.train("halves", "--resume=auto", *chosen))
+    assert again.returncode == 0, again.stderr
+    assert weights(command.folder / "halves") == weights(command.folder / "half")
+
+
 def test_a_model_that_a_mode_cannot_cut_is_one_line(command):
     done = command.finish(command.train("uncut", "--ranks=4", "--parallel.tensor.mode=2d", "--train.batch_size=3"))
     assert done.returncode == 2

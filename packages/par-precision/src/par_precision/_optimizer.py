@@ -30,7 +30,7 @@ EXTRA = "par_precision"
 class Step(NamedTuple):
     """What became of a step; tensors on the device, so that asking is what waits.
 
-    Args:
+    Attributes:
         grad_norm: Of all gradients of the model, unscaled and before clipping; an fp64 scalar.
         skipped: Whether it was not finite, and nothing was changed; a bool scalar.
     """

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
 from par_checkpoint import CheckpointError, inspect, load, save
+from par_precision import MixedOptimizer
 
 from . import __version__
 from ._config import build_options, to_tree
@@ -46,7 +46,7 @@ class TrainingState:
     rng: torch.Tensor
 
 
-def save_checkpoint(path: Path, model: GPT, optimizer: Optimizer, options: Options, state: TrainingState) -> None:
+def save_checkpoint(path: Path, model: GPT, optimizer: MixedOptimizer, options: Options, state: TrainingState) -> None:
     """Writes a checkpoint in place of the one that is there; a crash leaves one of them whole. Collective.
 
     Args:
@@ -58,12 +58,21 @@ def save_checkpoint(path: Path, model: GPT, optimizer: Optimizer, options: Optio
     """
     config = {"format": _FORMAT, "par_train": __version__, "options": to_tree(options)}
     extra = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    save(path, model=model, optimizer=optimizer, extra=extra, config=config, step=state.step, overwrite=True)
+    save(
+        path,
+        model=model,
+        optimizer=optimizer,
+        scheduler=optimizer.scaling,
+        extra=extra,
+        config=config,
+        step=state.step,
+        overwrite=True,
+    )
 
 
-def load_checkpoint(path: Path, model: GPT, optimizer: Optimizer) -> None:
-    """Fills a model and its optimizer; every rank takes its part. Collective."""
-    load(path, model=model, optimizer=optimizer)
+def load_checkpoint(path: Path, model: GPT, optimizer: MixedOptimizer) -> None:
+    """Fills a model, its optimizer and its loss scale; every rank takes its part. Collective."""
+    load(path, model=model, optimizer=optimizer, scheduler=optimizer.scaling)
 
 
 def load_model(path: str | Path) -> GPT:

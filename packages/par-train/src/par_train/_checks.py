@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from par_groups import Topology
+from par_pipeline import Schedule, partition, schedule
 
 from ._errors import UserError
 from ._options import Options
 from ._order import check_size
 from ._text import Text, read_text
 
-_LATER = ("pipeline", "sequence", "expert")
+_LATER = ("sequence", "expert")
 
 
 def check_config(options: Options, world_size: int) -> Topology:
@@ -38,7 +39,37 @@ def check_config(options: Options, world_size: int) -> Topology:
             f"train.batch_size {options.train.batch_size} does not divide by {replicas} data ranks; it is the batch of "
             f"all ranks together: use {near}, or another number of ranks"
         )
+    make_schedule(options, topology)
     return topology
+
+
+def make_schedule(options: Options, topology: Topology) -> Schedule | None:
+    """The schedule of a run; None without a pipeline.
+
+    Raises:
+        UserError: There is none of that name, or not for these stages, layers or batches.
+    """
+    ranks = topology.size("pipeline")
+    if ranks == 1:
+        return None
+    microbatches = options.pipeline.microbatches or 2 * ranks
+    rows = options.train.batch_size // topology.size("data")
+    if rows < microbatches:
+        raise UserError(
+            f"pipeline.microbatches is {microbatches}, but a replica's batch has {rows} windows; lower it, or raise "
+            f"train.batch_size {options.train.batch_size}"
+        )
+    try:
+        found = schedule(options.pipeline.schedule, ranks, microbatches)
+        partition(options.model.layers, found.stages)
+    except ValueError as error:
+        raise UserError(f"pipeline.schedule {options.pipeline.schedule!r} with {ranks} ranks: {error}") from None
+    if options.zero == 3 and any(action.op == "W" for action in found.ranks[0]):
+        raise UserError(
+            f"zero is 3, which frees weights after each backward, but pipeline.schedule {options.pipeline.schedule!r} "
+            "needs them again for weight gradients; use zero 2, or a schedule such as 1f1b"
+        )
+    return found
 
 
 def check_files(options: Options) -> Text:
@@ -89,6 +120,6 @@ def _refuse_other_axes(options: Options) -> None:
         size = value.get("size") if isinstance(value, Mapping) else value
         if isinstance(size, int) and size != 1:
             raise UserError(
-                f"parallel.{axis} has size {size}, but this version of par-train trains with data and tensor "
-                f"parallelism alone; leave {axis} out"
+                f"parallel.{axis} has size {size}, but this version of par-train trains with data, tensor and "
+                f"pipeline parallelism alone; leave {axis} out"
             )

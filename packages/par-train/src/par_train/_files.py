@@ -31,9 +31,20 @@ class RunFiles:
         """The loss curve as a picture."""
         return self.folder / "loss.png"
 
+    @property
+    def measured(self) -> Path:
+        """The last step of a pipeline as a picture, as its ranks have measured it."""
+        return self.folder / "pipeline-measured.png"
+
+    @property
+    def predicted(self) -> Path:
+        """The same step, simulated with the measured costs of its parts."""
+        return self.folder / "pipeline-predicted.png"
+
     def present(self) -> list[Path]:
         """Those that exist."""
-        return [path for path in (self.checkpoint, self.metrics, self.curve) if path.exists()]
+        every = (self.checkpoint, self.metrics, self.curve, self.measured, self.predicted)
+        return [path for path in every if path.exists()]
 
     def clear(self) -> None:
         """Removes the run, and nothing else that lies in the folder."""

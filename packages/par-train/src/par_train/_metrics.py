@@ -27,6 +27,7 @@ class Metrics:
         seconds: Time spent so far, validation and checkpoints included, interruptions not.
         tokens_per_second: Of the step, all ranks together.
         gradient_norm: Before clipping; None if it is not finite.
+        skipped: Whether it was not finite, so that the step changed nothing; None if not.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Metrics:
     seconds: float
     tokens_per_second: float
     gradient_norm: float | None
+    skipped: bool | None = None
 
     def to_json(self) -> str:
         """A line; what was not measured is left out."""

@@ -35,6 +35,7 @@ class ModelOptions:
     layers: int = option(4, "transformer blocks", low=1)
     heads: int = option(4, "attention heads; they divide the width", low=1)
     context: int = option(128, "bytes that a prediction can look back on, the window length", low=1)
+    tied: bool = option(False, "one table for the embedding of bytes and their classifier")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,14 @@ class TrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How stages are run, where `parallel.pipeline` has a size."""
+
+    schedule: str = option("1f1b", "which rank does what when; a name that par-pipeline knows, such as zb_v")
+    microbatches: int = option(0, "pieces of each replica's batch; 0: two for each pipeline rank", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """One run of the main job.
 
@@ -70,10 +79,14 @@ class Options:
     zero: int = option(
         0, "what replicas share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too", low=0, high=3
     )
+    precision: Literal["fp32", "tf32", "bf16", "bf16-amp", "fp16", "fp16-amp", "bf16-sr", "fp8"] = option(
+        "fp32", "of weights and arithmetic; fp16 scales the loss, fp8 multiplies float8 numbers, -sr keeps no fp32 copy"
+    )
     seed: int = option(0, "seed of the weights and of the order of the data", low=0, high=2**63 - 1)
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -82,7 +95,12 @@ class Options:
         return RunFiles(Path(self.output).expanduser())
 
 
-SECTIONS: Mapping[str, type] = {"data": DataOptions, "model": ModelOptions, "train": TrainOptions}
+SECTIONS: Mapping[str, type] = {
+    "data": DataOptions,
+    "model": ModelOptions,
+    "train": TrainOptions,
+    "pipeline": PipelineOptions,
+}
 """The tables of a config file, beside `parallel`."""
 
 

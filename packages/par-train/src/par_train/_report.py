@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
-from par_groups import Topology, sharding_of
+from par_groups import Topology
 
 from ._agree import Start
 from ._metrics import Metrics
@@ -106,16 +106,22 @@ def memory() -> str:
 
 def print_banner(options: Options, topology: Topology, trainer: Trainer, start: Start) -> None:
     """What is about to happen."""
-    parameters = sum(sharding_of(parameter).numel for parameter in trainer.model.parameters())
     text, shape = start.text, options.model
     print(topology.describe())
     print(
-        f"model   {parameters:,} parameters: width {shape.width}, {shape.layers} layers, {shape.heads} heads, "
+        f"model   {trainer.parameters:,} parameters: width {shape.width}, {shape.layers} layers, {shape.heads} heads, "
         f"context {shape.context}; {trainer.device.type}, {torch.get_num_threads()} thread(s) a rank"
     )
+    print(f"how     {options.precision}, ZeRO stage {options.zero}{_pipeline(options, trainer)}")
     print(f"data    {text.folder}: {text.files:,} files, {len(text.train):,} bytes, {len(text.held_out):,} held out")
     print(f"output  {options.output}: {'goes on after step' if trainer.step else 'starts at step'} {trainer.step}")
     sys.stdout.flush()
+
+
+def _pipeline(options: Options, trainer: Trainer) -> str:
+    if trainer.schedule is None:
+        return ""
+    return f", pipeline {options.pipeline.schedule} of {trainer.schedule.microbatches} microbatches"
 
 
 def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int) -> None:

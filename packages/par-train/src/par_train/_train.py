@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import Environment, ProcessGroups, Topology, launch
+from par_pipeline import Timeline
 
 from ._agree import Start, find_start
 from ._checkpoint import TrainingState, save_checkpoint
@@ -16,6 +17,7 @@ from ._failure import one_traceback
 from ._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 from ._options import Options, learning_rate
 from ._report import make_progress, print_banner, print_summary
+from ._stages import draw_step
 from ._stop import Stop
 from ._trainer import StepResult, Trainer
 
@@ -78,9 +80,10 @@ def _loop(trainer: Trainer, stop: Stop, start: Start, master: "Master | None") -
             _save(trainer, start, seconds)
     if master is not None:
         master.close()
+    timeline = trainer.timeline()
     _save(trainer, start, time.monotonic() - began)
     if master is not None:
-        master.finish(ended_by)
+        master.finish(ended_by, timeline)
     return ended_by
 
 
@@ -137,7 +140,8 @@ class Master:
             tokens=trainer.tokens,
             seconds=round(seconds, 3),
             tokens_per_second=round(options.batch_size * self._options.model.context / took, 1),
-            gradient_norm=result.gradient_norm,
+            gradient_norm=None if result.skipped else result.gradient_norm,
+            skipped=result.skipped or None,
         )
         self._metrics.append(metrics)
         self._progress.show(metrics)
@@ -147,8 +151,10 @@ class Master:
         self._progress.close()
         self._metrics.close()
 
-    def finish(self, ended_by: int) -> None:
-        """Writes the curve, and says what was written."""
+    def finish(self, ended_by: int, timeline: Timeline | None) -> None:
+        """Writes the curve, and the pipeline's last step if there is one, and says what was written."""
         lines = read_metrics(self._files.metrics)
         draw_loss(self._files.curve, lines)
+        if timeline is not None and self._trainer.schedule is not None:
+            draw_step(self._trainer.schedule, timeline, self._files, self._options.pipeline.schedule)
         print_summary(self._options, lines, self._trainer.step, ended_by)

@@ -1,6 +1,7 @@
 """One rank's model, optimizer and place in the data: what a step computes and communicates."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from par_groups import ProcessGroups
+from par_groups import ProcessGroups, sharding_of
 from par_layers import PartialGradients, layer_set
+from par_pipeline import Pipeline, Schedule, Shared, Timeline
+from par_precision import Step, mixed
 from par_zero import shard
 
 from ._checkpoint import TrainingState, load_checkpoint
-from ._clip import clip_gradients_
+from ._checks import make_schedule
 from ._errors import UserError
 from ._gpt import GPT
 from ._options import Options, TrainOptions, learning_rate
 from ._order import DataOrder, Windows, share, spread, window_count
+from ._stages import Stage, cut_blocks, tie, total_over
 from ._stop import SIGNALS
 from ._text import Text
 
 _IGNORED = -100  # a target that does not count
+_WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # the optimizer keeps fp32 copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +38,13 @@ class StepResult:
     Args:
         loss: Mean over the global batch, in nats a byte.
         gradient_norm: Of the averaged gradient, before clipping.
+        skipped: Whether it was not finite, so that nothing was changed.
         signal: The signal that one of the ranks got, else 0.
     """
 
     loss: float
     gradient_norm: float
+    skipped: bool
     signal: int
 
 
@@ -56,18 +63,28 @@ class Trainer:
         self.options = options
         self.groups, self.device = groups, device
         self.replica, self.replicas = groups.rank("data"), groups.size("data")
-        self.model = GPT(options.model, layer_set("auto", groups), seed=options.seed, device=device)
-        self.optimizer = make_optimizer(self.model, options.train)
-        shard(self.model, self.optimizer, stage=options.zero, group=groups["data"])
+        self.schedule = make_schedule(options, groups.topology)
+        parts = None if self.schedule is None else cut_blocks(options.model, self.schedule, groups.rank("pipeline"))
+        layers = layer_set("auto", groups)
+        self.model = model = GPT(options.model, layers, seed=options.seed, device=device, parts=parts)
+        if options.precision == "bf16-sr":
+            model.bfloat16()  # no fp32 copy: shards, too, are of what is left
+        optimizer = make_optimizer(model, options.train)
+        shared = tie(model, groups, optimizer)
+        shard(model, optimizer, stage=options.zero, group=groups["data"], param_dtype=_WEIGHTS.get(options.precision))
+        _, self.optimizer = mixed(
+            model, optimizer, options.precision, group=dist.group.WORLD, clip_norm=options.train.clip_norm
+        )
+        self._pipeline = None if self.schedule is None or parts is None else self._connect(self.schedule, parts, shared)
         self._partial = PartialGradients(self.optimizer, groups)
-        self.step = 0
+        self.parameters = count_parameters(model, device)
+        self.step = self._first = 0
         self.samples = 0
         context = options.model.context
         self._train_text = np.frombuffer(text.train, np.uint8)
         self._held_out = np.frombuffer(text.held_out, np.uint8)
         self._order = DataOrder(windows=window_count(len(text.train), context), seed=options.seed)
-        with torch.no_grad():
-            self._loss(self._next_windows())  # sizes that a tensor mode cannot cut are said here, before any step
+        self._evaluate(*self._tokens(self._train_text, self._next_windows()))  # sizes that cannot be cut are said here
         self._validation = spread(window_count(len(text.held_out), context), options.data.validation_windows)
 
     def advance(self, signal: int) -> StepResult:
@@ -80,39 +97,41 @@ class Trainer:
             UserError: The loss is not finite; on every rank.
         """
         options = self.options.train
-        loss = self._loss(self._next_windows())
-        torch.autograd.backward(loss)  # and the mean over the data group, chunk by chunk
+        loss = self._forward_backward(*self._tokens(self._train_text, self._next_windows()))
         self._partial.handle_gradient()  # sums inside the tensor group
-        norm = clip_gradients_(self.optimizer, self.groups, options.clip_norm)
         self._set_learning_rate(learning_rate(options, self.step + 1))
-        self.optimizer.step()
+        outcome = self.optimizer.step()  # the world agrees on the norm, clips or skips
         self.optimizer.zero_grad()
         self.step += 1
         self.samples += options.batch_size
-        return self._agree(loss.detach(), norm, signal)
+        return self._agree(loss, outcome, signal)
 
     def validate(self) -> float:
         """The mean loss over the validation windows, which the replicas share as evenly as they can."""
         mine = share(self._validation, self.replica, self.replicas)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, count
-        with torch.no_grad():
-            for start in range(0, len(mine), self._share_size):
-                windows = mine[start : start + self._share_size]
-                # Every batch has the same size, for a tensor mode may cut it; what it is filled up with does not count.
-                inputs, targets = self._tokens(self._held_out, np.resize(windows, self._share_size))
-                targets[len(windows) :] = _IGNORED
-                count = len(windows) * targets.shape[1]
-                total += torch.stack(
-                    [self.model.loss(self.model(inputs), targets).double() * count, total.new_tensor(count)]
-                )
-        dist.all_reduce(total, group=self.groups["data"])  # sum over the data group, shape (2,)
+        for start in range(0, len(mine), self._share_size):
+            windows = mine[start : start + self._share_size]
+            # Every batch has the same size, for a tensor mode may cut it; what it is filled up with does not count.
+            inputs, targets = self._tokens(self._held_out, np.resize(windows, self._share_size))
+            targets = targets.clone()  # it shares memory with the inputs
+            targets[len(windows) :] = _IGNORED
+            loss, count = self._evaluate(inputs, targets), len(windows) * targets.shape[1]
+            if loss is not None:
+                total += torch.stack([loss.double() * count, total.new_tensor(count)])
+        total = total_over(self.groups, total)
         return float(total[0] / total[1])
 
     def restore(self, path: Path, state: TrainingState) -> None:
         """Goes on from a checkpoint, of which this rank takes its part. Collective."""
         load_checkpoint(path, self.model, self.optimizer)
-        self.step, self.samples = state.step, state.samples
+        self.step = self._first = state.step
+        self.samples = state.samples
         torch.set_rng_state(state.rng)
+
+    def timeline(self) -> Timeline | None:
+        """When the ranks of this pipeline did what in the last step; None if there was none. Collective over it."""
+        return None if self._pipeline is None or self.step == self._first else self._pipeline.timeline()
 
     @property
     def tokens(self) -> int:
@@ -128,9 +147,35 @@ class Trainer:
         batch = self._order.batch(self.samples, self.options.train.batch_size)
         return share(batch, self.replica, self.replicas)
 
-    def _loss(self, windows: Windows) -> Tensor:
-        inputs, targets = self._tokens(self._train_text, windows)
-        return self.model.loss(self.model(inputs), targets)
+    def _connect(self, schedule: Schedule, parts: Sequence[range], shared: Sequence[Shared]) -> Pipeline:
+        """Stages that run this rank's parts of the model."""
+        return Pipeline(
+            [Stage(self.model, part) for part in parts],
+            schedule,
+            self.groups["pipeline"],
+            loss_fn=lambda logits, targets: self.optimizer.scale(self.model.loss(logits, targets)),
+            shared=shared,
+            broadcast_loss=True,
+        )
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of this replica's batch, averaged over the data group chunk by chunk; its loss."""
+        if self._pipeline is None:
+            loss = self.model.loss(self.model(inputs), targets)
+            self.optimizer.backward(loss)
+            return loss.detach()
+        scaled, _ = self._pipeline.step(inputs, target=targets)
+        if scaled is None:
+            raise RuntimeError("the pipeline gave no loss")  # it was told to tell all ranks
+        return scaled.detach() / self.optimizer.scale(torch.ones_like(scaled.detach()))
+
+    @torch.no_grad()
+    def _evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """The loss of a batch, where the model ends."""
+        if self._pipeline is None:
+            return self.model.loss(self.model(inputs), targets)
+        logits = self._pipeline.evaluate(inputs, target=targets).outputs
+        return self.model.loss(logits, targets) if self._pipeline.is_last else None
 
     def _tokens(self, text: np.ndarray, windows: Windows) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (windows, context): the target of a byte is the one behind it."""
@@ -143,7 +188,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def _agree(self, loss: Tensor, norm: Tensor, signal: int) -> StepResult:
+    def _agree(self, loss: Tensor, outcome: Step, signal: int) -> StepResult:
         """The mean loss, and whether any rank was asked to leave."""
         asked = [float(signal == each) for each in SIGNALS]
         sums = torch.tensor([0.0, *asked], dtype=torch.float64, device=self.device)
@@ -157,7 +202,18 @@ class Trainer:
                 f"{self.options.train.learning_rate:g} or train.clip_norm {self.options.train.clip_norm:g}"
             )
         agreed = next((number for number, count in zip(SIGNALS, asked, strict=True) if count), 0)
-        return StepResult(loss=mean, gradient_norm=float(norm), signal=agreed)
+        norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
+        return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, signal=agreed)
+
+
+def count_parameters(model: GPT, device: torch.device) -> int:
+    """The elements of the whole model, of which every rank has some."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    boxes = [box for parameter in model.parameters() for box in sharding_of(parameter).boxes]
+    own = sum(math.prod(box.size) for box in boxes if box.owns(rank, ranks))
+    total = torch.tensor(own, device=device)
+    dist.all_reduce(total)  # one number over the world
+    return int(total)
 
 
 def make_optimizer(model: GPT, options: TrainOptions) -> AdamW:

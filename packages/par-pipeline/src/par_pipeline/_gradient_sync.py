@@ -1,0 +1,79 @@
+"""Data-parallel stages: gradients are reduced once a step, in each stage's last backward."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@runtime_checkable
+class FullyShardedModule(Protocol):
+    """What FSDP2's `fully_shard` makes of a module. Importing its class would take most of a second."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of a step."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the next backward reduces gradients."""
+
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Whether a stage reduces gradients over other ranks by itself."""
+    return isinstance(module, FullyShardedModule) or callable(getattr(module, "no_sync", None))
+
+
+class GradientSync:
+    """Holds the reduction of a stage back until its last backward.
+
+    Args:
+        module: A stage; under DDP, under FSDP2, or with a `no_sync` of its own such as par-zero's. Any other is left
+            alone.
+
+    Raises:
+        ValueError: DDP with a static graph.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel) and module.static_graph:
+            raise ValueError(
+                "a stage is under DDP(static_graph=True), which wants a backward after each forward; leave it"
+            )
+        self._module = module
+        self._held = ExitStack()
+        self.active = is_synchronised(module)
+        self.waits_for_all = isinstance(module, DistributedDataParallel)
+        self.follows_graph = isinstance(module, DistributedDataParallel) and module.find_unused_parameters
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is reduced inside, up to `release`."""
+        module = self._module
+        if isinstance(module, FullyShardedModule):
+            _set_last(module, last=False)
+            self._held.callback(_set_last, module, last=True)
+        elif self.active:
+            no_sync: Callable[[], Any] = module.no_sync  # type: ignore[assignment]  # callable, as is asked above
+            self._held.enter_context(no_sync())
+        try:
+            yield
+        finally:
+            self._held.close()
+
+    def release(self, ends: Sequence[Tensor]) -> None:
+        """The next backward is the stage's last.
+
+        Args:
+            ends: Where it begins; looked at if `follows_graph`.
+        """
+        self._held.close()
+        if isinstance(self._module, DistributedDataParallel):
+            # DDP makes ready for a backward in forward, but the last backward is not that of the last forward.
+            self._module.require_forward_param_sync = True
+            self._module.reducer.prepare_for_backward(list(ends))
+
+
+def _set_last(module: FullyShardedModule, *, last: bool) -> None:
+    module.set_is_last_backward(last)
+    module.set_requires_gradient_sync(last)

@@ -1,0 +1,76 @@
+"""How much each layer weighs: its parameters, or its time."""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+RUNS = 3
+
+
+def count_parameters(layers: Sequence[Any]) -> list[int]:
+    """The elements of each layer's parameters.
+
+    Raises:
+        TypeError: A layer without `parameters()`.
+    """
+    for position, layer in enumerate(layers):
+        if not callable(getattr(layer, "parameters", None)):
+            raise TypeError(f"layer {position} is a {type(layer).__name__}, which has no parameters() to count")
+    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+
+
+def measure_seconds(layers: Sequence[Any], sample: Any) -> list[float]:
+    """Seconds of forward and backward of each layer, the median of a few runs after one that does not count.
+
+    Each layer gets the one before it's output. Gradients, buffers and random numbers stay as they are.
+
+    Args:
+        layers: Modules.
+        sample: The first one's input.
+
+    Raises:
+        TypeError: A layer that is no module, or no sample.
+    """
+    if sample is None:
+        raise TypeError("the method 'time' runs the layers; give sample=, an input of the first one")
+    seconds = []
+    for position, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {position} is a {type(layer).__name__}, not a module, so that it cannot be timed")
+        with torch.random.fork_rng(devices=_devices(layer)):
+            times = []
+            for _ in range(RUNS + 1):
+                begin = _now()
+                output = _forward_backward(layer, sample)
+                times.append(_now() - begin)
+        seconds.append(median(times[1:]))
+        sample = output
+    return seconds
+
+
+def _forward_backward(layer: nn.Module, sample: Any) -> Any:
+    """The layer's output, detached, after a backward whose gradients are dropped."""
+    differentiable = isinstance(sample, torch.Tensor) and sample.is_floating_point()
+    entry = sample.detach().requires_grad_() if differentiable else sample
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with torch.enable_grad():
+        output = torch.func.functional_call(layer, buffers, (entry,))
+    inputs = [each for each in layer.parameters() if each.requires_grad] + [entry] * differentiable
+    tensor = output if isinstance(output, torch.Tensor) else None
+    if tensor is not None and tensor.requires_grad:
+        torch.autograd.grad(tensor, inputs, torch.ones_like(tensor), allow_unused=True)
+    return output.detach() if tensor is not None else output
+
+
+def _devices(layer: nn.Module) -> list[torch.device]:
+    return list({each.device for each in layer.parameters() if each.device.type != "cpu"})
+
+
+def _now() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,46 @@
+"""A layer that is described everywhere and built on the rank that runs it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Lazy:
+    """A layer that is not there yet, so that a model larger than one rank's memory can be written down on all.
+
+    Args:
+        make: Gives the layer: a class, or any function.
+        *args: What it is called with.
+        **keywords: Likewise.
+
+    Example:
+        layers = [Lazy(nn.Linear, 512, 512) for _ in range(96)]
+        stages = build_stages(layers, schedule("1f1b", 8, 32), rank)
+    """
+
+    def __init__(self, make: Callable[..., nn.Module], *args: Any, **keywords: Any) -> None:
+        if not callable(make):
+            raise TypeError(f"a Lazy layer is made by {make!r}, which cannot be called; give a class or a function")
+        self._make, self._args, self._keywords = make, args, keywords
+
+    def build(self) -> nn.Module:
+        """The layer.
+
+        Raises:
+            TypeError: What makes it gives no module.
+        """
+        layer = self._make(*self._args, **self._keywords)
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"{self!r} gives a {type(layer).__name__}; a layer is an nn.Module")
+        return layer
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its parameters without memory, on the meta device: enough to count them."""
+        with torch.device("meta"):
+            yield from self.build().parameters()
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self._args), *(f"{key}={value!r}" for key, value in self._keywords.items())]
+        return f"Lazy({getattr(self._make, '__name__', self._make)}, {', '.join(given)})"

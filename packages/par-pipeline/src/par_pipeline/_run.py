@@ -1,0 +1,254 @@
+"""One step of one rank: a loop over its actions."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ._actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from ._compile import Instruction, Message, Program
+from ._feed import Feed
+from ._gradient_sync import GradientSync
+from ._offload import Activations
+from ._stage import Gradients, Stage, arguments, border
+from ._structure import flatten, tensors_of
+from ._weight_gradients import SplitBackward
+from ._wire import Contents, Wire
+
+Loss = Callable[..., Tensor]
+
+
+class Recorded(NamedTuple):
+    """An action of this rank and its seconds on this rank's clock."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a rank runs its actions with.
+
+    Args:
+        stages: Of this rank, by number.
+        split: Of those whose backward is split.
+        syncs: By stage.
+        wire: To the other ranks.
+        rank: This one.
+        last: The number of the last stage.
+        loss_fn: On the rank that runs it.
+        complete: Called with a stage's number when its gradients are complete.
+        activations: Where they wait.
+    """
+
+    stages: Mapping[int, Stage]
+    split: SplitBackward
+    syncs: Mapping[int, GradientSync]
+    wire: Wire
+    rank: int
+    last: int
+    loss_fn: Loss | None
+    complete: Callable[[int], None] | None
+    activations: Activations
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A step under way.
+
+    Args:
+        parts: What it runs with.
+        program: What it does.
+        training: Whether there is a backward.
+        keep_outputs: Whether the last stage's outputs are kept.
+        feed: The batch.
+        shares: Of each microbatch in the loss; empty where the last stage is elsewhere.
+        action: The one under way.
+        outputs: Of the last stage, by microbatch.
+        losses: By microbatch.
+        recorded: What has run.
+    """
+
+    parts: Parts
+    program: Program
+    training: bool
+    keep_outputs: bool
+    feed: Feed = field(default_factory=Feed)
+    shares: list[Tensor] = field(default_factory=list)
+    action: Action | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    recorded: list[Recorded] = field(default_factory=list)
+    _local: dict[Message, Contents] = field(default_factory=dict)
+    _autocast: str = ""
+
+    def execute(self) -> None:
+        """Runs all actions."""
+        parts, self._autocast = self.parts, _autocast()
+        with ExitStack() as during:
+            during.enter_context(torch.enable_grad() if self.training else torch.no_grad())
+            if self.training:
+                for sync in parts.syncs.values():
+                    during.enter_context(sync.held())
+                during.enter_context(parts.split.active())
+            for position, instruction in enumerate(self.program.instructions):
+                first = position == 0
+                if first and instruction.takes is not None:  # while it waits anyway
+                    parts.wire.post()
+                self._do(position, instruction)
+                if first and instruction.takes is None:  # when the next stage has something to do
+                    parts.wire.post()
+
+    def _do(self, position: int, instruction: Instruction) -> None:
+        op, number, _ = self.action = instruction.action
+        taken = None if instruction.takes is None else self._take(instruction.takes, instruction.source)
+        start = perf_counter()
+        if op == FORWARD:
+            self._forward(instruction, taken)
+        else:
+            with torch.autocast(self._autocast, enabled=False) if self._autocast else nullcontext():
+                self._backward(position, instruction, taken)
+        self.recorded.append(Recorded(instruction.action, start, perf_counter()))
+        if op != FORWARD and position == self._final(number) and self.parts.complete is not None:
+            self.parts.complete(number)
+
+    # Forward
+
+    def _forward(self, instruction: Instruction, taken: Contents | None) -> None:
+        _, number, microbatch = instruction.action
+        args, kwargs, leaves = self._arguments(microbatch, taken)
+        stage, activations = self.parts.stages[number], self.parts.activations
+        if not self.training:
+            output = stage.module(*args, **kwargs)
+        else:
+            with activations.saving((number, microbatch)):
+                output = stage.module(*args, **kwargs)
+        if number == self.parts.last:
+            outputs = self._finish(microbatch, output)
+        else:
+            outputs, stage.output = flatten(output, stage.output)
+            self._give(instruction, (stage.output, outputs))
+        if self.training:
+            stage.keep(microbatch, leaves, outputs)
+            activations.free_(leaves, tensors_of(output))
+
+    def _arguments(
+        self, microbatch: int, taken: Contents | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """What a stage is called with, and those tensors that another stage made."""
+        every = self.feed.kwargs[microbatch]
+        if taken is None:
+            args, kwargs = self.feed.inputs[microbatch] if self.feed.inputs else ((), {})
+            return args, kwargs | every, []
+        value, leaves = border(*taken)
+        return arguments(value), every, leaves
+
+    def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
+        """The loss, which is where the backward begins."""
+        if self.keep_outputs:
+            self.outputs[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, output)
+        if self.parts.loss_fn is None or not (self.training or self.feed.targets):
+            return []
+        if self.shares[microbatch] == 0:  # a mean over nothing is NaN, and so is its gradient
+            loss = sum((each.sum() * 0 for each in tensors_of(output) if each.is_floating_point()), torch.zeros(()))
+        else:
+            target = self.feed.targets
+            loss = self.parts.loss_fn(output, target[microbatch]) if target else self.parts.loss_fn(output)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}; loss_fn must give one number a microbatch")
+        self.losses[microbatch] = loss.detach()
+        return [loss]
+
+    def loss(self) -> Tensor | None:
+        """Of the batch, where the last stage is."""
+        if not self.losses:
+            return None
+        return torch.stack([(loss * self._share(i, loss)).squeeze() for i, loss in sorted(self.losses.items())]).sum()
+
+    def _share(self, microbatch: int, like: Tensor) -> Tensor:
+        return self.shares[microbatch].to(like).reshape(like.shape)
+
+    # Backward
+
+    def _backward(self, position: int, instruction: Instruction, taken: Contents | None) -> None:
+        op, number, microbatch = instruction.action
+        stage, split, sync = self.parts.stages[number], self.parts.split, self.parts.syncs[number]
+        final = position == self._final(number)
+        if op != INPUT_GRAD or number not in split.stages:
+            self.parts.activations.done((number, microbatch))
+        if number not in split.stages:
+            if op != WEIGHT_GRAD:
+                self._whole_backward(instruction, self._gradients(instruction, taken), final)
+            return
+        if op != WEIGHT_GRAD:
+            self._give_back(instruction, stage.backward(microbatch, self._gradients(instruction, taken)))
+            split.keep(number, microbatch)
+        if op != INPUT_GRAD:
+            if final:
+                sync.release(split.ends(number) if sync.follows_graph else [])
+            split.finish(number, microbatch, every=final and sync.waits_for_all)
+
+    def _whole_backward(self, instruction: Instruction, gradients: Gradients, final: bool) -> None:
+        """Where gradients are reduced in this pass, the stage before gets its part before the pass is over."""
+        _, number, microbatch = instruction.action
+        sync, stage = self.parts.syncs[number], self.parts.stages[number]
+        if not (final and sync.active):
+            self._give_back(instruction, stage.backward(microbatch, gradients))
+            return
+        sync.release(stage.outputs(microbatch))
+        given: list[Gradients] = []
+
+        def ready(of_inputs: Gradients) -> None:
+            given.append(of_inputs)
+            self._give_back(instruction, of_inputs)
+
+        of_inputs = stage.backward(microbatch, gradients, ready)
+        if not given:  # an input that is not used has none
+            self._give_back(instruction, of_inputs)
+
+    def _gradients(self, instruction: Instruction, taken: Contents | None) -> Gradients:
+        """Of a stage's outputs, or of the loss."""
+        _, number, microbatch = instruction.action
+        if taken is not None:
+            gradients: Gradients = border(*taken)[0]
+            return gradients
+        loss = self.losses[microbatch]
+        return (self._share(microbatch, loss),) if self.parts.stages[number].has_outputs(microbatch) else ()
+
+    def _give_back(self, instruction: Instruction, gradients: Gradients) -> None:
+        if instruction.gives is not None:
+            stage = self.parts.stages[instruction.action.stage]
+            tensors, stage.gradient = flatten(gradients, stage.gradient)
+            self._give(instruction, (stage.gradient, tensors))
+
+    def _final(self, number: int) -> int:
+        """The place of the action after which a stage's gradients are complete."""
+        if_split, if_whole = self.program.final[number]
+        return if_split if number in self.parts.split.stages else if_whole
+
+    # Between stages
+
+    def _take(self, message: Message, source: int) -> Contents:
+        if source == self.parts.rank:
+            return self._local.pop(message)
+        return self.parts.wire.take(message, source)
+
+    def _give(self, instruction: Instruction, contents: Contents) -> None:
+        message, target = instruction.gives, instruction.target
+        if message is not None and target == self.parts.rank:
+            self._local[message] = contents[0], [each.detach() for each in contents[1]]
+        elif message is not None:
+            self.parts.wire.give(message, target, contents)
+
+
+def _autocast() -> str:
+    """The type of device that the caller casts on; "" if none. A backward runs in the types of its forward instead."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return next((kind for kind in kinds if torch.is_autocast_enabled(kind)), "")

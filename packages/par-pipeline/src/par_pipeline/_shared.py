@@ -1,0 +1,151 @@
+"""Parameters that several stages use, such as the embedding of a language model that is also its last layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from par_groups import Box, Sharding, gradients, set_sharding, sharding_of, whole, written_
+
+
+class Shared:
+    """Keeps copies of parameters on several ranks alike: the same values, and the sum of their gradients.
+
+    Their records become copies of each other, so that a gradient norm and a checkpoint count them once; make this
+    before a data-parallel wrapper or an optimizer with masters reads them. Two stages of one rank simply use one
+    parameter. Collective over the group, as are its methods.
+
+    Args:
+        parameters: This rank's, by their names in its stage. Names may differ between ranks, order and shapes may not.
+            Empty where no stage uses any.
+        group: The ranks of the pipeline.
+        replicas: The ranks that run the same stages on other data, if there are any.
+        optimizer: Of this rank's parameters, where it holds their gradients itself, as par-zero's does. Default: each
+            parameter has its own.
+
+    Raises:
+        ValueError: Different numbers, shapes or dtypes on the ranks; on every rank.
+
+    Example:
+        mine = {"embedding.weight": stage.embedding.weight} if pipeline_rank == 0 else {}
+        shared = Shared(mine or {"head.weight": stage.head.weight}, group)  # of two ranks
+        pipeline = Pipeline(stage, schedule, group, loss_fn=loss_fn, shared=[shared])
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        replicas: dist.ProcessGroup | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self._parameters, self._group, self._optimizer = dict(parameters), group, optimizer
+        records = [_record(each, replicas) for each in self._parameters.values()]
+        every = self._gathered(
+            [(str(each.dtype), record) for each, record in zip(parameters.values(), records, strict=True)]
+        )
+        self._holders = [rank for rank, theirs in enumerate(every) if theirs]
+        _check([every[rank] for rank in self._holders])
+        self._checked = False
+        for number, parameter in enumerate(self._parameters.values()):
+            set_sharding(parameter, _joined([every[rank][number][1] for rank in self._holders]))
+            self._start_alike_(parameter)
+
+    def handle_gradient(self) -> None:
+        """Makes every holder's gradient the sum over the holders, added in the same order everywhere."""
+        if len(self._holders) < 2:
+            return
+        views = self._views()
+        if not self._checked:
+            self._check_cuts(views)
+        for each in views:
+            if not each:  # a data-parallel rank that keeps nothing of this parameter
+                continue
+            mine = torch.cat([view.reshape(-1) for _, view in each])
+            total = torch.stack(self._exchanged(mine)).sum(0)
+            for (_, view), part in zip(each, total.split([view.numel() for _, view in each]), strict=True):
+                view.copy_(part.view(view.shape))
+
+    def _views(self) -> list[list[tuple[Box, Tensor]]]:
+        """This rank's parts of each parameter's gradient."""
+        if self._optimizer is None:
+            for parameter in self._parameters.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        source = self._optimizer or self._parameters.items()
+        found: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self._parameters}
+        for name, box, view in gradients(source):
+            if name in found:
+                found[name].append((box, view))
+        return list(found.values())
+
+    def _check_cuts(self, views: Sequence[Sequence[tuple[Box, Tensor]]]) -> None:
+        """Once: all holders have the same parts."""
+        every = self._gathered([[(box.start, box.size) for box, _ in each] for each in views])
+        for rank in self._holders:
+            if every[rank] != every[self._holders[0]]:
+                raise ValueError(
+                    f"the gradients of shared parameters are cut otherwise on rank {rank} of the pipeline than on rank "
+                    f"{self._holders[0]}; make Shared(...) before the optimizer is sharded, and give it `optimizer`"
+                )
+        self._checked = True
+
+    def _start_alike_(self, parameter: nn.Parameter) -> None:
+        """The first holder's values on all."""
+        if len(self._holders) > 1:
+            with torch.no_grad():
+                parameter.copy_(self._exchanged(parameter.detach().contiguous())[0])
+            written_([parameter])
+
+    def _exchanged(self, mine: Tensor) -> list[Tensor]:
+        """The tensor of every holder; sent from each to each, point to point."""
+        rank = dist.get_rank(self._group)
+        every = [mine if holder == rank else torch.empty_like(mine) for holder in self._holders]
+        operations = []
+        for holder, theirs in zip(self._holders, every, strict=True):
+            if holder != rank:
+                operations.append(dist.P2POp(dist.isend, mine, group=self._group, group_peer=holder))
+                operations.append(dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=holder))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return every
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """All-gather of small objects over the group."""
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, mine, group=self._group)
+        return every
+
+
+def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Sharding:
+    if hasattr(parameter, "par_sharding"):
+        return sharding_of(parameter)
+    copies = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
+    return whole(parameter.shape, copies)
+
+
+def _joined(records: Sequence[Sharding]) -> Sharding:
+    """Of records that differ in their copies alone: all those copies."""
+    boxes = []
+    for same in zip(*(record.boxes for record in records), strict=True):
+        boxes.append(replace(same[0], copies=tuple(sorted({rank for box in same for rank in box.copies}))))
+    return Sharding(records[0].shape, tuple(boxes))
+
+
+def _check(every: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
+    """Every rank sees the same, and raises the same."""
+    described = [
+        [(dtype, record.shape, [(box.start, box.size) for box in record.boxes]) for dtype, record in theirs]
+        for theirs in every
+    ]
+    for theirs in described[1:]:
+        if theirs != described[0]:
+            raise ValueError(
+                f"the holders of shared parameters have {described[0]} and {theirs} (dtype, shape, boxes); give the "
+                "same parameters, in the same order, on each"
+            )

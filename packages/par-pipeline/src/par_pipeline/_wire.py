@@ -1,0 +1,286 @@
+"""Messages between the ranks of a pipeline.
+
+To each neighbour there is one communicator for what goes to higher ranks and one for what goes to lower ones, so that a
+send never waits behind a receive. All receives of a step are posted at its start, in the order in which the peer sends,
+as far as a budget of bytes allows; each further one when an earlier one has arrived.
+"""
+
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._compile import STATUS, Arrival, Message, Program
+from ._errors import Failure, PeerFailed
+from ._message import Header, encode, encode_failure, promised
+from ._structure import Signature, flatten
+
+Contents = tuple[Signature, list[Tensor]]
+
+NOTHING = flatten(())[1]
+
+
+class Lanes(NamedTuple):
+    """The private communicators of a pipeline.
+
+    Args:
+        up: To higher ranks.
+        down: To lower ranks.
+        up_second: To higher ranks, for what a message announced.
+        down_second: To lower ranks, likewise.
+    """
+
+    up: Any
+    down: Any
+    up_second: Any
+    down_second: Any
+
+
+def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Lanes:
+    """Communicators of a group's ranks alone; torch's `new_group` would have to be called by all other ranks, too."""
+    nonce = [uuid.uuid4().hex]
+    dist.broadcast_object_list(nonce, group=group, group_src=0)
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def make(kind: Any, name: str) -> Any:
+        prefixed = dist.distributed_c10d.PrefixStore(f"par_pipeline/{nonce[0]}/{name}", store)
+        return kind(prefixed, rank, size, timeout)
+
+    if device.type == "cuda":
+        return Lanes(*(make(dist.ProcessGroupNCCL, name) for name in Lanes._fields))
+    up, down = make(dist.ProcessGroupGloo, "up"), make(dist.ProcessGroupGloo, "down")
+    return Lanes(up, down, up, down)  # gloo tells messages apart by their tags, too
+
+
+class Wire:
+    """This rank's connections.
+
+    Args:
+        group: The ranks of the pipeline.
+        device: Of the messages.
+        timeout: Of each wait.
+        ahead: Bytes of receives that may be posted ahead, in all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, ahead: int) -> None:
+        self._group, self._device, self._timeout, self._ahead = group, device, timeout, ahead
+        self._rank = dist.get_rank(group)
+        self._channels: dict[int, Channel] = {}
+        self._lanes = make_lanes(group, device, timeout)
+
+    def reset(self) -> None:
+        """Makes new connections: what was under way is forgotten. Collective over the group."""
+        dist.barrier(group=self._group)  # the old ones stay until everybody has heard of the failure
+        self._channels = {}
+        self._lanes = make_lanes(self._group, self._device, self._timeout)
+
+    def begin(self, program: Program) -> None:
+        """Begins a step."""
+        for peer, arrivals in program.arrivals.items():
+            if peer not in self._channels:
+                self._channels[peer] = self._connect(peer)
+            self._channels[peer].begin(arrivals, program.consumed)
+
+    def post(self) -> None:
+        """Posts the receives of a step, as far as the budget allows; until then one is posted for each rank."""
+        for channel in self._channels.values():
+            channel.post(self._ahead // len(self._channels))
+
+    def _connect(self, peer: int) -> "Channel":
+        up, down, up_second, down_second = self._lanes
+        upwards = peer > self._rank
+        sends, receives = ((up, up_second), (down, down_second)) if upwards else ((down, down_second), (up, up_second))
+        return Channel(peer, sends, receives, device=self._device, timeout=self._timeout)
+
+    def take(self, message: Message, source: int) -> Contents:
+        """Waits for a message.
+
+        Raises:
+            PeerFailed: The source says that the step failed.
+            ConnectionError: It is gone, or does not answer.
+        """
+        return self._channels[source].take(message)
+
+    def give(self, message: Message, target: int, contents: Contents) -> None:
+        """Begins to send a message."""
+        self._channels[target].give(message, contents)
+
+    def end(self, *, together: bool) -> None:
+        """Ends a step: tells the others that this rank is done, and hears that lower ranks are.
+
+        That higher ranks are done, too, is heard in the next step, before anything else from them: the first rank may
+        begin with the next batch while the last one is still busy with this one.
+
+        Args:
+            together: Whether to wait for the higher ranks, too.
+        """
+        lower = [channel for peer, channel in self._channels.items() if peer < self._rank]
+        higher = [channel for peer, channel in self._channels.items() if peer > self._rank]
+        if not together:
+            self._tell(lower)
+        self._hear(lower)
+        self._tell(higher)
+        if together:
+            self._hear(higher)
+            self._tell(lower)
+
+    @staticmethod
+    def _tell(channels: Sequence["Channel"]) -> None:
+        for channel in channels:
+            channel.tell()
+
+    @staticmethod
+    def _hear(channels: Sequence["Channel"]) -> None:
+        for channel in channels:
+            channel.take(STATUS)
+
+    def fail(self, program: Program, failure: Failure) -> None:
+        """Sends word of a failure in place of all that is owed, and waits until the neighbours have heard of it."""
+        for instruction in program.instructions:
+            if instruction.gives is not None and instruction.target != self._rank:
+                self._channels[instruction.target].give_failure(instruction.gives, failure)
+        for channel in self._channels.values():
+            channel.give_failure(STATUS, failure)
+        for channel in self._channels.values():
+            channel.drain()
+
+
+class Channel:
+    """The connection with one other rank.
+
+    Args:
+        peer: That rank.
+        sends: Communicators for messages, and for seconds.
+        receives: Likewise.
+        device: Of the messages.
+        timeout: Of each wait.
+    """
+
+    def __init__(
+        self, peer: int, sends: tuple[Any, Any], receives: tuple[Any, Any], *, device: torch.device, timeout: timedelta
+    ) -> None:
+        self._peer, self._sends, self._receives = peer, sends, receives
+        self._device, self._timeout = device, timeout
+        self._gives = {STATUS: NOTHING}  # what the peer expects of each message, and ...
+        self._takes = {STATUS: NOTHING}  # ... this rank
+        self._posted: deque[tuple[Arrival, Tensor, Any]] = deque()
+        self._room = 0
+        self._heard = False
+        self._told: list[tuple[Tensor, Any]] = []
+
+    def begin(self, arrivals: tuple[Arrival, ...], consumed: dict[Message, int]) -> None:
+        """Begins a step. What higher ranks said at the end of the last one may still be on its way."""
+        self._coming = deque(arrivals)
+        self._consumed = consumed
+        self._arrived: dict[Message, Contents] = {}
+        self._given: set[Message] = set()
+        self._sending: deque[tuple[int, list[tuple[Tensor, Any]]]] = deque()
+        self.post(0)
+
+    def post(self, room: int | None = None) -> None:
+        """Posts receives while there is room, and one always.
+
+        Args:
+            room: Bytes, from now on.
+        """
+        self._room = self._room if room is None else room
+        while self._coming and (not self._posted or self._room > 0):
+            arrival = self._coming.popleft()
+            size = promised(self._takes.get(arrival.message))
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._posted.append((arrival, buffer, self._receives[0].recv([buffer], self._peer, 0)))
+            self._room -= size
+
+    def take(self, message: Message) -> Contents:
+        """Waits for a message, and so for all that were sent before it."""
+        while message not in self._arrived:
+            arrival, header, second = self._receive()
+            failure = header.failure
+            if failure is not None:
+                raise PeerFailed(failure)
+            contents = header.decode(second, self._takes.get(arrival.message))
+            self._takes[arrival.message] = contents[0]
+            self._arrived[arrival.message] = contents
+            self._settle(arrival.position)
+        return self._arrived.pop(message)
+
+    def _receive(self) -> tuple[Arrival, Header, Tensor | None]:
+        """The next message that the peer sends."""
+        arrival, buffer, work = self._posted.popleft()
+        self._wait(work)
+        self._room += len(buffer)
+        header = Header(buffer)
+        self._heard = header.failure is not None
+        second = None
+        if header.second:
+            second = torch.empty(header.second, dtype=torch.uint8, device=self._device)
+            self._wait(self._receives[1].recv([second], self._peer, 1))
+        self.post()
+        return arrival, header, second
+
+    def give(self, message: Message, contents: Contents) -> None:
+        """Begins to send a message."""
+        signature, tensors = contents
+        parts = encode(signature, tensors, self._gives.get(message), self._device)
+        self._given.add(message)
+        self._gives[message] = signature
+        works = [(part, self._send(part, number)) for number, part in enumerate(parts)]
+        self._sending.append((self._consumed[message], works))
+
+    def tell(self) -> None:
+        """Says that this rank is done with the step."""
+        self.end()
+        with suppress(ConnectionError):  # a rank that is done may have left
+            for _, work in self._told:
+                self._wait(work)
+            (part,) = encode(NOTHING, [], NOTHING, self._device)
+            self._told = [(part, self._send(part, 0))]
+        self._given.add(STATUS)
+
+    def _settle(self, position: int) -> None:
+        """The peer has come to this place of its actions, so it has what it needed up to there."""
+        while self._sending and self._sending[0][0] <= position:
+            self._sending.popleft()
+
+    def end(self) -> None:
+        """Waits until all is sent."""
+        while self._sending:
+            for _, work in self._sending.popleft()[1]:
+                self._wait(work)
+
+    def give_failure(self, message: Message, failure: Failure) -> None:
+        """Begins to send word of a failure in place of a message that was not sent."""
+        if message in self._given:
+            return
+        buffer = encode_failure(failure, self._gives.get(message), self._device)
+        with suppress(ConnectionError):
+            self._sending.append((0, [(buffer, self._send(buffer, 0))]))
+
+    def drain(self) -> None:
+        """Receives and drops until the peer has heard of the failure: until it says so, or is done."""
+        with suppress(ConnectionError):
+            while self._posted and not self._heard:
+                self._receive()
+
+    def _send(self, part: Tensor, number: int) -> Any:
+        try:
+            return self._sends[number].send([part], self._peer, number)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> ConnectionError:
+        seconds, reason = self._timeout.total_seconds(), str(error).splitlines()[0]
+        return ConnectionError(f"rank {self._peer} is gone, or did not answer within {seconds:g} s ({reason})")

@@ -1,0 +1,286 @@
+"""What goes wrong on one rank is raised on all, with the place; after `reset()` the next step is right."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_pipeline import Pipeline, PipelineError, gpipe, one_f_one_b
+
+from .runtime_helpers import (
+    SCHEDULES,
+    assert_gradients,
+    block,
+    clear,
+    copied,
+    data,
+    mine,
+    mse,
+    pipeline,
+    serial,
+    stages_of,
+)
+
+
+class Hidden:
+    """Holds a tensor where nobody sees it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Failing(torch.autograd.Function):
+    """Calls something in forward, and something in backward."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        act("F")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        instead = ctx.act("B")
+        return g if instead is None else instead, None
+
+
+class Faulty(nn.Module):
+    """A stage in which `act` is called with each op and its count in this step."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.inner = block(5, number)
+        self.fault = None
+        self.begin()
+
+    def begin(self):
+        self.counts = {"F": 0, "B": 0}
+
+    def act(self, op):
+        microbatch, self.counts[op] = self.counts[op], self.counts[op] + 1
+        if self.fault is not None and self.fault[:2] == (op, microbatch):
+            return self.fault[2]()
+        return None
+
+    def forward(self, x):
+        return Failing.apply(self.inner(x), self.act)
+
+
+def boom():
+    raise ValueError("a fault on purpose")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
+@pytest.mark.ranks([2, 4])
+def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_right(name):
+    ranks, microbatches = dist.get_world_size(), 5
+    schedule = SCHEDULES[name](ranks, microbatches)
+    stages = stages_of(schedule, Faulty)
+    run = pipeline(stages, schedule)
+    rank = dist.get_rank()
+    x, y = data(17)
+    for step, (op, stage, count) in enumerate(
+        (op, stage, count) for op in "FB" for stage in {0, schedule.stages - 1} for count in (0, microbatches - 1)
+    ):
+        if step % 2 == 0:  # with and without shapes that are known from an earlier step
+            run.step(x, target=y)
+        for each in stages:
+            each.begin()
+        stages[stage].fault = (op, count, boom)
+        start = time.monotonic()
+        with pytest.raises(PipelineError) as raised:
+            run.step(x, target=y)
+        assert time.monotonic() - start < 5
+        told = "I" if op == "B" and name.startswith("zb") else op
+        where = rf"stage {stage}, microbatch {count}, action {stage}{told}{count} on rank {schedule.rank_of(stage)}: "
+        assert re.match(where + "ValueError: a fault on purpose", str(raised.value)), str(raised.value)
+        assert (raised.value.__cause__ is not None) == (schedule.rank_of(stage) == rank)
+        with pytest.raises(PipelineError, match=r"call reset\(\)"):
+            run.step(x, target=y)
+        run.reset()
+        clear(stages)
+        stages[stage].fault = None
+        reference = copied(stages)
+        run.step(x, target=y)
+        serial(reference, x.tensor_split(microbatches), y.tensor_split(microbatches))
+        assert_gradients(stages, reference, schedule, exact=False)
+
+
+@pytest.mark.ranks(3)
+def test_a_shape_that_the_next_stage_cannot_take_is_named():
+    class Narrow(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.inner, self.narrow = block(5, number), False
+
+        def forward(self, x):
+            return self.inner(x)[:, :3] if self.narrow else self.inner(x)
+
+    schedule = one_f_one_b(3, 4)
+    stages = stages_of(schedule, Narrow)
+    run = pipeline(stages, schedule)
+    x, y = data(8)
+    run.step(x, target=y)
+    stages[0].narrow = True
+    with pytest.raises(PipelineError, match=r"stage 1, microbatch 0, action 1F0 on rank 1: RuntimeError: .*shape"):
+        run.step(x, target=y)
+    run.reset()
+    stages[0].narrow = False
+    clear(stages)
+    reference = copied(stages)
+    run.step(x, target=y)
+    serial(reference, x.tensor_split(4), y.tensor_split(4))
+    assert_gradients(stages, reference, schedule, exact=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_of_the_wrong_shape_is_named():
+    schedule = gpipe(2, 2)
+    stages = stages_of(schedule, Faulty)
+    run = pipeline(stages, schedule)
+    x, y = data(8)
+    stages[1].fault = ("B", 1, lambda: torch.zeros(2, 3, dtype=torch.float64))
+    with pytest.raises(PipelineError, match=r"stage 1, microbatch 1, action 1B1 on rank 1: RuntimeError: .*shape"):
+        run.step(x, target=y)  # and this rank may leave now
+
+
+@pytest.mark.parametrize("when", [("F", 2), ("B", 0)])
+@pytest.mark.ranks(3, dies=(1,), timeout=40)
+def test_a_rank_that_is_killed_is_named_on_the_others(when):
+    schedule = one_f_one_b(3, 4)
+    stages = stages_of(schedule, Faulty)
+    run = pipeline(stages, schedule)
+    x, y = data(8)
+    run.step(x, target=y)
+    for each in stages:
+        each.begin()
+    stages[1].fault = (*when, lambda: os.kill(os.getpid(), 9))
+    start = time.monotonic()
+    with pytest.raises(PipelineError, match=r"stage \d, microbatch \d, action \d[FB]\d on rank \d: .*rank 1 is gone"):
+        run.step(x, target=y)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_hangs_is_named_within_the_timeout():
+    schedule = one_f_one_b(3, 4)
+    stages = stages_of(schedule, Faulty)
+    run = pipeline(stages, schedule, timeout=0.5)
+    x, y = data(8)
+    run.step(x, target=y)
+    for each in stages:
+        each.begin()
+    stages[1].fault = ("F", 2, lambda: time.sleep(1.5))
+    start = time.monotonic()
+    with pytest.raises(PipelineError, match=r"did not answer within 0.5 s|rank \d is gone"):
+        run.step(x, target=y)
+    assert time.monotonic() - start < 6
+    run.reset()
+    stages[1].fault = None
+    clear(stages)
+    reference = copied(stages)
+    run.step(x, target=y)
+    serial(reference, x.tensor_split(4), y.tensor_split(4))
+    assert_gradients(stages, reference, schedule, exact=True)
+
+
+@pytest.mark.ranks(3)
+def test_a_fault_in_evaluation_is_raised_everywhere():
+    schedule = one_f_one_b(3, 4)
+    stages = stages_of(schedule, Faulty)
+    run = pipeline(stages, schedule)
+    x, y = data(8)
+    for stage in range(3):
+        stages[stage].begin()
+        stages[stage].fault = ("F", 3, boom)
+        with pytest.raises(PipelineError, match=rf"stage {stage}, microbatch 3, action {stage}F3 on rank {stage}"):
+            run.evaluate(x, target=y)
+        run.reset()
+        stages[stage].fault = None
+        outputs = run.evaluate(x, target=y).outputs
+        assert (outputs is not None) == run.is_last
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_that_does_not_fit_is_refused_on_every_rank_before_anything_is_sent():
+    schedule = one_f_one_b(2, 4)
+    stages = stages_of(schedule)
+    run = pipeline(stages, schedule)
+    x, y = data(8)
+    ran = []
+    for stage in stages:
+        stage.register_forward_hook(lambda *_: ran.append(1))
+    for inputs, target, message in [
+        (x[:3], y[:3], "a batch of 3 rows is smaller than the 4 microbatches"),
+        ((x, x[:5]), y, r"\[5, 8\] rows"),
+        (x, y[:6], r"2 rows of inputs, but 1 of the target|2 rows of inputs, but 2"),
+    ]:
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        with pytest.raises(ValueError, match=message):
+            run.step(*given, target=target)
+        assert not ran
+        run.reset()
+    if dist.get_rank() == 0:  # only the first rank has the inputs
+        with pytest.raises(ValueError, match="a batch of 3 rows"):
+            run.step(x[:3])
+    else:
+        with pytest.raises(ValueError, match="rank 0: a batch of 3 rows"):
+            run.step(target=y)
+    assert not ran
+    run.reset()
+    run.step(x, target=y)
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit_together_is_refused_at_construction_on_every_rank():
+    group = dist.group.WORLD
+    stages = [block(5, number) for number in range(2)]
+    rank = dist.get_rank()
+    for modules, schedule, options, message in [
+        (stages[rank], one_f_one_b(3, 4), {}, "the schedule is for 3 ranks, the group has 2; make a schedule for 2"),
+        (stages, one_f_one_b(2, 4), {}, r"rank \d the stages \[\d\], but it was given 2 modules"),
+        ([] if rank else stages[0], one_f_one_b(2, 4), {}, r"rank 1 the stages \[1\], but it was given 0 modules"),
+        (stages[rank], one_f_one_b(2, 4 + rank), {}, r"ranks \[1\] have another schedule than rank 0"),
+        (stages[rank], one_f_one_b(2, 4), {"timeout": -rank}, "timeout is 0|timeout is -1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Pipeline(modules, schedule, group, loss_fn=mse, **options)
+    with pytest.raises((TypeError, ValueError), match="a stage is a str"):
+        Pipeline(["stage"] if rank else stages[0], one_f_one_b(2, 4), group, loss_fn=mse)
+    with pytest.raises((TypeError, ValueError), match="lossfn"):
+        Pipeline(stages[rank], one_f_one_b(2, 4), group, lossfn=mse)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_without_a_loss_function_on_the_last_stage_is_refused_on_every_rank():
+    schedule = one_f_one_b(2, 4)
+    stages = stages_of(schedule)
+    run = Pipeline(mine(stages, schedule), schedule, dist.group.WORLD, loss_fn=None if dist.get_rank() else mse)
+    x, y = data(8)
+    with pytest.raises(ValueError, match="the last stage has none"):
+        run.step(x, target=y)
+    assert (run.evaluate(x).outputs is not None) == run.is_last
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_of_several_numbers_and_a_hidden_tensor_are_refused():
+    class Hides(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.inner, self.hide = block(5, number), number == 0
+
+        def forward(self, x):
+            return Hidden(self.inner(x)) if self.hide else self.inner(x)
+
+    x, y = data(8)
+    schedule = one_f_one_b(2, 4)
+    run = pipeline(stages_of(schedule), schedule, loss_fn=lambda output, target: output - target)
+    with pytest.raises(PipelineError, match=r"action 1F0 .*the loss has shape \(2, 5\)"):
+        run.step(x, target=y)
+    run = pipeline(stages_of(schedule, Hides), schedule)
+    with pytest.raises(PipelineError, match=r"action 0F0 .*register its type"):
+        run.step(x, target=y)

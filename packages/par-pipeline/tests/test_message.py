@@ -1,0 +1,62 @@
+"""A message is always of the promised length, and says what it is."""
+
+import pytest
+import torch
+
+from par_pipeline._errors import Failure
+from par_pipeline._message import HEADER, Header, encode, encode_failure, promised
+from par_pipeline._structure import flatten
+
+CPU = torch.device("cpu")
+VALUES = [
+    torch.arange(15.0).view(3, 5),
+    torch.arange(15.0).view(3, 5).t(),
+    torch.tensor(7),
+    torch.zeros(0, 3),
+    (torch.ones(17, dtype=torch.bfloat16), None, torch.arange(123)),
+    {"a": torch.tensor([True, False]), "b": [torch.ones(3, dtype=torch.complex64), "text"]},
+    None,
+    (),
+]
+
+
+def received(value, expected):
+    tensors, signature = flatten(value)
+    parts = encode(signature, tensors, expected, CPU)
+    assert len(parts[0]) == promised(expected)
+    header = Header(parts[0])
+    assert header.failure is None
+    assert [len(each) for each in parts[1:]] == ([header.second] if header.second else [])
+    found, tensors = header.decode(parts[1] if header.second else None, expected)
+    assert found == signature
+    return found.build(tensors), len(parts)
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(flatten(one)[0], flatten(other)[0], rtol=0, atol=0)
+    assert flatten(one)[1] == flatten(other)[1]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_arrives_as_it_was_whatever_was_expected(value):
+    for expected in (None, *(flatten(each)[1] for each in VALUES)):
+        found, messages = received(value, expected)
+        assert_same(found, value)
+        if expected == flatten(value)[1]:
+            assert messages == 1
+
+
+def test_what_is_new_but_fits_comes_in_one_message():
+    large = flatten(torch.zeros(1000))[1]
+    found, messages = received(torch.ones(3), large)
+    assert torch.equal(found, torch.ones(3))
+    assert messages == 1
+    assert received(torch.ones(2000), large)[1] == 2
+
+
+def test_a_failure_has_the_promised_length_and_its_words():
+    failure = Failure.of(ValueError("ä" * 1000), 3, None)._replace(action="123456F123456")
+    for expected in (None, flatten(torch.zeros(1000))[1]):
+        message = encode_failure(failure, expected, CPU)
+        assert len(message) == promised(expected) >= HEADER
+        assert Header(message).failure == failure

@@ -1,0 +1,257 @@
+"""A training step in a pipeline: par-pipeline and torch.distributed.pipelining, on gloo ranks of one machine.
+
+Two models: tiny layers, where Python and messages are what costs, and a mid-size MLP. The same stages and microbatches;
+every contender lives in the same processes and they take turns. Run as `python tools/bench/pipeline.py`; writes
+docs/benchmarks/pipeline.md and .json.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _table import write
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.optim import AdamW
+
+from par_pipeline import (
+    Costs,
+    Pipeline,
+    Schedule,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+
+Step = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and how often it is measured.
+
+    Args:
+        name: As the table says it.
+        blocks: MLPs in a row, each 4 times wider inside.
+        width: Of a block.
+        microbatches: A step.
+        rows: Of each.
+        turns: Of each contender.
+        steps: In a turn.
+    """
+
+    name: str
+    blocks: int
+    width: int
+    microbatches: int
+    rows: int
+    turns: int
+    steps: int
+
+
+CASES = (
+    Case(name="tiny", blocks=8, width=32, microbatches=32, rows=2, turns=9, steps=3),
+    Case(name="mid-size", blocks=8, width=256, microbatches=8, rows=64, turns=9, steps=3),
+)
+RANKS = (2, 4)
+OURS: dict[str, Callable[[int, int], Schedule]] = {
+    "GPipe": gpipe,
+    "1F1B": one_f_one_b,
+    "ZB-H1": zb_h1,
+    "ZB-H2": zb_h2,
+    "interleaved": interleaved,
+    "ZB-V": zb_v,
+}
+TORCHS: dict[str, tuple[Any, str]] = {
+    "GPipe": (pipelining.ScheduleGPipe, "one"),
+    "1F1B": (pipelining.Schedule1F1B, "one"),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, "loop"),
+    "interleaved ZB": (pipelining.ScheduleInterleavedZeroBubble, "loop"),
+    "ZB-V": (pipelining.ScheduleZBVZeroBubble, "v"),
+}
+
+
+def main() -> None:
+    """Measures every case on every number of ranks, and writes medians, spread and ratios."""
+    rows = []
+    for ranks in RANKS:
+        for case in CASES:
+            times, predicted = spawned(ranks, timed, case)
+            medians = {name: statistics.median(each) for name, each in times.items()}
+            for name, each in times.items():
+                of_torch = medians.get(name.replace("par-pipeline", "torch"))
+                rows.append(
+                    {
+                        "ranks": ranks,
+                        "model": case.name,
+                        "contender": name,
+                        "median ms": round(medians[name], 1),
+                        "quartiles ms": f"{quartile(each, 1):.1f} to {quartile(each, 3):.1f}",
+                        "x torch's same": f"{medians[name] / of_torch:.2f}" if of_torch and "par" in name else "",
+                        "x torch's 1F1B": f"{medians[name] / medians['torch 1F1B']:.2f}",
+                        "beyond simulation": f"{medians[name] / predicted[name] - 1:+.1%}"
+                        if name in predicted and ranks <= (os.cpu_count() or 1)
+                        else "",
+                    }
+                )
+    shapes = "; ".join(
+        f"{c.name}: {c.blocks} blocks of {c.width}, {c.microbatches} microbatches of {c.rows} rows" for c in CASES
+    )
+    note = (
+        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. Times are those of the slowest rank, per step, "
+        "contenders in turn in the same processes. The simulation has the medians of this run's actions, and the "
+        "optimizer's time is added."
+    )
+    write("pipeline", "A training step in a pipeline", rows, note)
+
+
+def stages_of(case: Case, number: int) -> list[nn.Module]:
+    """The model, in so many parts."""
+    torch.manual_seed(0)
+    width = case.width
+    blocks = [
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(case.blocks)
+    ]
+    each = case.blocks // number
+    return [nn.Sequential(*blocks[i * each : (i + 1) * each]) for i in range(number)]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error."""
+    return (output - target).square().mean()
+
+
+class Contender:
+    """A pipeline with its optimizer.
+
+    Args:
+        modules: This rank's.
+        step: Forward and backward.
+        pipeline: Ours.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], step: Step, pipeline: Pipeline | None = None) -> None:
+        self.optimizer = AdamW([each for module in modules for each in module.parameters()], lr=1e-4, fused=True)
+        self.step, self.pipeline = step, pipeline
+        self.seconds: list[float] = []
+
+    def train(self, x: Tensor, y: Tensor) -> None:
+        """One training step."""
+        self.step(x, y)
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - start)
+
+
+def ours(name: str, case: Case) -> Contender:
+    """par-pipeline."""
+    schedule = OURS[name](dist.get_world_size(), case.microbatches)
+    stages = stages_of(case, schedule.stages)
+    modules = [stages[number] for number in schedule.stage_of(dist.get_rank())]
+    pipeline = Pipeline(modules, schedule, world(), loss_fn=loss_fn)
+    return Contender(modules, lambda x, y: pipeline.step(x, target=y), pipeline)
+
+
+def torchs(name: str, case: Case) -> Contender:
+    """torch.distributed.pipelining."""
+    kind, placement = TORCHS[name]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    numbers = {"one": [rank], "loop": [rank, rank + ranks], "v": [rank, 2 * ranks - 1 - rank]}[placement]
+    count = ranks * len(numbers)
+    modules = [stages_of(case, count)[number] for number in numbers]
+    stages = [
+        pipelining.PipelineStage(module, number, count, torch.device("cpu"), group=dist.group.WORLD)
+        for module, number in zip(modules, numbers, strict=True)
+    ]
+    schedule = kind(stages[0] if placement == "one" else stages, case.microbatches, loss_fn=loss_fn)
+    last = count - 1 in numbers
+
+    def step(x: Tensor, y: Tensor) -> object:
+        args = (x,) if 0 in numbers else ()
+        return schedule.step(*args, target=y) if last else schedule.step(*args)
+
+    return Contender(modules, step)
+
+
+def world() -> dist.ProcessGroup:
+    """All ranks."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed is not initialised")
+    return group
+
+
+def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Milliseconds per step of each contender, turn by turn, and what the simulator expects of ours."""
+    made = {f"torch {name}": torchs(name, case) for name in TORCHS}
+    made |= {f"par-pipeline {name}": ours(name, case) for name in OURS}
+    rows = case.microbatches * case.rows
+    x, y = torch.randn(rows, case.width), torch.randn(rows, case.width)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    predicted: dict[str, list[float]] = {name: [] for name in made if name.startswith("par")}
+    for turn in range(case.turns + 1):
+        for name, contender in made.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(case.steps):
+                contender.train(x, y)
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if turn:
+                times[name].append(1e3 * seconds.item() / case.steps)
+                if contender.pipeline is not None:
+                    predicted[name].append(1e3 * simulated(contender, contender.pipeline))
+    return times, {name: statistics.median(each) for name, each in predicted.items()}
+
+
+def simulated(contender: Contender, pipeline: Pipeline) -> float:
+    """Seconds of a step, from the medians of its actions, and the optimizer."""
+    optimizer = torch.tensor(statistics.median(contender.seconds))
+    dist.all_reduce(optimizer, dist.ReduceOp.MAX)
+    return simulate(pipeline.schedule, Costs.measured(pipeline.timeline())).makespan + optimizer.item()
+
+
+def quartile(values: Sequence[float], which: int) -> float:
+    """The first, second or third."""
+    return statistics.quantiles(values, n=4)[which - 1]
+
+
+def spawned(ranks: int, measure: Callable[..., Any], *arguments: object) -> Any:
+    """What the first of some ranks measures."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        arguments = (ranks, folder, result, measure, arguments)
+        torch.multiprocessing.start_processes(run, arguments, nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
+        return torch.load(result)
+
+
+def run(
+    rank: int, ranks: int, folder: str, result: Path, measure: Callable[..., Any], arguments: Sequence[object]
+) -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    measured = measure(*arguments)
+    if rank == 0:
+        torch.save(measured, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
