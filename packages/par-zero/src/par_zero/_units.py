@@ -14,8 +14,8 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
     Args:
         root: The whole module.
         units: "auto": the items of every ModuleList, ModuleDict and Sequential that have parameters, but no items of
-            items; neighbours together until they have `bucket` bytes. Or a function that says it of a module, or the modules
-            themselves; each is then a unit.
+            items; neighbours together until they have `bucket` bytes. Or a function that says it of a module, or the
+            modules themselves; each is then a unit.
         bucket: Bytes.
 
     Raises:
