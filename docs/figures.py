@@ -23,7 +23,6 @@ PACKAGES = {
     "par-checkpoint": "sharded files,\nany topology",
     "par-zero": "ZeRO 1 to 3,\noffload",
 }
-PRESENT = {"par-checkpoint", "par-groups", "par-layers", "par-pipeline", "par-precision", "par-train", "par-zero"}
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "data2-pipeline2-tensor2": ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 8),
@@ -105,17 +104,15 @@ def received(mode: str, sizes: dict[str, int], shape: TransformerShape) -> float
 
 
 def draw_package(axes: Axes, centre: tuple[float, float], name: str, purpose: str) -> None:
-    """A box with the package's name and its purpose; dashed while it is still to come."""
+    """A box with the package's name and its purpose."""
     x, y = centre
-    present = name in PRESENT
     box = mpl.patches.FancyBboxPatch(
         (x - HALF_WIDTH, y - HALF_HEIGHT),
         2 * HALF_WIDTH,
         2 * HALF_HEIGHT,
         boxstyle="round,pad=0,rounding_size=0.15",
-        facecolor="#dce9f7" if present else "#f6f6f6",
-        edgecolor="#1f5fa8" if present else "0.6",
-        linestyle="-" if present else "--",
+        facecolor="#dce9f7",
+        edgecolor="#1f5fa8",
     )
     axes.add_patch(box)
     axes.text(x, y + 0.22, name, ha="center", va="center", weight="bold", fontsize=10)
