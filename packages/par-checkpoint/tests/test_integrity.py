@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import par_checkpoint as pc
+from par_groups import Box, Sharding
 
 BLOCK = 4 << 20
 MANIFEST = "par_checkpoint.json"
@@ -293,3 +294,42 @@ def test_config_may_be_edited_by_hand(tmp_path):
     (path / "config.json").write_text('{"a": 2, "b": 3}')
     assert pc.verify(path) == []
     assert error_of(path, verify="full")[0] is None
+
+
+def rows(rank, size, value=None):
+    """This rank's rows of two matrices, cut in the middle of blocks, and the layout that says so."""
+    found, layout = {}, {}
+    for name, shape in {"wide": (1003, 1300), "tall": (40000, 33)}.items():
+        low, high = shape[0] * rank // size, shape[0] * (rank + 1) // size
+        found[name] = torch.zeros(high - low, shape[1])
+        if value is not None:
+            found[name] += torch.arange(low, high)[:, None] + value
+        box = Box((low, 0), (high - low, shape[1]), 0, (shape[1], 1), copies=(rank,))
+        layout[name] = Sharding(shape, (box,))
+    return found, layout
+
+
+@pytest.mark.ranks([2, 3])
+def test_blocks_of_which_every_rank_reads_its_own_part_are_verified_together(tmp_path):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state, layout = rows(rank, size, 1)
+    pc.save(tmp_path / "c", model=state, layout=layout)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    whole, begin = file.read_bytes(), data_begin(file)
+    loaded, _ = rows(rank, size)
+    pc.load(tmp_path / "c", model=loaded, layout=layout)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    chosen = random.Random(size)
+    for at in [begin, len(whole) - 1, *(chosen.randrange(begin, len(whole)) for _ in range(20))]:
+        if rank == 0:
+            flip(file, at, bit=3)
+        dist.barrier()
+        number = (at - begin) // BLOCK
+        with pytest.raises(pc.CorruptError, match=rf"block {number} of .* is corrupt: .* now undefined"):
+            pc.load(tmp_path / "c", model=loaded, layout=layout)
+        dist.barrier()
+        if rank == 0:
+            flip(file, at, bit=3)
+        dist.barrier()
+    pc.load(tmp_path / "c", model=loaded, layout=layout)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)

@@ -197,12 +197,10 @@ def test_replicas_split_the_work(replicas):
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-@pytest.mark.parametrize(("rows", "peers"), [([3, 2, 4], False), ([1] * 9, True)])
-def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatch):
-    monkeypatch.setattr("par_checkpoint._plan._RUNS", 3)
-    value = torch.arange(9.0 * BLOCK // 8).view(9, -1)  # four rows to a block
+def of_rows(value, rows):
+    """A world in which each rank holds some rows of one matrix."""
     starts = list(accumulate(rows, initial=0))
-    world = [
+    return [
         [
             Entry(
                 key=key_of("model", "w"),
@@ -213,11 +211,29 @@ def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatc
         ]
         for rank, (first, count) in enumerate(zip(starts, rows, strict=False))
     ]
+
+
+@pytest.mark.parametrize(("rows", "peers"), [([3, 2, 4], False), ([1] * 9, True)])
+def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatch):
+    monkeypatch.setattr("par_checkpoint._plan._RUNS", 3)
+    value = torch.arange(9.0 * BLOCK // 8).view(9, -1)  # four rows to a block
+    world = of_rows(value, rows)
     held = held_by(world)
     files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
     plans = [Planner(held, rank, len(world)).save(blocks_of(files, held)) for rank in range(len(world))]
     assert {plan.peers for plan in plans} == {peers}
     assert saved(world, held, files, None, 1)[0] == contents(files, held, {"w": value})
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_ranks_read_their_own_rows_of_a_block_and_nothing_twice(near):
+    value = torch.arange(9.0 * BLOCK // 8).view(9, -1)
+    held = held_by(of_rows(value, [3, 2, 4]))
+    files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
+    plans = [Planner(held, rank, 3).load(blocks_of(files, held), near=near) for rank in range(3)]
+    assert all(plan.parted and not plan.peers for plan in plans)
+    row = value[0].nbytes
+    assert [sum(task.block.size for task in plan.mine) for plan in plans] == [3 * row, 2 * row, 4 * row]
 
 
 def test_a_shard_that_is_whole_blocks_is_written_where_it_is():

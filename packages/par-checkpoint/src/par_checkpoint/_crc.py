@@ -6,6 +6,9 @@ came before by x to the eighth for each of them, and are added.
 
 from functools import lru_cache
 
+Crc = tuple[int, int, int, int]
+"""File number, first byte, bytes, and crc32c of a block or a part of one."""
+
 _MODULUS = 0x82F63B78  # Castagnoli's polynomial, its x^32 left out
 _ONE = 1 << 31
 _BYTE = 1 << 23  # x^8

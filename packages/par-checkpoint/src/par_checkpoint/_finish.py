@@ -10,7 +10,7 @@ from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
 from ._collect import Content
-from ._crc import joined
+from ._crc import Crc, joined
 from ._entry import name_of, section_of
 from ._files import BLOCK, File
 from ._index import encode_index
@@ -83,7 +83,7 @@ def commit(
     staging.publish(overwrite=noted.overwrite)
 
 
-def records_of(files: Sequence[File], crcs: Iterable[tuple[int, int, int, int]]) -> dict[str, FileRecord]:
+def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileRecord]:
     """What the manifest says of safetensors files.
 
     Args:

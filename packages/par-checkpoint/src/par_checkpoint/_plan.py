@@ -94,12 +94,14 @@ class Plan:
         others: Blocks of other ranks, of which it gives or takes pieces.
         turns: The most blocks that any rank has in hand.
         peers: Whether any rank sends anything to another; the same on every rank.
+        parted: Whether several ranks read parts of one block; the same on every rank.
     """
 
     mine: list[Task] = field(default_factory=list)
     others: list[Task] = field(default_factory=list)
     turns: int = 0
     peers: bool = False
+    parted: bool = False
 
 
 class Planner:
@@ -130,15 +132,22 @@ class Planner:
         return self._finished()
 
     def load(self, blocks: Iterable[Block], *, near: bool) -> Plan:
-        """Every block that somebody needs is read, and its pieces go to all that hold them.
+        """Every block that somebody needs is read: in parts by those that hold it in runs, else as a whole.
+
+        Then its pieces go to all that hold them.
 
         Args:
             blocks: All that may be needed.
             near: All ranks share a machine: a rank that needs much of a block reads it itself, from the page cache.
         """
         for block in blocks:
-            shares = [share for share in self._shares(block) if share.overlap.boxes]
-            if not shares:
+            shares = list(self._shares(block))
+            parts = self._parts(shares, block) if self._has_no_copies(shares) else []
+            for part, reader, pieces in parts:
+                self._take(part, reader, pieces)
+            self._plan.parted = self._plan.parted or len(parts) > 1
+            shares = [share for share in shares if share.overlap.boxes]
+            if parts or not shares:
                 continue
             first = self._least_busy(shares, block)
             readers = self._readers(shares, block) if near else [first]
@@ -190,6 +199,10 @@ class Planner:
         if owner != self._rank:
             return part, owner, []
         return part, owner, [replace(piece, at=piece.at - first, source=owner, to=owner) for piece, _ in run]
+
+    def _has_no_copies(self, shares: Sequence["_Share"]) -> bool:
+        """Whether nothing of a block is held by two ranks."""
+        return all(len(share.overlap.held.holders(box)) == 1 for share in shares for box in share.overlap.boxes)
 
     def _giver(self, holders: torch.Tensor, before: int) -> int:
         """Of some replicas the one that gives what comes before, else the one with the least in hand."""

@@ -10,6 +10,7 @@ from crc32c import crc32c
 
 from ._buffers import Pool
 from ._bytes import bytes_of, copy_elements_
+from ._crc import Crc, joined
 from ._entry import name_of
 from ._errors import CorruptError, corrupt_block
 from ._exchange import Room, by_peer, exchange, rounds
@@ -65,7 +66,10 @@ def read_blocks(plan: Plan, reading: Reading) -> BaseException | None:
                 reader.round(tasks, foreign, peers=plan.peers)
         finally:
             reader.close()
-        return reader.error
+    if plan.parted:
+        every = reading.ranks.gather(None if reader.error else reader.parts)
+        reader.error = reader.error or _wrong_join(every, reading)
+    return reader.error
 
 
 class _Reader:
@@ -73,6 +77,7 @@ class _Reader:
 
     def __init__(self, reading: Reading, pool: ThreadPoolExecutor) -> None:
         self.error: BaseException | None = None
+        self.parts: list[Crc] = []  # of blocks that several ranks read
         self._reading, self._pool = reading, pool
         self._rank = reading.ranks.rank
         self._sources = _Sources(reading.folder)
@@ -155,10 +160,30 @@ class _Reader:
         self._reading.progress(block.size)
 
     def _check(self, file: File, block: Block, crc: int, crcs: Sequence[int]) -> None:
-        number = (block.begin - file.data_begin) // file.block
-        if crc != crcs[number]:
+        number, start = divmod(block.begin - file.data_begin, file.block)
+        if start or block.end < min(block.begin + file.block, file.size):
+            self.parts.append((block.file, block.begin, block.size, crc))
+        elif crc != crcs[number]:
             tensors = [name_of(self._reading.local.tensors[span.tensor].key) for span in block.spans]
             raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
+
+
+def _wrong_join(every: Sequence[Sequence[Crc] | None], reading: Reading) -> CorruptError | None:
+    """The error, if the parts of a block, which ranks have read, do not make up what was written."""
+    if None in every:  # a rank has an error of its own
+        return None
+    found: dict[tuple[int, int], int] = {}
+    for number, begin, size, crc in sorted(part for parts in every for part in parts or ()):
+        block = (begin - reading.files[number].data_begin) // reading.files[number].block
+        found[number, block] = joined(found.get((number, block), 0), crc, size)
+    for (number, block), crc in found.items():
+        file = reading.files[number]
+        if crc != reading.crcs[file.name][block]:
+            first = file.data_begin + block * file.block
+            inside = [each for each, low, high in file.placed if low < first + file.block and high > first]
+            names = [name_of(reading.local.tensors[each].key) for each in inside]
+            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", block, first, names))
+    return None
 
 
 class _Sources:

@@ -12,15 +12,13 @@ from crc32c import crc32c
 
 from ._buffers import Pool
 from ._bytes import bytes_of, copy_elements_, join_
+from ._crc import Crc
 from ._exchange import Room, by_peer, exchange, rounds
 from ._files import BLOCK, File
 from ._pieces import Local
 from ._plan import Block, Piece, Plan, Task
 from ._ranks import Ranks
 from ._storage import Staging, Writer
-
-Crc = tuple[int, int, int, int]
-"""File number, first byte, bytes, and crc32c of a block or a part of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
