@@ -133,4 +133,5 @@ def test_a_scale_that_is_too_large_is_agreed_on_and_the_step_is_said_to_be_skipp
 
 
 def test_no_schedule_is_forgotten_here():
-    assert set(SCHEDULES.names()) == {*WHOLE_BACKWARDS, *SPLIT_BACKWARDS}
+    own = {name for name in SCHEDULES.names() if SCHEDULES[name].__module__.startswith("par_pipeline.")}
+    assert own == {*WHOLE_BACKWARDS, *SPLIT_BACKWARDS}
