@@ -5,17 +5,14 @@ gradients are put back before each turn. Run as `python tools/bench/precision.py
 and .json.
 """
 
-import os
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _ranks import quartile, spawned
 from _table import write
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -62,11 +59,7 @@ class Contender:
 
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result"
-        arguments = (folder, result)
-        torch.multiprocessing.start_processes(run, arguments, nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
-        times: dict[tuple[str, str, bool], list[float]] = torch.load(result)
+    times: dict[tuple[str, str, bool], list[float]] = spawned(RANKS, timed)
     medians = {key: statistics.median(each) for key, each in times.items()}
     references = {case: medians[case, name, flag] for case, name, flag in medians if flag}
     rows = [
@@ -203,17 +196,8 @@ def group() -> dist.ProcessGroup:
     return world
 
 
-def quartile(values: Sequence[float], which: int) -> float:
-    """The first, second or third."""
-    return statistics.quantiles(values, n=4)[which - 1]
-
-
-def run(rank: int, folder: str, result: Path) -> None:
-    """One rank."""
-    warnings.simplefilter("ignore")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=RANKS)
+def timed() -> dict[tuple[str, str, bool], list[float]]:
+    """Milliseconds of each contender, turn by turn."""
     every = contenders()
     times: dict[tuple[str, str, bool], list[float]] = {(c.case, c.name, c.reference): [] for c in every}
     for turn in range(TURNS + 2):
@@ -226,10 +210,7 @@ def run(rank: int, folder: str, result: Path) -> None:
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if turn > 1:
                 times[each.case, each.name, each.reference].append(1e3 * seconds.item())
-    if rank == 0:
-        torch.save(times, result)
-    dist.barrier()
-    dist.destroy_process_group()
+    return times
 
 
 if __name__ == "__main__":

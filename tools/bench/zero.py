@@ -5,19 +5,16 @@ same processes and they take turns; peak memory is taken in processes of its own
 writes docs/benchmarks/zero.md and .json.
 """
 
-import os
 import re
 import statistics
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from _ranks import quartile, spawned
 from _table import write
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -196,35 +193,6 @@ def kilobytes(field: str) -> int:
     if found is None:
         raise RuntimeError(f"no {field} here; memory is measured on Linux alone")
     return int(found[1])
-
-
-def quartile(values: Sequence[float], which: int) -> float:
-    """The first, second or third."""
-    return statistics.quantiles(values, n=4)[which - 1]
-
-
-def spawned(ranks: int, measure: Callable[..., Any], *arguments: object) -> Any:
-    """What the first of some ranks measures."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result"
-        arguments = (ranks, folder, result, measure, arguments)
-        torch.multiprocessing.start_processes(run, arguments, nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
-        return torch.load(result)
-
-
-def run(
-    rank: int, ranks: int, folder: str, result: Path, measure: Callable[..., Any], arguments: Sequence[object]
-) -> None:
-    """One rank."""
-    warnings.simplefilter("ignore")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
-    measured = measure(*arguments)
-    if rank == 0:
-        torch.save(measured, result)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

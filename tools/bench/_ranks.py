@@ -1,0 +1,47 @@
+"""Measuring on gloo ranks of this machine, one thread each."""
+
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def spawned(ranks: int, measure: Callable[..., Any], *arguments: object) -> Any:
+    """What the first of some ranks measures.
+
+    Args:
+        ranks: How many.
+        measure: Called on every rank.
+        arguments: What it is called with.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        arguments = (ranks, folder, result, measure, arguments)
+        torch.multiprocessing.start_processes(run, arguments, nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
+        return torch.load(result)
+
+
+def run(
+    rank: int, ranks: int, folder: str, result: Path, measure: Callable[..., Any], arguments: Sequence[object]
+) -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    measured = measure(*arguments)
+    if rank == 0:
+        torch.save(measured, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def quartile(values: Sequence[float], which: int) -> float:
+    """The first, second or third."""
+    return statistics.quantiles(values, n=4)[which - 1]
