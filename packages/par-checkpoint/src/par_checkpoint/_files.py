@@ -1,10 +1,11 @@
 """Where every tensor lies: files, offsets, and the blocks that files are cut into."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ._claims import Held
+from ._crc import Crc, joined
 from ._entry import name_of, section_of
 from ._header import encode_header
 from ._plan import Block, Span
@@ -93,6 +94,20 @@ def tensor_blocks(files: Sequence[File], tensors: Sequence[Held]) -> Iterator[Bl
                 end = min(begin + BLOCK, last)
                 span = Span(tensor=tensor, start=(begin - first) // width, stop=(end - first) // width, at=0)
                 yield Block(file=number, begin=begin, end=end, spans=(span,))
+
+
+def join_crcs(files: Sequence[File], crcs: Iterable[Crc]) -> list[dict[int, int]]:
+    """By file: the checksums of blocks by number, those of parts joined.
+
+    Args:
+        files: All of them.
+        crcs: Of blocks or of all their parts, in any order.
+    """
+    by_file: list[dict[int, int]] = [{} for _ in files]
+    for number, begin, size, crc in sorted(crcs):
+        block = (begin - files[number].data_begin) // files[number].block
+        by_file[number][block] = joined(by_file[number].get(block, 0), crc, size)
+    return by_file
 
 
 def _file(name: str, section: str, numbers: Mapping[str, int], tensors: Sequence[Held]) -> File:

@@ -10,9 +10,9 @@ from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
 from ._collect import Content
-from ._crc import Crc, joined
+from ._crc import Crc
 from ._entry import name_of, section_of
-from ._files import BLOCK, File
+from ._files import BLOCK, File, join_crcs
 from ._index import encode_index
 from ._manifest import MANIFEST, FileRecord, Manifest, encode_manifest, record_of
 from ._prepare import Prepared
@@ -90,10 +90,6 @@ def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileReco
         files: All of them.
         crcs: File number, first byte, bytes and checksum of every block or of its parts, in any order.
     """
-    by_file: list[dict[int, int]] = [{} for _ in files]
-    for number, begin, size, crc in sorted(crcs):
-        block = (begin - files[number].data_begin) // files[number].block
-        by_file[number][block] = joined(by_file[number].get(block, 0), crc, size)
     return {
         file.name: FileRecord(
             size=file.size,
@@ -102,7 +98,7 @@ def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileReco
             block=file.block,
             crcs=tuple(blocks.values()),
         )
-        for file, blocks in zip(files, by_file, strict=True)
+        for file, blocks in zip(files, join_crcs(files, crcs), strict=True)
     }
 
 

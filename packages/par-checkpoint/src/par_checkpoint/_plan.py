@@ -142,7 +142,9 @@ class Planner:
         """
         for block in blocks:
             shares = list(self._shares(block))
-            parts = self._parts(shares, block) if self._has_no_copies(shares) else []
+            parts = self._parts(shares, block)
+            if parts and not self._has_no_copies(shares):
+                parts = []
             for part, reader, pieces in parts:
                 self._take(part, reader, pieces)
             self._plan.parted = self._plan.parted or len(parts) > 1

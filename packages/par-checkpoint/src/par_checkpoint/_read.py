@@ -10,11 +10,11 @@ from crc32c import crc32c
 
 from ._buffers import Pool
 from ._bytes import bytes_of, copy_elements_
-from ._crc import Crc, joined
+from ._crc import Crc
 from ._entry import name_of
 from ._errors import CorruptError, corrupt_block
 from ._exchange import Room, by_peer, exchange, rounds
-from ._files import BLOCK, File
+from ._files import BLOCK, File, join_crcs
 from ._pieces import Local
 from ._plan import Block, Plan, Task
 from ._ranks import Ranks
@@ -172,17 +172,14 @@ def _wrong_join(every: Sequence[Sequence[Crc] | None], reading: Reading) -> Corr
     """The error, if the parts of a block, which ranks have read, do not make up what was written."""
     if None in every:  # a rank has an error of its own
         return None
-    found: dict[tuple[int, int], int] = {}
-    for number, begin, size, crc in sorted(part for parts in every for part in parts or ()):
-        block = (begin - reading.files[number].data_begin) // reading.files[number].block
-        found[number, block] = joined(found.get((number, block), 0), crc, size)
-    for (number, block), crc in found.items():
-        file = reading.files[number]
-        if crc != reading.crcs[file.name][block]:
-            first = file.data_begin + block * file.block
+    found = join_crcs(reading.files, (part for parts in every for part in parts or ()))
+    for file, blocks in zip(reading.files, found, strict=True):
+        wrong = [number for number, crc in blocks.items() if crc != reading.crcs[file.name][number]]
+        if wrong:
+            first = file.data_begin + wrong[0] * file.block
             inside = [each for each, low, high in file.placed if low < first + file.block and high > first]
             names = [name_of(reading.local.tensors[each].key) for each in inside]
-            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", block, first, names))
+            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", wrong[0], first, names))
     return None
 
 
