@@ -3,24 +3,51 @@
 What needs torch is imported when it is first used, so that the command line answers at once.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._checkpoint import load_model
+    from ._data import GlobalDataLoader
     from ._gpt import GPT
+    from ._handlers import GradientHandler, register_gradient_handler
+    from ._plugin import Plugin
+    from ._stages import Stages
+    from ._strategy import Strategy
+    from ._strategy_options import StrategyOptions
 
 __version__ = "0.1.0"
 
-__all__ = ["GPT", "load_model"]
+__all__ = [
+    "GPT",
+    "GlobalDataLoader",
+    "GradientHandler",
+    "Plugin",
+    "Stages",
+    "Strategy",
+    "StrategyOptions",
+    "load_model",
+    "register_gradient_handler",
+]
+
+_LATE = {
+    "_checkpoint": ("load_model",),
+    "_data": ("GlobalDataLoader",),
+    "_gpt": ("GPT",),
+    "_handlers": ("GradientHandler", "register_gradient_handler"),
+    "_plugin": ("Plugin",),
+    "_stages": ("Stages",),
+    "_strategy": ("Strategy",),
+    "_strategy_options": ("StrategyOptions",),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "GPT":
-        from ._gpt import GPT  # noqa: PLC0415
-
-        return GPT
-    if name == "load_model":
-        from ._checkpoint import load_model  # noqa: PLC0415
-
-        return load_model
+    for module, names in _LATE.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,63 +1,136 @@
-"""The pipeline of the main job: its schedule, and the model's parts as stages."""
+"""What one pipeline rank has of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import ProcessGroups
-from par_pipeline import Costs, Schedule, Shared, Timeline, partition, simulate
+from par_pipeline import Lazy, Schedule, Shared, build_stage
 
-from ._files import RunFiles
-from ._gpt import GPT
-from ._options import ModelOptions
+Layers = nn.Sequential | Sequence[nn.Module | Lazy | Mapping[str, Any]]
+"""Layers one after the other, there or only described."""
 
 
-def cut_blocks(model: ModelOptions, schedule: Schedule, rank: int) -> list[range]:
-    """The runs of blocks that a pipeline rank has, one for each of its stages, ascending."""
-    runs = partition(model.layers, schedule.stages)
-    return [runs[stage] for stage in schedule.stage_of(rank)]
+class Stages(nn.Module):
+    """The stages of one rank as one module, whose parameters have the names that they have in the whole model.
+
+    Args:
+        parts: By number of the stage: a module that runs it.
+        children: What the parts are made of, by its name in the whole model.
+        tied: Parameters that other ranks' stages use too: a mapping from names to them for each set; all ranks give as
+            many, in the same order, and empty ones where they use none.
+
+    Attributes:
+        shared: Once it is tied: what keeps those parameters alike.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        children: Mapping[str, nn.Module],
+        tied: Sequence[Mapping[str, nn.Parameter]] = (),
+    ) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+        self.__dict__["parts"] = dict(parts)  # no children: they would be a part of all names
+        self.tied = tuple(tied)
+        self.shared: tuple[Shared, ...] = ()
+
+    def forward(self, *inputs: Any, stage: int, **keywords: Any) -> Any:
+        """Runs one stage."""
+        return self.__dict__["parts"][stage](*inputs, **keywords)
+
+    def tie_(self, groups: ProcessGroups, optimizer: Optimizer | None) -> None:
+        """Makes tied parameters alike, and their records copies of each other. Before anything is sharded. Collective.
+
+        Args:
+            groups: Of the strategy.
+            optimizer: Of the parameters.
+        """
+        group, replicas = groups["pipeline"], groups["data"]
+        self.shared = tuple(Shared(each, group, replicas=replicas, optimizer=optimizer) for each in self.tied)
+
+    def runners(self) -> list["Stage"]:
+        """What a `par_pipeline.Pipeline` is made of."""
+        return [Stage(self, number) for number in self.__dict__["parts"]]
 
 
 class Stage(nn.Module):
-    """One part of a model, which goes through the whole one's forward, for hooks are there.
+    """One stage, which goes through the forward of the rank's whole part, for hooks are there.
 
     Args:
-        model: What this rank has; not a child, so that its other parts are not this one's.
-        part: The run of blocks.
+        whole: The rank's part; not a child, so that its other stages are not this one's.
+        number: Of the stage.
     """
 
-    def __init__(self, model: GPT, part: range) -> None:
+    def __init__(self, whole: Stages, number: int) -> None:
         super().__init__()
-        self.own = nn.ModuleList(model.modules_of(part))
-        self.part = part
-        self.__dict__["model"] = model
-        self.no_sync = model.__dict__["no_sync"]  # of the data-parallel engine: one for all parts
+        self.own = whole.__dict__["parts"][number]
+        self.number = number
+        self.__dict__["whole"] = whole
+        trained = any(parameter.requires_grad for parameter in self.own.parameters())
+        if "no_sync" in whole.__dict__ and trained:  # else its last backward would bring no gradient to reduce with
+            self.no_sync = whole.__dict__["no_sync"]  # of the data-parallel engine: one for all stages
 
-    def forward(self, given: Tensor) -> Tensor:
-        """Bytes or hidden states to hidden states or logits."""
-        output: Tensor = self.__dict__["model"](given, self.part)
-        return output
-
-
-def tie(model: GPT, groups: ProcessGroups, optimizer: Optimizer) -> Sequence[Shared]:
-    """Keeps the table alike that the first and the last stage use, if there is one. Before anything is sharded."""
-    if not model.options.tied or groups.size("pipeline") == 1:
-        return ()
-    table = {"tokens.weight": model.tokens.weight} if hasattr(model, "tokens") else {}
-    return (Shared(table, groups["pipeline"], replicas=groups["data"], optimizer=optimizer),)
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """As the stage's."""
+        return self.__dict__["whole"](*inputs, stage=self.number, **keywords)
 
 
-def draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:
-    """Draws a measured step, and the one that the schedule promises with its costs."""
-    timeline.draw(files.measured, f"{name}, measured, in seconds")
-    simulate(schedule, Costs.measured(timeline)).draw(files.predicted, f"{name}, predicted, in seconds")
+def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | None = None) -> Stages:
+    """The stages that a schedule gives a rank, out of a list of layers.
+
+    Parameters that several layers of an nn.Sequential use, in stages of different ranks, are tied.
+
+    Args:
+        layers: All of them; those that are only described are built where they run.
+        schedule: Says how many stages there are, and which this rank has.
+        rank: In the pipeline.
+        seed: Of the random weights of layers that are built here.
+    """
+    made = build_stage(layers, schedule, rank, seed=seed)
+    children = {name: child for part in made for name, child in part.named_children()}
+    parts = dict(zip(schedule.stage_of(rank), made, strict=True))
+    tied = [
+        {names[0]: parameter} if any(name.partition(".")[0] in children for name in names) else {}
+        for parameter, names in _used_often(layers)
+    ]
+    return Stages(parts, _named_first(tied, children), tied)
 
 
-def total_over(groups: ProcessGroups, total: Tensor) -> Tensor:
-    """The sum over the replicas, and from the last stage to all others. In place."""
-    dist.all_reduce(total, group=groups["data"])  # sum over the data group
-    if groups.size("pipeline") > 1:
-        dist.all_reduce(total, group=groups["pipeline"])  # all but the last stage bring zeros
-    return total
+def _used_often(layers: Layers) -> list[tuple[nn.Parameter, list[str]]]:
+    """The parameters that several layers use, by all their names; every rank sees all layers, and finds the same."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for child, layer in layers.named_children() if isinstance(layers, nn.Sequential) else ():
+        for name, parameter in layer.named_parameters(prefix=child):
+            names.setdefault(parameter, []).append(name)
+    return [(parameter, used) for parameter, used in names.items() if len(used) > 1]
+
+
+def _named_first(tied: Sequence[Mapping[str, nn.Parameter]], children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The children, after those of other ranks that a tied parameter has its name from: it is the same everywhere."""
+    foreign: dict[str, nn.Module] = {}
+    for name, parameter in (pair for each in tied for pair in each.items()):
+        child, *path, last = name.split(".")
+        if child in children:
+            continue
+        holder = foreign.setdefault(child, nn.Module())
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.register_parameter(last, parameter)
+    return {**foreign, **children}
+
+
+def leave_foreign_(optimizer: Optimizer, module: nn.Module) -> None:
+    """Takes the parameters of other ranks' stages out of an optimizer, whose groups stay, even if they are empty."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        kept = [id(each) in own for each in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [each for each, keep in zip(group[key], kept, strict=True) if keep]

@@ -14,10 +14,10 @@ from ._checkpoint import TrainingState, save_checkpoint
 from ._checks import check_config
 from ._errors import UserError
 from ._failure import one_traceback
+from ._gpt_stages import draw_step
 from ._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 from ._options import Options, learning_rate
 from ._report import make_progress, print_banner, print_summary
-from ._stages import draw_step
 from ._stop import Stop
 from ._trainer import StepResult, Trainer
 

@@ -21,9 +21,9 @@ from ._checkpoint import TrainingState, load_checkpoint
 from ._checks import make_schedule
 from ._errors import UserError
 from ._gpt import GPT
+from ._gpt_stages import Stage, cut_blocks, tie, total_over
 from ._options import Options, TrainOptions, learning_rate
 from ._order import DataOrder, Windows, share, spread, window_count
-from ._stages import Stage, cut_blocks, tie, total_over
 from ._stop import SIGNALS
 from ._text import Text
 

@@ -1,0 +1,29 @@
+"""What only one rank may see, told to all: every rank raises, or none does."""
+
+import torch.distributed as dist
+
+
+def agree(problem: Exception | None, text: str, what: str) -> None:
+    """Raises on every rank if any has a problem, or if they are about to do different things.
+
+    All-gather of a short text over the world.
+
+    Args:
+        problem: Of this rank.
+        text: What all ranks must have alike.
+        what: That text is, for the message.
+
+    Raises:
+        ValueError: Another rank's problem, or a difference. A rank's own problem is raised as it is.
+    """
+    said = f"!{problem}" if problem is not None else text
+    every: list[str] = [said] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    if problem is not None:
+        raise problem
+    for rank, each in enumerate(every):
+        if each.startswith("!"):
+            raise ValueError(f"rank {rank}: {each[1:]}")
+    for rank, each in enumerate(every):
+        if each != every[0]:
+            raise ValueError(f"rank {rank} has {what} {each}, and rank 0 {every[0]}; give all ranks the same")

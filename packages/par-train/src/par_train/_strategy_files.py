@@ -1,0 +1,144 @@
+"""What a strategy writes and reads: single objects, and everything that training needs to go on."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from par_checkpoint import Checkpoints, Save, load, save
+from par_precision import MixedOptimizer
+
+from ._agreement import agree
+from ._pairs import Pair
+
+PLANS = ("huggingface", "torch")
+
+PathLike = str | os.PathLike[str]
+
+
+def save_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, gigabytes: float) -> None:
+    """Writes one object; see `Strategy.save`."""
+    kind, keywords = _described(pairs, obj, plan)
+    if plan == "huggingface":
+        save(_folder(path, kind), **keywords, overwrite=True, max_shard_size=round(gigabytes * 1e9))
+        return
+    staging = f"{os.fspath(path)}.saving"
+    save(staging, **keywords, style="torch", overwrite=True)
+    if dist.get_rank() == 0:
+        os.replace(f"{staging}/par_checkpoint.json", _sums(path))  # noqa: PTH105
+        os.replace(f"{staging}/{kind}.pt", path)  # noqa: PTH105
+        shutil.rmtree(staging)
+    dist.barrier()  # the file is there when any rank returns
+
+
+def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> None:
+    """Reads one object; see `Strategy.load`."""
+    kind, keywords = _described(pairs, obj, plan)
+    if plan == "torch":
+        with _as_folder(path, kind) as folder:
+            load(folder, **keywords)
+        return
+    own = _folder(path, kind)
+    load(own if Path(own, "par_checkpoint.json").exists() else path, **keywords)
+
+
+def save_run(
+    pairs: Sequence[Pair], state: Mapping[str, Any], root: PathLike, step: int, keywords: Mapping[str, Any]
+) -> list[Save]:
+    """Writes everything; see `Strategy.checkpoint`."""
+    handles = []
+    for each, folder in _folders(pairs, root):
+        handle = folder.save(step, force=True, extra=dict(state), **{**_parts(each), **keywords})
+        handles.extend([] if handle is None else [handle])
+    return handles
+
+
+def load_run(pairs: Sequence[Pair], root: PathLike) -> tuple[int | None, Mapping[str, Any]]:
+    """Reads everything; the step and the state that `save_run` was given, or None and nothing.
+
+    Of several models the newest step that all of them have is taken: the last one may have been written for some alone.
+    """
+    folders = _folders(pairs, root)
+    newest = [folder.latest() for _, folder in folders]
+    if not newest or None in newest:
+        return None, {}
+    name = min(str(each).rpartition("/")[2] for each in newest)
+    step, state = None, {}
+    for each, folder in folders:
+        report = load(f"{folder.root.rstrip('/')}/{name}", **_parts(each))
+        step, state = report.step, report.extra
+    return step, state
+
+
+def _folders(pairs: Sequence[Pair], root: PathLike) -> list[tuple[Pair, Checkpoints]]:
+    """Each optimizer's checkpoints; one has the root for itself."""
+    roots = [os.fspath(root)] if len(pairs) == 1 else [f"{os.fspath(root)}/{n}" for n in range(len(pairs))]
+    return [(each, Checkpoints(path)) for each, path in zip(pairs, roots, strict=True)]
+
+
+def _parts(each: Pair) -> dict[str, Any]:
+    """What is saved of a pair."""
+    scaling = [each.optimizer.scaling] if isinstance(each.optimizer, MixedOptimizer) else []
+    schedulers = [*scaling, *each.schedulers]
+    return {"model": each.module, "optimizer": each.optimizer, "scheduler": schedulers or None}
+
+
+def _described(pairs: Sequence[Pair], obj: Any, plan: str) -> tuple[str, dict[str, Any]]:
+    """What kind of object it is, and how par-checkpoint is told of it."""
+    problem, kind = None, ""
+    keywords: dict[str, Any] = {}
+    try:
+        if plan not in PLANS:
+            raise ValueError(f"plan is {plan!r}; it can be 'huggingface' or 'torch'")
+        kind, keywords = _kind_of(pairs, obj)
+    except ValueError as error:
+        problem = error
+    agree(problem, f"{kind} {plan}", "the object and plan")
+    return kind, keywords
+
+
+def _kind_of(pairs: Sequence[Pair], obj: Any) -> tuple[str, dict[str, Any]]:
+    for each in pairs:
+        if any(obj is model for model in each.models):
+            return "model", {"model": obj}
+        if obj is each.optimizer:
+            return "optimizer", {"optimizer": obj}
+        if any(obj is scheduler for scheduler in each.schedulers):
+            return "scheduler", {"scheduler": obj}
+    raise ValueError(f"this {type(obj).__name__} is not from initialize(); give what that returned")
+
+
+def _folder(path: PathLike, kind: str) -> str:
+    return os.fspath(path) if kind == "model" else f"{os.fspath(path)}/{kind}"
+
+
+def _sums(path: PathLike) -> str:
+    """The checksums of a torch file."""
+    return f"{os.fspath(path)}.json"
+
+
+@contextmanager
+def _as_folder(path: PathLike, kind: str) -> Iterator[str]:
+    """A torch file, and its checksums if it has some, as the folder that par-checkpoint reads. Collective."""
+    folder = f"{os.fspath(path)}.loading"
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            Path(folder).mkdir()
+            os.link(path, f"{folder}/{kind}.pt")
+            if Path(_sums(path)).exists():
+                os.link(_sums(path), f"{folder}/par_checkpoint.json")
+        except OSError as error:
+            problem = error
+    agree(problem, kind, "the object")
+    try:
+        yield folder
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)

@@ -1,0 +1,124 @@
+"""The built-in plugins, in the order in which they are applied: device, pipeline, zero, precision."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from par_layers import initialize
+from par_precision import mixed
+from par_zero import shard
+
+from ._plugin import Plugin
+from ._stages import Stages, build_stages, leave_foreign_
+
+if TYPE_CHECKING:
+    from ._strategy import Strategy
+
+WEIGHTS = {
+    "fp32": None,
+    "tf32": None,
+    "bf16": torch.bfloat16,
+    "bf16-amp": None,
+    "bf16-sr": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp16-amp": None,
+    "fp8": torch.bfloat16,
+}
+"""By precision: the dtype of the weights in use, where it is not their own."""
+
+
+class Device(Plugin):
+    """Brings a model to the device. par-layers' layers get their memory there, and their first values."""
+
+    name = "device"
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+        """Parameters stay the objects that they are."""
+        del optimizer
+        if any(parameter.is_meta for parameter in model.parameters()):
+            initialize(model, strategy.options.seed, device=strategy.device)
+        _check_cut(model, strategy)
+        return model.to(strategy.device)
+
+
+class Pipelined(Plugin):
+    """Keeps this rank's stages of a model, and takes the others' parameters out of its optimizer."""
+
+    name = "pipeline"
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+        """An nn.Sequential is cut; `Stages` are cut already."""
+        if strategy.schedule is None:
+            return model
+        if isinstance(model, nn.ModuleList):
+            model = nn.ModuleList(_cut(each, strategy) for each in model)
+        else:
+            model = _cut(model, strategy)
+        for each in model if isinstance(model, nn.ModuleList) else [model]:
+            if isinstance(each, Stages):
+                each.tie_(strategy.groups, optimizer)
+        if optimizer is not None:
+            leave_foreign_(optimizer, model)
+        return model
+
+
+class Zero(Plugin):
+    """Data parallelism: gradients are averaged during backward, and nothing is kept twice that need not be."""
+
+    name = "zero"
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+        """The parameters come to lie in flat buffers."""
+        options = strategy.options
+        if not any(True for _ in model.parameters()):
+            return model
+        if options.precision == "bf16-sr":
+            model.bfloat16()  # no fp32 copy: shards, too, are of what is left
+        dtype = WEIGHTS[options.precision] if options.precision != "bf16-sr" and optimizer is not None else None
+        group = strategy.groups["data"]
+        return shard(model, optimizer, group=group, **{"param_dtype": dtype, **options.zero_keywords})[0]
+
+
+class Precision(Plugin):
+    """Casts, loss scale, clipping and skipped steps."""
+
+    name = "precision"
+
+    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: "Strategy") -> Optimizer:
+        """The one that goes on wraps the user's."""
+        options = strategy.options
+        given, found = mixed(
+            model,
+            optimizer,
+            options.precision,
+            group=dist.group.WORLD,
+            **{"replicas": strategy.groups["data"], "clip_norm": options.clip_norm, **options.mixed},
+        )
+        if given is not model:
+            raise ValueError(f"under {options.precision!r} an nn.Linear alone is replaced; put it in an nn.Sequential")
+        return found
+
+
+def _cut(model: nn.Module, strategy: "Strategy") -> nn.Module:
+    if isinstance(model, Stages):
+        return model
+    if not isinstance(model, nn.Sequential) or strategy.schedule is None:
+        raise ValueError(
+            f"a {type(model).__name__} cannot be cut into pipeline stages; give an nn.Sequential, what "
+            "Strategy.build(layers) makes of a list of layers, or par_train.Stages of your own"
+        )
+    return build_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
+
+
+def _check_cut(model: nn.Module, strategy: "Strategy") -> None:
+    """Ranks of a tensor group must not each count a parameter that nobody has told them is cut, or a copy."""
+    ranks = strategy.groups.size("tensor")
+    for name, parameter in model.named_parameters():
+        if ranks > 1 and not hasattr(parameter, "par_sharding"):
+            raise ValueError(
+                f"{name!r} says nothing of the {ranks} ranks of its tensor group; make its layer with Strategy.layers, "
+                "or say how it is cut with par_groups.set_sharding"
+            )
