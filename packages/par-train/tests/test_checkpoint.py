@@ -26,7 +26,7 @@ def saved(tmp_path):
     _, optimizer = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
-    state = TrainingState(step=3, samples=12, seconds=1.5, text="digest", rng=torch.get_rng_state())
+    state = TrainingState(step=3, samples=12, seconds=1.5, text="digest")
     save_checkpoint(tmp_path / "checkpoint", model, optimizer, OPTIONS, state)
     return tmp_path / "checkpoint", model, optimizer, state
 
@@ -42,7 +42,6 @@ def test_the_training_state_comes_back(saved):
     path, _, optimizer, state = saved
     loaded = load_state(path)
     assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
-    assert torch.equal(loaded.rng, state.rng)
     model = par_train.GPT(OPTIONS.model)
     _, again = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
     load_checkpoint(path, model, again)
@@ -60,7 +59,6 @@ def test_no_file_knows_the_number_of_ranks(saved):
         "optimizer/optimizer-00001-of-00001.safetensors",
         "optimizer/optimizer.safetensors.index.json",
         "par_checkpoint.json",
-        "par_checkpoint.safetensors",
     ]
 
 
@@ -77,7 +75,7 @@ def test_another_format_is_refused(saved):
     path, *_ = saved
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "format": 99}))
-    with pytest.raises(ValueError, match="has format 99, this par-train reads 2"):
+    with pytest.raises(ValueError, match="has format 99, this par-train reads 3"):
         par_train.load_model(path)
 
 

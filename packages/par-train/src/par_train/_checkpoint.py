@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from torch import nn
 
 from par_checkpoint import CheckpointError, inspect, load, save
 from par_precision import MixedOptimizer
@@ -24,7 +24,7 @@ from ._errors import UserError
 from ._gpt import GPT
 from ._options import Options
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +36,17 @@ class TrainingState:
         samples: Windows consumed by all ranks together: the position in the data.
         seconds: Time spent so far.
         text: The digest of the text.
-        rng: torch's random state on the CPU, uint8.
     """
 
     step: int
     samples: int
     seconds: float
     text: str
-    rng: torch.Tensor
 
 
-def save_checkpoint(path: Path, model: GPT, optimizer: MixedOptimizer, options: Options, state: TrainingState) -> None:
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizer: MixedOptimizer, options: Options, state: TrainingState
+) -> None:
     """Writes a checkpoint in place of the one that is there; a crash leaves one of them whole. Collective.
 
     Args:
@@ -70,7 +70,7 @@ def save_checkpoint(path: Path, model: GPT, optimizer: MixedOptimizer, options: 
     )
 
 
-def load_checkpoint(path: Path, model: GPT, optimizer: MixedOptimizer) -> None:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: MixedOptimizer) -> None:
     """Fills a model, its optimizer and its loss scale; every rank takes its part. Collective."""
     load(path, model=model, optimizer=optimizer, scheduler=optimizer.scaling)
 

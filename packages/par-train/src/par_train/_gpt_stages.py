@@ -1,63 +1,52 @@
-"""The pipeline of the main job: its schedule, and the model's parts as stages."""
+"""The GPT of the main job as pipeline stages."""
 
-from collections.abc import Sequence
-
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from par_groups import ProcessGroups
-from par_pipeline import Costs, Schedule, Shared, Timeline, partition, simulate
+from par_layers import LayerSet
+from par_pipeline import Schedule, partition
 
-from ._files import RunFiles
 from ._gpt import GPT
 from ._options import ModelOptions
+from ._stages import Stages
 
 
-def cut_blocks(model: ModelOptions, schedule: Schedule, rank: int) -> list[range]:
-    """The runs of blocks that a pipeline rank has, one for each of its stages, ascending."""
-    runs = partition(model.layers, schedule.stages)
-    return [runs[stage] for stage in schedule.stage_of(rank)]
-
-
-class Stage(nn.Module):
-    """One part of a model, which goes through the whole one's forward, for hooks are there.
+class Part(nn.Module):
+    """A run of a GPT's blocks, with the embeddings before the first and the classifier behind the last.
 
     Args:
-        model: What this rank has; not a child, so that its other parts are not this one's.
-        part: The run of blocks.
+        model: What this rank has of the GPT; not a child, so that its other parts are not this one's.
+        run: Of blocks.
     """
 
-    def __init__(self, model: GPT, part: range) -> None:
+    def __init__(self, model: GPT, run: range) -> None:
         super().__init__()
-        self.own = nn.ModuleList(model.modules_of(part))
-        self.part = part
+        self.own = nn.ModuleList(model.modules_of(run))
+        self.run = run
         self.__dict__["model"] = model
-        self.no_sync = model.__dict__["no_sync"]  # of the data-parallel engine: one for all parts
 
     def forward(self, given: Tensor) -> Tensor:
         """Bytes or hidden states to hidden states or logits."""
-        output: Tensor = self.__dict__["model"](given, self.part)
+        output: Tensor = self.__dict__["model"](given, self.run)
         return output
 
 
-def tie(model: GPT, groups: ProcessGroups, optimizer: Optimizer) -> Sequence[Shared]:
-    """Keeps the table alike that the first and the last stage use, if there is one. Before anything is sharded."""
-    if not model.options.tied or groups.size("pipeline") == 1:
-        return ()
-    table = {"tokens.weight": model.tokens.weight} if hasattr(model, "tokens") else {}
-    return (Shared(table, groups["pipeline"], replicas=groups["data"], optimizer=optimizer),)
+def gpt_stages(
+    options: ModelOptions, layers: LayerSet, schedule: Schedule, rank: int, *, seed: int, device: torch.device
+) -> tuple[GPT, Stages]:
+    """What a pipeline rank has of a GPT, as one model and as stages.
 
-
-def draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:
-    """Draws a measured step, and the one that the schedule promises with its costs."""
-    timeline.draw(files.measured, f"{name}, measured, in seconds")
-    simulate(schedule, Costs.measured(timeline)).draw(files.predicted, f"{name}, predicted, in seconds")
-
-
-def total_over(groups: ProcessGroups, total: Tensor) -> Tensor:
-    """The sum over the replicas, and from the last stage to all others. In place."""
-    dist.all_reduce(total, group=groups["data"])  # sum over the data group
-    if groups.size("pipeline") > 1:
-        dist.all_reduce(total, group=groups["pipeline"])  # all but the last stage bring zeros
-    return total
+    Args:
+        options: Of the whole GPT.
+        layers: Of the tensor mode.
+        schedule: Says which stages the rank has.
+        rank: In the pipeline.
+        seed: Of the weights.
+        device: Where they lie.
+    """
+    cuts = partition(options.layers, schedule.stages)
+    runs = [cuts[stage] for stage in schedule.stage_of(rank)]
+    model = GPT(options, layers, seed=seed, device=device, parts=runs)
+    parts = {stage: Part(model, run) for stage, run in zip(schedule.stage_of(rank), runs, strict=True)}
+    tied = {"tokens.weight": model.tokens.weight} if hasattr(model, "tokens") else {}
+    return model, Stages(parts, dict(model.named_children()), [tied] if options.tied else [])

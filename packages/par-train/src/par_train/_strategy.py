@@ -85,7 +85,7 @@ class Strategy:
         self._executions: dict[nn.Module, Execution] = {}
         self._batches: Batches | None = None
         self._checked: set[Optimizer] = set()
-        self._steps = 0
+        self._steps = 0  # optimizer steps, of all optimizers together
 
     def _find_plugins(self) -> list[Plugin]:
         options = self.options
@@ -112,6 +112,16 @@ class Strategy:
     def is_master(self) -> bool:
         """Whether this is rank 0."""
         return self.environment.is_master
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, of all optimizers together. Setting it goes on with the random numbers of another run."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        self._reseed()
 
     def build(self, layers: Layers) -> nn.Module:
         """A model out of layers that may only be described, of which this rank builds its pipeline stages alone.
@@ -210,7 +220,7 @@ class Strategy:
                 handler.handle_gradient()
 
         optimizer.register_step_pre_hook(complete)
-        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        optimizer.register_step_post_hook(self._after_step)
 
     def _wire_loader(self, loader: DataLoader[Any]) -> Any:
         groups = self.groups
@@ -223,9 +233,8 @@ class Strategy:
             found = plugin.setup_dataloader(found, self)
         return found
 
-    def _after_step(self) -> None:
-        self._steps += 1
-        self._reseed()
+    def _after_step(self, *_: Any) -> None:
+        self.steps += 1
 
     def _reseed(self) -> None:
         """Randomness is a function of seed, step and place, so that a run that goes on draws what it would have."""
@@ -377,10 +386,9 @@ class Strategy:
         """
         step, state = load_run(self._pairs, root)
         if step is not None:
-            self._steps = state["steps"]
+            self.steps = state["steps"]
             for loader, saved in zip(self._loaders, state["loaders"], strict=True):
                 loader.load_state_dict(saved)
-            self._reseed()
         return step
 
     def _state(self) -> dict[str, Any]:

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 
 from par_groups import Environment, ProcessGroups, Topology, launch
-from par_pipeline import Timeline
+from par_pipeline import Costs, Schedule, Timeline, simulate
 
 from ._agree import Start, find_start
 from ._checkpoint import TrainingState, save_checkpoint
 from ._checks import check_config
 from ._errors import UserError
 from ._failure import one_traceback
-from ._gpt_stages import draw_step
+from ._files import RunFiles
 from ._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 from ._options import Options, learning_rate
 from ._report import make_progress, print_banner, print_summary
@@ -96,7 +96,6 @@ def _save(trainer: Trainer, start: Start, seconds: float) -> None:
         samples=trainer.samples,
         seconds=float(clock),
         text=start.text.digest,
-        rng=torch.get_rng_state(),
     )
     save_checkpoint(trainer.options.files.checkpoint, trainer.model, trainer.optimizer, trainer.options, state)
 
@@ -155,6 +154,13 @@ class Master:
         """Writes the curve, and the pipeline's last step if there is one, and says what was written."""
         lines = read_metrics(self._files.metrics)
         draw_loss(self._files.curve, lines)
-        if timeline is not None and self._trainer.schedule is not None:
-            draw_step(self._trainer.schedule, timeline, self._files, self._options.pipeline.schedule)
+        schedule = self._trainer.schedule
+        if timeline is not None and schedule is not None:
+            _draw_step(schedule, timeline, self._files, self._options.pipeline.schedule)
         print_summary(self._options, lines, self._trainer.step, ended_by)
+
+
+def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:
+    """Draws a measured step, and the one that the schedule promises with its costs."""
+    timeline.draw(files.measured, f"{name}, measured, in seconds")
+    simulate(schedule, Costs.measured(timeline)).draw(files.predicted, f"{name}, predicted, in seconds")

@@ -1,34 +1,30 @@
 """One rank's model, optimizer and place in the data: what a step computes and communicates."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from par_groups import ProcessGroups, sharding_of
-from par_layers import PartialGradients, layer_set
-from par_pipeline import Pipeline, Schedule, Shared, Timeline
-from par_precision import Step, mixed
-from par_zero import shard
+from par_pipeline import Schedule, Timeline
+from par_precision import MixedOptimizer, Step
 
 from ._checkpoint import TrainingState, load_checkpoint
-from ._checks import make_schedule
 from ._errors import UserError
 from ._gpt import GPT
-from ._gpt_stages import Stage, cut_blocks, tie, total_over
+from ._gpt_stages import gpt_stages
 from ._options import Options, TrainOptions, learning_rate
 from ._order import DataOrder, Windows, share, spread, window_count
 from ._stop import SIGNALS
+from ._strategy import Strategy
 from ._text import Text
 
 _IGNORED = -100  # a target that does not count
-_WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # the optimizer keeps fp32 copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,25 +55,24 @@ class Trainer:
     """
 
     def __init__(self, options: Options, text: Text, groups: ProcessGroups, device: torch.device) -> None:
-        torch.manual_seed(options.seed)
         self.options = options
         self.groups, self.device = groups, device
         self.replica, self.replicas = groups.rank("data"), groups.size("data")
-        self.schedule = make_schedule(options, groups.topology)
-        parts = None if self.schedule is None else cut_blocks(options.model, self.schedule, groups.rank("pipeline"))
-        layers = layer_set("auto", groups)
-        self.model = model = GPT(options.model, layers, seed=options.seed, device=device, parts=parts)
-        if options.precision == "bf16-sr":
-            model.bfloat16()  # no fp32 copy: shards, too, are of what is left
-        optimizer = make_optimizer(model, options.train)
-        shared = tie(model, groups, optimizer)
-        shard(model, optimizer, stage=options.zero, group=groups["data"], param_dtype=_WEIGHTS.get(options.precision))
-        _, self.optimizer = mixed(
-            model, optimizer, options.precision, group=dist.group.WORLD, clip_norm=options.train.clip_norm
+        self.strategy = Strategy(
+            groups=groups,
+            device=str(device),
+            precision=options.precision,
+            zero=options.zero,
+            clip_norm=options.train.clip_norm,
+            pipeline=asdict(options.pipeline),
+            gradient_handlers=options.gradient_handlers,
+            plugins=options.plugins,
+            seed=options.seed,
         )
-        self._pipeline = None if self.schedule is None or parts is None else self._connect(self.schedule, parts, shared)
-        self._partial = PartialGradients(self.optimizer, groups)
-        self.parameters = count_parameters(model, device)
+        self.gpt, model = self._make_model()
+        self.model, optimizer = self.strategy.initialize(model, make_optimizer(self.gpt, options.train))
+        self.optimizer = _checked(optimizer)
+        self.parameters = count_parameters(self.model, device)
         self.step = self._first = 0
         self.samples = 0
         context = options.model.context
@@ -86,6 +81,17 @@ class Trainer:
         self._order = DataOrder(windows=window_count(len(text.train), context), seed=options.seed)
         self._evaluate(*self._tokens(self._train_text, self._next_windows()))  # sizes that cannot be cut are said here
         self._validation = spread(window_count(len(text.held_out), context), options.data.validation_windows)
+
+    def _make_model(self) -> tuple[GPT, nn.Module]:
+        """What this rank has of the GPT, and the module that is trained: the same, or its pipeline stages."""
+        options, strategy = self.options, self.strategy
+        if strategy.schedule is None:
+            model = GPT(options.model, strategy.layers, seed=options.seed, device=self.device)
+            return model, model
+        rank = self.groups.rank("pipeline")
+        return gpt_stages(
+            options.model, strategy.layers, strategy.schedule, rank, seed=options.seed, device=self.device
+        )
 
     def advance(self, signal: int) -> StepResult:
         """One optimizer step on the next global batch.
@@ -97,8 +103,8 @@ class Trainer:
             UserError: The loss is not finite; on every rank.
         """
         options = self.options.train
-        loss = self._forward_backward(*self._tokens(self._train_text, self._next_windows()))
-        self._partial.handle_gradient()  # sums inside the tensor group
+        batch = self._tokens(self._train_text, self._next_windows())
+        loss = self.strategy.execute_pipeline(iter([batch]), self.model, self.gpt.loss, self.optimizer)
         self._set_learning_rate(learning_rate(options, self.step + 1))
         outcome = self.optimizer.step()  # the world agrees on the norm, clips or skips
         self.optimizer.zero_grad()
@@ -125,13 +131,19 @@ class Trainer:
     def restore(self, path: Path, state: TrainingState) -> None:
         """Goes on from a checkpoint, of which this rank takes its part. Collective."""
         load_checkpoint(path, self.model, self.optimizer)
-        self.step = self._first = state.step
+        self.step = self._first = self.strategy.steps = state.step
         self.samples = state.samples
-        torch.set_rng_state(state.rng)
 
     def timeline(self) -> Timeline | None:
         """When the ranks of this pipeline did what in the last step; None if there was none. Collective over it."""
-        return None if self._pipeline is None or self.step == self._first else self._pipeline.timeline()
+        if self.strategy.schedule is None or self.step == self._first:
+            return None
+        return self.strategy.pipeline(self.model).timeline()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Of the pipeline, if there is one."""
+        return self.strategy.schedule
 
     @property
     def tokens(self) -> int:
@@ -147,35 +159,14 @@ class Trainer:
         batch = self._order.batch(self.samples, self.options.train.batch_size)
         return share(batch, self.replica, self.replicas)
 
-    def _connect(self, schedule: Schedule, parts: Sequence[range], shared: Sequence[Shared]) -> Pipeline:
-        """Stages that run this rank's parts of the model."""
-        return Pipeline(
-            [Stage(self.model, part) for part in parts],
-            schedule,
-            self.groups["pipeline"],
-            loss_fn=lambda logits, targets: self.optimizer.scale(self.model.loss(logits, targets)),
-            shared=shared,
-            broadcast_loss=True,
-        )
-
-    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of this replica's batch, averaged over the data group chunk by chunk; its loss."""
-        if self._pipeline is None:
-            loss = self.model.loss(self.model(inputs), targets)
-            self.optimizer.backward(loss)
-            return loss.detach()
-        scaled, _ = self._pipeline.step(inputs, target=targets)
-        if scaled is None:
-            raise RuntimeError("the pipeline gave no loss")  # it was told to tell all ranks
-        return scaled.detach() / self.optimizer.scale(torch.ones_like(scaled.detach()))
-
     @torch.no_grad()
     def _evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """The loss of a batch, where the model ends."""
-        if self._pipeline is None:
-            return self.model.loss(self.model(inputs), targets)
-        logits = self._pipeline.evaluate(inputs, target=targets).outputs
-        return self.model.loss(logits, targets) if self._pipeline.is_last else None
+        if self.schedule is None:
+            return self.gpt.loss(self.model(inputs), targets)
+        pipeline = self.strategy.pipeline(self.model)
+        logits = pipeline.evaluate(inputs).outputs
+        return self.gpt.loss(logits, targets) if pipeline.is_last else None
 
     def _tokens(self, text: np.ndarray, windows: Windows) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (windows, context): the target of a byte is the one behind it."""
@@ -206,7 +197,25 @@ class Trainer:
         return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, signal=agreed)
 
 
-def count_parameters(model: GPT, device: torch.device) -> int:
+def total_over(groups: ProcessGroups, total: Tensor) -> Tensor:
+    """The sum over the replicas, and from the last stage to all others. In place."""
+    dist.all_reduce(total, group=groups["data"])  # sum over the data group
+    if groups.size("pipeline") > 1:
+        dist.all_reduce(total, group=groups["pipeline"])  # all but the last stage bring zeros
+    return total
+
+
+def _checked(optimizer: Optimizer) -> MixedOptimizer:
+    """The optimizer, which says what became of a step."""
+    if not isinstance(optimizer, MixedOptimizer):
+        raise UserError(
+            f"a plugin controls precision, and made a {type(optimizer).__name__}, which does not tell norm and skipped "
+            "steps; leave it to --precision, or use the plugin with par_train.Strategy"
+        )
+    return optimizer
+
+
+def count_parameters(model: nn.Module, device: torch.device) -> int:
     """The elements of the whole model, of which every rank has some."""
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     boxes = [box for parameter in model.parameters() for box in sharding_of(parameter).boxes]
