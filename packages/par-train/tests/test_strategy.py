@@ -283,7 +283,7 @@ def expected_counted():
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.ranks(4)
 def test_the_mean_is_over_what_is_counted_on_all_ranks_and_in_all_microbatches(pipeline):
-    loss, norm, whole = expected_counted()
+    _loss, norm, whole = expected_counted()
     options = {"schedule": "zb_h1", "microbatches": 2}
     with Strategy(parallel={"pipeline": pipeline}, pipeline=options, clip_norm=1.0) as strategy:
         model = make_model()
@@ -296,7 +296,7 @@ def test_the_mean_is_over_what_is_counted_on_all_ranks_and_in_all_microbatches(p
 
 @pytest.mark.ranks(2)
 def test_backward_takes_a_weight():
-    loss, norm, whole = expected_counted()
+    _loss, norm, whole = expected_counted()
     with Strategy(clip_norm=1.0) as strategy:
         model = make_model()
         batches = DataLoader(TensorDataset(*samples(8)), batch_size=8)
@@ -335,7 +335,7 @@ def test_losses_outputs_and_evaluation_of_a_pipeline():
 def test_layers_that_are_only_described_are_built_where_they_run():
     from par_pipeline import Lazy
 
-    layers = [Lazy(nn.Linear, 15, 17), Lazy(nn.GELU), dict(type="Linear", in_features=17, out_features=7)]
+    layers = [Lazy(nn.Linear, 15, 17), Lazy(nn.GELU), {"type": "Linear", "in_features": 17, "out_features": 7}]
     found = {}
     for ranks in (1, 2):
         with Strategy(parallel={"pipeline": ranks}, seed=5) as strategy:

@@ -1,0 +1,169 @@
+"""A strategy that is told nonsense says so on every rank, before anything has changed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from par_train import Plugin, Strategy, register_gradient_handler
+from par_train._handlers import HANDLERS
+
+
+def raises(words, call, *arguments, **keywords):
+    """The call raises on this rank, and so on all."""
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(*arguments, **keywords)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.ranks(2)
+def test_options_that_make_no_sense():
+    raises("precision is 'fp12'; it can be 'fp32'", Strategy, precision="fp12")
+    raises("zero is 4; it can be 0, 1, 2 or 3", Strategy, zero=4)
+    raises("unknown key 'tensr'", Strategy, parallel={"tensr": 2})
+    raises("unexpected keyword argument 'zeros'", Strategy, zeros=1)
+    raises("no gradient handler is called 'mine'", Strategy, gradient_handlers=[{"type": "mine"}])
+    raises("give dict\\(type=NAME", Strategy, gradient_handlers=[{"kind": "mine"}])
+    raises("zero is 1, .* leave out 'data_parallel'", Strategy, zero=1, gradient_handlers=[{"type": "partial"}])
+    raises(
+        "no pipeline schedule is called 'x'|no schedule is called 'x'",
+        Strategy,
+        parallel={"pipeline": 2},
+        pipeline={"schedule": "x"},
+    )
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_were_told_different_things():
+    raises("rank 1 has the options .*, and rank 0", Strategy, zero=dist.get_rank())
+    wrong = "fp12" if dist.get_rank() == 1 else "fp32"
+    raises("precision is 'fp12'" if dist.get_rank() == 1 else "rank 1: precision is 'fp12'", Strategy, precision=wrong)
+
+
+@pytest.mark.ranks(2)
+def test_objects_that_do_not_fit():
+    strategy, model = Strategy(), nn.Linear(2, 2)
+    raises("holds|is a parameter of no model here", strategy.initialize, model, sgd(nn.Linear(2, 2)))
+    raises("given a list; it takes modules.*Strategy.build", strategy.initialize, [model])
+    raises("given an object twice", strategy.initialize, model, model)
+    raises("batch_size", strategy.initialize, DataLoader(list(range(9)), batch_size=3))
+    model, optimizer = strategy.initialize(model, sgd(model))
+    raises("this Linear was initialized before", strategy.initialize, model)
+    raises("SGD|MixedOptimizer was initialized before", Strategy().initialize, nn.Linear(2, 2), optimizer)
+    other = nn.Linear(2, 2)
+    other, _ = strategy.initialize(other, sgd(other))
+    raises(
+        "the loss does not depend on any parameter of Linear",
+        strategy.backward,
+        other(torch.ones(1, 2)).sum(),
+        optimizer,
+    )
+    raises("this SGD is not from initialize", strategy.backward, other(torch.ones(1, 2)).sum(), sgd(other))
+    raises("this Linear is not from initialize", strategy.execute_pipeline, iter([]), nn.Linear(2, 2), None, optimizer)
+    raises("plan is 'zip'", strategy.save, model, "nowhere", plan="zip")
+    raises("this Linear is not from initialize", strategy.save, nn.Linear(1, 1), "nowhere")
+    strategy.backward(model(torch.ones(1, 2)).sum(), optimizer)
+    raises("step\\(\\) was given a closure", optimizer.step, lambda: None)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_on_one_rank_is_everybodys():
+    mine = nn.Linear(2, 2)
+    optimizer = sgd(mine if dist.get_rank() == 0 else nn.Linear(2, 2))
+    words = "rank 1: param_groups" if dist.get_rank() == 0 else "param_groups"
+    raises(words, Strategy().initialize, mine, optimizer)
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_do_not_know_of_a_tensor_group():
+    strategy = Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}})
+    raises("'weight' says nothing of the 2 ranks of its tensor group", strategy.initialize, nn.Linear(2, 2))
+
+
+@pytest.mark.ranks(2)
+def test_modules_that_cannot_be_cut():
+    strategy = Strategy(parallel={"pipeline": 2})
+    raises("a Linear cannot be cut into pipeline stages", strategy.initialize, nn.Linear(2, 2))
+
+
+class Recorded(Plugin):
+    """Counts what it is called with."""
+
+    name = "recorded"
+    supports_no_sync = False
+
+    def __init__(self):
+        self.seen = []
+
+    def setup_model(self, model, optimizer, strategy):
+        self.seen.append(("model", type(model), type(optimizer)))
+        return nn.Sequential(model)
+
+    def setup_optimizer(self, optimizer, model, strategy):
+        self.seen.append(("optimizer", type(optimizer), type(model)))
+        return optimizer
+
+    def setup_dataloader(self, dataloader, strategy):
+        self.seen.append(("dataloader", len(dataloader)))
+        return list(dataloader)
+
+
+@pytest.mark.ranks(2)
+def test_a_plugin_sees_everything_and_may_replace_it():
+    plugin = Recorded()
+    with Strategy(plugins=[plugin]) as strategy:
+        model = nn.Linear(2, 2)
+        given = strategy.initialize(model, sgd(model), DataLoader(torch.ones(8, 2), batch_size=4))
+        assert [type(each).__name__ for each in given] == ["Sequential", "MixedOptimizer", "list"]
+        assert plugin.seen == [
+            ("model", nn.Linear, torch.optim.SGD),
+            ("optimizer", torch.optim.SGD, nn.Sequential),
+            ("dataloader", 2),
+        ]
+        with pytest.raises(ValueError, match="'recorded' does not support no_sync"), strategy.no_sync(given[0]):
+            pass
+
+
+class Noted:
+    """A handler that takes the data-parallel mean itself, and notes when."""
+
+    calls = 0
+
+    def __init__(self, model, optimizer, groups, factor=1.0):
+        self.model, self.groups, self.factor = model, groups, factor
+
+    def handle_gradient(self):
+        Noted.calls += 1
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad, group=self.groups["data"])
+            parameter.grad /= self.groups.size("data") / self.factor
+
+
+@pytest.mark.ranks(2)
+def test_a_handler_takes_the_place_of_the_default_ones():
+    if "noted" not in HANDLERS:
+        register_gradient_handler("noted")(Noted)
+    with Strategy(gradient_handlers=[{"type": "noted", "factor": 2.0}]) as strategy:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1, bias=False)
+        before = model.weight.detach().clone()
+        model, optimizer = strategy.initialize(model, sgd(model))
+        for number in (1, 2):
+            strategy.backward(model(torch.full((1, 2), float(dist.get_rank()))).sum(), optimizer)
+            assert Noted.calls == number - 1
+            optimizer.step()
+            optimizer.zero_grad()
+            assert Noted.calls == number
+        torch.testing.assert_close(model.weight, before - 2 * 0.1 * 2 * 0.5)
+
+
+@pytest.mark.ranks(2)
+def test_options_that_a_handler_does_not_take():
+    if "noted" not in HANDLERS:
+        register_gradient_handler("noted")(Noted)
+    strategy, model = Strategy(gradient_handlers=[{"type": "noted", "scale": 1}]), nn.Linear(2, 1)
+    raises(r"'noted' does not take \{'scale': 1\}", strategy.initialize, model, sgd(model))

@@ -1,0 +1,168 @@
+"""What a strategy writes, and what it and others read."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from par_checkpoint import CheckpointError
+from par_train import Strategy
+
+TOLERANCE = 1e-5  # relative, fp32: sums over ranks in another order
+
+
+def make_model(width=17):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(15, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 7))
+
+
+def loader():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(24, 15, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs[:, :7] ** 2), batch_size=8, shuffle=True)
+
+
+class Training:
+    """A model in training."""
+
+    def __init__(self, width=17, dropout=True, **options):
+        self.strategy = Strategy(clip_norm=1.0, **options)
+        model = make_model(width)
+        model.train(dropout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        self.model, self.optimizer, self.loader, self.scheduler = self.strategy.initialize(
+            model, optimizer, loader(), scheduler
+        )
+
+    def steps(self, count):
+        losses = []
+        for _ in range(count):
+            loss = self.strategy.execute_pipeline(self.loader, self.model, functional.mse_loss, self.optimizer)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            total = loss.clone()
+            dist.all_reduce(total, group=self.strategy.groups["data"])
+            losses.append(total.item() / self.strategy.groups.size("data"))
+        return losses
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("plan", ["huggingface", "torch"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_objects_come_back(plan, zero, tmp_path):
+    """Also in the file that torch itself opens."""
+    first, second = Training(zero=zero), Training(zero=zero)
+    first.steps(2)
+    ends = {"model": "model", "optimizer": "model", "scheduler": "model"}
+    if plan == "torch":
+        ends = {kind: f"{kind}.pt" for kind in ends}
+    for kind, end in ends.items():
+        first.strategy.save(getattr(first, kind), tmp_path / end, plan=plan, max_file_size_gb=1)
+    for kind, end in ends.items():
+        second.strategy.load(getattr(second, kind), tmp_path / end, plan=plan)
+    second.loader.load_state_dict(first.loader.state_dict())
+    expected = first.steps(2)
+    second.strategy.steps = 2  # torch's generator is the process's
+    assert second.steps(2) == expected
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".pt") == (
+        ["model.pt", "optimizer.pt", "scheduler.pt"] if plan == "torch" else []
+    )
+    if plan == "torch":
+        whole = torch.load(tmp_path / "model.pt", weights_only=True)
+        assert {name: tuple(each.shape) for name, each in whole.items()} == {
+            name: tuple(each.shape) for name, each in make_model().state_dict().items()
+        }
+
+
+@pytest.mark.ranks(2)
+def test_a_model_from_elsewhere_is_loaded_from_a_torch_file(tmp_path):
+    if dist.get_rank() == 0:
+        torch.save(make_model(17).state_dict(), tmp_path / "theirs.pt")
+    training = Training(zero=1)
+    training.steps(1)
+    training.strategy.load(training.model, tmp_path / "theirs.pt", plan="torch")
+    for name, tensor in make_model(17).state_dict().items():
+        assert torch.equal(training.model.state_dict()[name], tensor)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_run_that_goes_on_is_the_run_that_went_on(precision, tmp_path):
+    """Dropout, order of data, loss scale, lr schedule included; in the middle of an epoch, saved in the background."""
+    first, second = Training(precision=precision, zero=2), Training(precision=precision, zero=2)
+    assert second.strategy.resume(tmp_path / "run") is None
+    first.steps(4)
+    handles = first.strategy.checkpoint(tmp_path / "run", step=4, async_=True)
+    expected = first.steps(4)
+    for handle in handles:
+        handle.wait()
+    assert second.strategy.resume(tmp_path / "run") == 4
+    assert second.steps(4) == expected
+    assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+@pytest.mark.ranks(4)
+def test_a_run_goes_on_under_another_topology(tmp_path):
+    topologies = [
+        {},
+        {"zero": 3},
+        {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_h1", "microbatches": 2}, "zero": 1},
+        {"parallel": {"pipeline": 4}, "pipeline": {"microbatches": 2}},
+    ]
+    whole = Training(dropout=False)
+    whole.steps(3)
+    expected = whole.steps(5)
+    for number, before in enumerate(topologies):
+        first = Training(dropout=False, **before)
+        first.steps(3)
+        first.strategy.checkpoint(tmp_path / str(number), step=3)
+        second = Training(dropout=False, **topologies[number - 1])
+        assert second.strategy.resume(tmp_path / str(number)) == 3
+        assert second.steps(5) == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.ranks(2)
+def test_of_several_models_the_newest_step_that_all_have_is_taken(tmp_path):
+    def make():
+        strategy = Strategy(zero=1)
+        actor, critic = make_model(5), make_model(9)
+        return strategy, strategy.initialize(
+            actor, torch.optim.AdamW(actor.parameters()), critic, torch.optim.AdamW(critic.parameters())
+        )
+
+    def step(strategy, objects):
+        for model, optimizer in (objects[:2], objects[2:]):
+            model.eval()
+            strategy.backward(model(torch.ones(2, 15)).sum(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    strategy, objects = make()
+    step(strategy, objects)
+    strategy.checkpoint(tmp_path / "run", step=1)
+    kept = [each.clone() for each in (*objects[0].parameters(), *objects[2].parameters())]
+    step(strategy, objects)
+    strategy.checkpoint(tmp_path / "run", step=2)
+    if dist.get_rank() == 0:  # as if the job had died between the two
+        shutil.rmtree(tmp_path / "run" / "1" / "step-00000002")
+    dist.barrier()
+    again, others = make()
+    assert again.resume(tmp_path / "run") == 1
+    found = [*others[0].parameters(), *others[2].parameters()]
+    assert all(torch.equal(*each) for each in zip(kept, found, strict=True))
+    assert again.steps == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_is_not_there_is_named_on_every_rank(tmp_path):
+    training = Training()
+    with pytest.raises((OSError, ValueError), match="nothing"):
+        training.strategy.load(training.model, tmp_path / "nothing.pt", plan="torch")
+    with pytest.raises(CheckpointError, match="nothing"):
+        training.strategy.load(training.model, tmp_path / "nothing")
