@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -22,6 +24,30 @@ def test_launch_joins_what_torchrun_describes():
         dist.all_reduce(value)
         assert value.item() == 2
     assert not dist.is_initialized()
+
+
+DIES_ONCE = """
+import os
+import torch, torch.distributed as dist
+from par_groups import launch
+with launch(device="cpu") as environment:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), 9) if environment.rank == 0 else dist.barrier()
+    print("met", int(value))
+"""
+
+
+def test_ranks_that_torchrun_starts_again_meet_again(tmp_path):
+    """In the store are the addresses of those that have ended."""
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
+    command = "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=1 dies_once.py"
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("met 2") == 2
 
 
 @pytest.mark.ranks(2)

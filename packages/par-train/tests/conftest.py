@@ -37,7 +37,8 @@ saves = []
 
 def publish_or_die(staging, **options):
     saves.append(1)
-    if os.environ.get("TEST_KILL_SAVE") == str(len(saves)):
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first_start and os.environ.get("TEST_KILL_SAVE") == str(len(saves)):
         os.kill(os.getpid(), 9)
     return publish(staging, **options)
 
@@ -78,6 +79,11 @@ class Command:
 
     def train(self, output, *arguments, **variables):
         return self.start("run", "--data.folder=text", f"--output={output}", *SMALL, *arguments, **variables)
+
+    def torchrun(self, output, *arguments, **variables):
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone", "--max-restarts=1"]
+        flags = ["run", "--data.folder=text", f"--output={output}", *SMALL, *arguments]
+        return self.start_python(*torchrun, "-m", "par_train", *flags, **variables)
 
     def wait_for_steps(self, output, count, timeout=60):
         metrics, deadline = self.folder / output / "metrics.jsonl", time.monotonic() + timeout

@@ -4,6 +4,7 @@ Over three ranks: a sum of two is the same in every order, and an even split of 
 """
 
 import json
+import random
 import signal
 import time
 
@@ -104,6 +105,29 @@ def test_killed_in_the_middle_of_a_save(command, reference, ranks_of):
     assert weights(folder) == weights(reference[0])
     assert not any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
     assert_losses_of_the_reference(command, "cut-off", reference)
+
+
+def test_killed_at_any_moment_and_gone_on_with_under_another_topology(command, reference, ranks_of):
+    moment = random.Random().uniform(0, 2)
+    process = command.train("random", "--train.checkpoint_every=2", TEST_SLEEP="0.05")
+    command.wait_for_steps("random", 3)
+    time.sleep(moment)
+    process.kill()
+    command.finish(process)
+    assert_no_ranks(ranks_of, process.pid, within=20)
+    cut = ["--ranks=2", "--parallel.tensor.mode=1d", "--parallel.tensor.size=2"]
+    again = command.finish(command.train("random", "--resume=auto", *cut))
+    assert again.returncode == 0, (moment, again.stderr)
+    assert "goes on after step" in again.stdout, (moment, again.stdout)
+    assert_losses_of_the_reference(command, "random", reference)
+
+
+def test_torchrun_starts_ranks_again_and_they_go_on(command, reference):
+    """Rank 0 is killed in its second save; nobody says --resume."""
+    done = command.finish(command.torchrun("restarted", "--train.checkpoint_every=4", TEST_KILL_SAVE="2"))
+    assert done.returncode == 0, done.stderr
+    assert "goes on after step 4" in done.stdout
+    assert_losses_of_the_reference(command, "restarted", reference)
 
 
 def test_ctrl_c_saves_and_one_rank_goes_on(command, reference, ranks_of):

@@ -1,6 +1,7 @@
 """Starting torch.distributed from what a launcher left in the environment."""
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -142,10 +143,30 @@ def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 def _meeting_point(place: Launch) -> dict[str, Any]:
     """Where the ranks meet, as init_process_group wants it. A world of one needs no port."""
     if place.launcher == "torchrun":
-        return {"init_method": "env://"}  # torch knows the agent's store and its restarts
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return {"store": _store_of_agent(place)} if shared else {"init_method": "env://"}
     if place.world_size == 1:
         return {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch exports it late
     return {"init_method": f"tcp://{place.address}:{place.port}"}
+
+
+def _store_of_agent(place: Launch) -> Any:
+    """The store that torchrun keeps, under a name of this start's own.
+
+    What the ranks of an earlier start left there, such as their addresses, is still in it when they are started again
+    (pytorch issue 135712). Machines may count starts differently, so rank 0's count is everybody's; the others wait
+    until it is not older than their own.
+    """
+    store: Any = dist.TCPStore(place.address, place.port, place.world_size, is_master=False)  # type: ignore[attr-defined]
+    starts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if place.rank == 0:
+        store.set("par_groups/starts", str(starts))
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while (said := int(store.get("par_groups/starts"))) < starts:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has not come back after restart {starts}; look at its machine's log")
+        time.sleep(0.05)
+    return dist.PrefixStore(f"par_groups/start-{said}", store)  # type: ignore[attr-defined]
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,18 @@ def run(options: Options) -> int:
         raise UserError(str(error)) from None
     if place.launcher != "single":
         check_config(options, place.world_size)
-        join(options)
+        join(_after_restart(options))
     ranks = _rank_count(options)
     check_config(options, ranks)
     check_files(options)
     return _start(options, ranks)
+
+
+def _after_restart(options: Options) -> Options:
+    """Ranks that torchrun has started again go on from the checkpoint, whatever was said about the first start."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return options
+    return replace(options, resume="auto", overwrite=False)
 
 
 def _rank_count(options: Options) -> int:
