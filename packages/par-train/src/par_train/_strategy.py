@@ -239,7 +239,10 @@ class Strategy:
     def _reseed(self) -> None:
         """Randomness is a function of seed, step and place, so that a run that goes on draws what it would have."""
         place = self.groups.rank_seed(("data", "pipeline"), self.options.seed)
-        torch.manual_seed((place + 0x9E3779B97F4A7C15 * self._steps) % 2**63)
+        seed = (place + 0x9E3779B97F4A7C15 * self._steps) % 2**63
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed goes through all kinds of devices
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     # What is done in each step
 
