@@ -1,5 +1,6 @@
-"""The runnable example in every README runs."""
+"""The runnable examples in every README run in a world of one rank."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,15 +15,25 @@ EXAMPLES = [
     for path in READMES
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def test_the_first_readme_has_an_example_of_every_package():
+    examples = "".join(each.values[0] for each in EXAMPLES if each.id.startswith(ROOT.name))
+    packages = [path.name.replace("-", "_") for path in ROOT.glob("packages/*")]
+    assert len(packages) >= 7
+    assert [name for name in packages if f"from {name} import" not in examples] == []
+
+
+@pytest.mark.ranks(1, timeout=120, init=False)
+@pytest.mark.filterwarnings("default")  # a reader sees them, and the example goes on
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_a_readme_example_runs(code, tmp_path):
+    os.chdir(tmp_path)
+    for name in LAUNCHED:
+        os.environ.pop(name, None)  # as a reader runs it: no launcher was there
     if "runs/gpt" in code:  # what the reader has after the command above the example
-        run(tmp_path, "-m", "par_train", "run", "--train.steps", "2", "--data.patterns", "d*.py")
-    run(tmp_path, "-c", code)
-
-
-def run(folder, *arguments):
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+        command = [sys.executable, "-m", "par_train", "run", "--train.steps", "2", "--data.patterns", "d*.py"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})

@@ -1,12 +1,15 @@
+import json
+
 import pytest
 
+from par_train._checks import check_config
 from par_train._config import build_options, load_options, settings, to_tree
 from par_train._errors import UserError
 from par_train._options import Options, TrainOptions, learning_rate
 
 
-def write(folder, text):
-    path = folder / "config.toml"
+def write(folder, text, name="config.toml"):
+    path = folder / name
     path.write_text(text)
     return path
 
@@ -23,8 +26,100 @@ def test_flags_win_over_the_file(tmp_path):
 
 
 def test_options_survive_the_way_to_a_rank():
-    options = load_options(None, {"data.patterns": "*.py", "parallel.data": "2", "train.steps": "7"})
-    assert build_options(to_tree(options)) == options
+    flags = {"data.patterns": "*.py", "parallel.data": "2", "train.steps": "7", "plugins": "mine:Plugin,other"}
+    options = load_options(None, {**flags, "gradient_handlers": '[{type = "mine", weights = [1, 2]}]'})
+    assert build_options(json.loads(json.dumps(to_tree(options)))) == options
+
+
+PYTHON = """
+import math
+from pathlib import Path
+
+_width = 64
+
+
+class Helper:
+    pass
+
+
+def double(number):
+    return 2 * number
+
+
+seed = double(2)
+model = dict(width=_width, heads=2)
+train = dict(steps=10, learning_rate=math.sqrt(1e-4))
+data = dict(patterns=("*.py", "*.md"))
+parallel = dict(data=2, tensor=dict(size=2, mode="1d", sequence_parallel=True))
+gradient_handlers = [dict(type="Mine", axes=("row", "col"))]
+plugins = ["package.module:Plugin"]
+"""
+
+TOML = """
+seed = 4
+plugins = ["package.module:Plugin"]
+model = {width = 64, heads = 2}
+[train]
+steps = 10
+learning_rate = 0.01
+[data]
+patterns = ["*.py", "*.md"]
+[parallel]
+data = 2
+tensor = {size = 2, mode = "1d", sequence_parallel = true}
+[[gradient_handlers]]
+type = "Mine"
+axes = ["row", "col"]
+"""
+
+
+def test_a_python_file_means_what_the_same_toml_means(tmp_path):
+    python, toml = write(tmp_path, PYTHON, "config.py"), write(tmp_path, TOML)
+    options = load_options(python, {"train.steps": "20", "parallel.tensor.size": "4"})
+    assert options == load_options(toml, {"train.steps": "20", "parallel.tensor.size": "4"})
+    assert options.parallel["tensor"] == {"size": 4, "mode": "1d", "sequence_parallel": True}
+    assert options.gradient_handlers == ({"type": "Mine", "axes": ["row", "col"]},)
+    assert (options.plugins, options.train.steps) == (("package.module:Plugin",), 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed = 3\ntrain = dict(", ["config.py, line 2", "SyntaxError", "never closed"]),
+        ("seed = 3\n\ntrain = 1 / 0\nseed = 4", ["config.py, line 3", "ZeroDivisionError: division by zero"]),
+        ("def _f():\n    return x\nseed = _f()", ["config.py, line 2", "NameError", "'x'"]),
+        ("import no_such_module", ["config.py, line 1", "ModuleNotFoundError", "no_such_module"]),
+        ("trian = dict(steps=3)", ["'trian'", "did you mean 'train'"]),
+        ("parallel = dict(data={1, 2})", ["parallel.data holds {1, 2} (set)", "lists and tables alone"]),
+        ("gradient_handlers = [dict(type='a', f=print)]", ["gradient_handlers.f holds", "builtin_function"]),
+        ("gradient_handlers = [dict(kind='Mine')]", ["gradient_handlers is", "a list of tables with a type"]),
+        ("gradient_handlers = ['Mine']", ["gradient_handlers is ['Mine']", "a list of tables with a type"]),
+        ("plugins = [1]", ["plugins is [1]", "a list of strings"]),
+    ],
+)
+def test_wrong_python_files_name_the_line_or_the_key(tmp_path, text, words):
+    with pytest.raises(UserError) as caught:
+        load_options(write(tmp_path, text, "config.py"), {})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"tensr": 2}, ["unknown key 'tensr'", "did you mean 'tensor'"]),
+        ({"data": {"size": 2, "shards": 1}}, ["parallel['data'] has the unknown key 'shards'", "a size alone"]),
+        ({"pipeline": {"siez": 2}}, ["parallel['pipeline']", "without a size"]),
+        ({"tensor": {"size": 2, "mod": "1d"}}, ["parallel['tensor'] has ['mod'] but no mode"]),
+        ({"tensor": {"mode": "1d", "siez": 2}}, ["mode '1d' takes no option 'siez'"]),
+        ({"tensor": {"size": 2, "mode": "1dd"}}, ["'1dd'", "did you mean '1d'"]),
+        ({"tensor": {"size": 2, "mode": "1d", "sequence_paralel": True}}, ["did you mean 'sequence_parallel'"]),
+        ({"tensor": {"size": 8, "mode": "2.5d", "dept": 2}}, ["no option 'dept'", "did you mean 'depth'"]),
+    ],
+)
+def test_a_misspelt_key_of_parallel_is_refused_without_ranks(parallel, words):
+    with pytest.raises(UserError) as caught:
+        check_config(build_options({"parallel": parallel}), 8)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_a_whole_number_is_a_number():
@@ -59,6 +154,7 @@ def test_parallel_is_a_free_dict(flags, parallel):
         ({"resume": "yes"}, ["resume", "'yes'", "'no' or 'auto'"]),
         ({"ranks": "some"}, ["ranks", "'some'", "a whole number or 'auto'"]),
         ({"ranks": "0"}, ["ranks", "at least 1"]),
+        ({"gradient_handlers": "Mine"}, ["gradient_handlers is 'Mine'", "a list of tables with a type"]),
     ],
 )
 def test_wrong_flags_name_key_value_and_rule(flags, words):

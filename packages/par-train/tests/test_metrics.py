@@ -1,4 +1,6 @@
 import json
+import sys
+from types import ModuleType
 
 from par_train._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 
@@ -52,3 +54,47 @@ def test_the_curve_is_a_picture(tmp_path):
     draw_loss(tmp_path / "loss.png", lines)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     draw_loss(tmp_path / "loss.png", [])  # stopped before the first step
+
+
+class Writer:
+    """Stands for TensorBoard's: notes what it is told."""
+
+    made = ()
+
+    def __init__(self, folder, purge_step):
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+        folder.mkdir(exist_ok=True)
+        (folder / f"events.{len(self.made)}").touch()
+        Writer.made = (*self.made, self)
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def close(self):
+        self.closed = True
+
+
+def test_tensorboard_gets_the_same_if_it_is_installed(tmp_path, monkeypatch):
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Writer, "made", ())
+    path, folder = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
+    write(path, [1, 2])
+    first = Writer.made[0]
+    assert (first.folder, first.purge_step, first.closed) == (folder, None, True)
+    assert ("loss", 2.5, 2) in first.scalars
+    assert ("gradient_norm", None, 2) not in first.scalars
+    assert {name for name, _, _ in first.scalars} == {"loss", "learning_rate", "tokens", "seconds", "tokens_per_second"}
+    write(path, [3])
+    assert Writer.made[1].purge_step == 3  # goes on, and hides what a run that came to nothing wrote after it
+    assert len(list(folder.iterdir())) == 2
+    path.unlink()
+    write(path, [1])
+    assert len(list(folder.iterdir())) == 1  # another run: what was there is gone
+
+
+def test_without_tensorboard_there_are_no_events(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    write(tmp_path / "metrics.jsonl", [1])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

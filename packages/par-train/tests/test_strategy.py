@@ -373,3 +373,29 @@ def test_an_embedding_that_the_last_stage_uses_too_stays_one():
             optimizer.step()
             optimizer.zero_grad()
         assert_same(([], model), ([], whole))
+
+
+@pytest.mark.ranks(2)
+def test_the_plan_is_what_is_there():
+    """Bytes of parameters, gradients and optimizer state, and what a step receives over the data axis."""
+    from par_testing import count_collectives
+
+    for zero in range(4):
+        with Strategy(zero=zero) as strategy:
+            model = make_model()
+            model, optimizer = strategy.initialize(model, adamw(model))
+            plan = strategy.plan()
+            with count_collectives() as counted:
+                strategy.backward(model(samples(4)[0]).sum(), optimizer)
+                held = [each for group in optimizer.param_groups for each in group["params"]]
+                gradients = sum(each.grad.untyped_storage().nbytes() for each in held)
+                optimizer.step()
+            state = sum(value.nbytes for each in optimizer.state.values() for value in each.values() if value.dim())
+            moved = counted.received() - 4 * 1  # less the norm's own: four numbers, of which two ranks receive each one
+            padding = 64 * len(held)
+            assert abs(plan.memory[0].optimizer - state) <= padding
+            assert abs(plan.memory[0].gradients - gradients) <= padding
+            predicted = sum(move.bytes for move in plan.moves)
+            # At stage 3 the plan says that everything is gathered twice; what backward begins with stays from forward.
+            assert 4 * moved <= predicted + padding if zero == 3 else abs(predicted - 4 * moved) <= padding, zero
+            assert str(plan).count("\n") >= 2

@@ -1,9 +1,12 @@
-"""From a TOML file and command-line flags to `Options`, with every value checked. Pure but for reading the file."""
+"""From a config file and command-line flags to `Options`, with every value checked. Pure but for reading the file."""
 
 import dataclasses
 import difflib
+import inspect
 import math
+import runpy
 import tomllib
+import traceback
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,13 +32,13 @@ def load_options(path: Path | None, flags: Mapping[str, Any]) -> Options:
     """Reads a config file, if there is one, and lets flags win over it.
 
     Args:
-        path: A TOML file.
+        path: A TOML file, or a Python file whose names are the keys.
         flags: Dotted keys and values; text is read as the key's type demands.
 
     Raises:
         UserError: A file that cannot be read, an unknown key, or a value of the wrong type or out of range.
     """
-    tree = read_toml(path) if path is not None else {}
+    tree = read_file(path) if path is not None else {}
     known = {setting.key: setting for setting in settings()}
     for key, value in flags.items():
         if not key.startswith("parallel.") and key not in known:
@@ -45,18 +48,40 @@ def load_options(path: Path | None, flags: Mapping[str, Any]) -> Options:
     return build_options(tree)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+def read_file(path: Path) -> dict[str, Any]:
+    """The tables of a config file.
 
     Raises:
-        UserError: There is no such file, or it is not TOML.
+        UserError: There is no such file, or there is a mistake in it.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read the config file {path}: {error.strerror}; give the path of a TOML file") from None
+        raise UserError(
+            f"cannot read the config file {path}: {error.strerror}; give the path of a TOML or Python file"
+        ) from None
+    if path.suffix == ".py":
+        return _run_python(path)
+    try:
+        return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the config file {path} is not TOML: {error}; mend that line") from None
+
+
+def _run_python(path: Path) -> dict[str, Any]:
+    """The names that a Python file sets, without those with a leading underscore and what it imports or defines."""
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:  # the file's own mistake, whichever it is
+        places = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line, what = (error.lineno, error.msg) if isinstance(error, SyntaxError) and not places else (places[-1], error)
+        raise UserError(f"the config file {path}, line {line}: {type(error).__name__}: {what}; mend it") from error
+    defined = (inspect.ismodule, inspect.isroutine, inspect.isclass)
+    return {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_") and not any(is_so(value) for is_so in defined)
+    }
 
 
 def build_options(tree: Mapping[str, Any]) -> Options:
@@ -71,8 +96,8 @@ def build_options(tree: Mapping[str, Any]) -> Options:
         if key not in known:
             raise unknown_key(key)
         section, _, name = key.rpartition(".")
-        values[section][name] = checked(known[key], value)
-    parallel = tree.get("parallel", {})
+        values[section][name] = checked(known[key], _plain(key, value))
+    parallel = _plain("parallel", tree.get("parallel", {}))
     if not isinstance(parallel, Mapping):
         raise UserError(f"parallel is {parallel!r}; it must be a table, such as [parallel] data = 2")
     sections = {name: kind(**values[name]) for name, kind in SECTIONS.items()}
@@ -126,7 +151,7 @@ def expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of strings"
+        return "a list of strings" if get_args(kind)[0] is str else 'a list of tables with a type, [{type = "name"}]'
     return " or ".join(words[each] if each in words else expected(each) for each in alternatives(kind))
 
 
@@ -140,11 +165,30 @@ def _fit(value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
     if get_origin(kind) is tuple:
-        listed = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-        return tuple(value) if listed else None
+        belongs = _is_string if get_args(kind)[0] is str else _is_typed
+        return tuple(value) if isinstance(value, list) and all(map(belongs, value)) else None
     if kind is float and type(value) is int:
         return float(value)
     return value if type(value) is kind else None  # exactly: True is no whole number here
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_typed(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("type"), str)
+
+
+def _plain(key: str, value: Any) -> Any:
+    """The value as JSON gives it back to a rank; a Python file may hold what JSON does not."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(f"{key}.{name}", inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(key, inner) for inner in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise UserError(f"{key} holds {value!r} ({type(value).__name__}); use strings, numbers, lists and tables alone")
 
 
 def _check_range(setting: Setting, value: Any) -> None:
@@ -161,7 +205,7 @@ def _check_range(setting: Setting, value: Any) -> None:
 
 def _from_text(text: str, kind: Any) -> Any:
     """A flag's text as the value that a config file would hold; text that does not fit stays text."""
-    if get_origin(kind) is tuple:
+    if get_origin(kind) is tuple and get_args(kind)[0] is str:
         return [each for each in text.split(",") if each]
     wanted = alternatives(kind)
     for each in (int, float):
@@ -170,7 +214,7 @@ def _from_text(text: str, kind: Any) -> Any:
                 return each(text)
             except ValueError:
                 continue
-    return text if kind is not None else _from_toml(text)
+    return _from_toml(text) if kind is None or get_origin(kind) is tuple else text
 
 
 def _from_toml(text: str) -> Any:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,23 +47,43 @@ class Metrics:
 
 
 class MetricsFile:
-    """Appends to a metrics file.
+    """Appends to a metrics file, and to TensorBoard's in a folder beside it, if TensorBoard is installed.
 
     Args:
         path: The file; lines that it holds are kept.
     """
 
     def __init__(self, path: Path) -> None:
+        self._events = _tensorboard(path)
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, metrics: Metrics) -> None:
         """Writes a line, so that a reader sees it at once."""
-        self._file.write(metrics.to_json() + "\n")
+        line = metrics.to_json()
+        self._file.write(line + "\n")
         self._file.flush()
+        if self._events is not None:
+            for name, value in json.loads(line).items():
+                if name != "step":
+                    self._events.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
         """No more lines."""
         self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _tensorboard(path: Path) -> Any:
+    """A writer of TensorBoard's that goes on where the metrics file ends; None if there is no TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow to import
+    except ImportError:
+        return None
+    lines, folder = read_metrics(path), path.parent / "tensorboard"
+    if not lines:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was replaced
+    return SummaryWriter(folder, purge_step=lines[-1]["step"] + 1 if lines else None)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

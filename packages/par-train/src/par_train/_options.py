@@ -1,6 +1,6 @@
 """Everything the main job can be told: one frozen dataclass a section, each field with its help and its limits.
 
-Pure records. `_config.py` fills them from a TOML file and flags.
+Pure records. `_config.py` fills them from a config file and flags.
 """
 
 import math
@@ -83,6 +83,10 @@ class Options:
         "fp32", "of weights and arithmetic; fp16 scales the loss, fp8 multiplies float8 numbers, -sr keeps no fp32 copy"
     )
     seed: int = option(0, "seed of the weights and of the order of the data", low=0, high=2**63 - 1)
+    gradient_handlers: tuple[Mapping[str, Any], ...] = option(
+        (), 'what completes gradients before a step, such as [{type = "mine"}]; left empty, the usual ones'
+    )
+    plugins: tuple[str, ...] = option((), "steps of wiring to add, each as module:Name or a name that a wheel declares")
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)

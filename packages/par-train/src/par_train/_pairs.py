@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ._strategy_plan import Sizes
+
 
 @dataclass(kw_only=True)
 class Pair:
@@ -16,11 +18,13 @@ class Pair:
         models: Mostly one; several share the optimizer.
         optimizer: None: the model is only run.
         schedulers: Of the optimizer.
+        sizes: What this rank has of the models, once that is known.
     """
 
     models: list[nn.Module]
     optimizer: Optimizer | None = None
     schedulers: list[Any] = field(default_factory=list)
+    sizes: Sizes | None = None
 
     @property
     def module(self) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 _T = TypeVar("_T")
 
@@ -17,7 +18,7 @@ def aside(items: Iterable[_T], key: tuple[int, ...]) -> Iterator[_T]:
     while True:
         outer = _random_states()
         if own is None:
-            np.random.set_bit_generator(np.random.MT19937())  # numpy's state takes long to copy; its holder is swapped
+            set_bit_generator(np.random.MT19937())  # numpy's state takes long to copy; its holder is swapped
             seed_generators(key)
         else:
             _set_random_states(own)
@@ -33,13 +34,13 @@ def aside(items: Iterable[_T], key: tuple[int, ...]) -> Iterator[_T]:
 
 
 def _random_states() -> tuple[torch.Tensor, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()
+    return torch.get_rng_state(), random.getstate(), get_bit_generator()
 
 
 def _set_random_states(states: tuple[torch.Tensor, Any, Any]) -> None:
     torch.set_rng_state(states[0])
     random.setstate(states[1])
-    np.random.set_bit_generator(states[2])
+    set_bit_generator(states[2])
 
 
 def seed_generators(key: tuple[int, ...]) -> None:

@@ -14,13 +14,15 @@ from tqdm import tqdm
 from par_groups import Topology
 
 from ._agree import Start
-from ._metrics import Metrics
+from ._metrics import UNIFORM, Metrics
 from ._options import Options
 from ._trainer import Trainer
 
 _SECONDS_BETWEEN_LINES = 10.0
 
-_BAR = "{n_fmt}/{total_fmt} {bar:10} {elapsed}<{remaining}{postfix}"
+_BAR = "{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
+
+_COLUMNS = 80
 
 
 class Progress(Protocol):
@@ -49,16 +51,12 @@ class Bar:
     def __init__(self, steps: int, done: int) -> None:
         size = shutil.get_terminal_size()  # tqdm alone shows nothing where the terminal does not know its size
         self._bar = tqdm(total=steps, initial=done, ncols=size.columns, nrows=size.lines, bar_format=_BAR)
-        self._validation = "-"
+        self._recent = _Recent()
 
     def show(self, metrics: Metrics) -> None:
         """One more step."""
-        if metrics.validation_loss is not None:
-            self._validation = f"{metrics.validation_loss:.3f}"
-        self._bar.set_postfix_str(
-            f"loss {metrics.loss:.3f} val {self._validation} {metrics.tokens_per_second:,.0f} tokens/s {memory()}",
-            refresh=False,
-        )
+        self._recent.add(metrics)
+        self._bar.set_postfix_str(self._recent.words(metrics.loss, self._recent.validation_loss), refresh=False)
         self._bar.update()
 
     def close(self) -> None:
@@ -76,52 +74,80 @@ class Lines:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._last = -_SECONDS_BETWEEN_LINES
+        self._recent = _Recent()
 
     def show(self, metrics: Metrics) -> None:
         """A line, if it is time for one."""
+        self._recent.add(metrics)
         now = time.monotonic()
         if metrics.validation_loss is None and now - self._last < _SECONDS_BETWEEN_LINES:
             return
         self._last = now
-        validation = "" if metrics.validation_loss is None else f", validation {metrics.validation_loss:.3f}"
-        print(
-            f"step {metrics.step}/{self._steps}: loss {metrics.loss:.3f}{validation}, "
-            f"{metrics.tokens_per_second:,.0f} tokens/s, {memory()}, {metrics.seconds:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        step = f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}"
+        times = f"{_time(metrics.seconds)}<{_time(self._recent.seconds_left(metrics, self._steps))}"
+        words = self._recent.words(metrics.loss, metrics.validation_loss)
+        print(f"{step} {times}, {words}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Every line is out already."""
 
 
+class _Recent:
+    """What the steps up to now say together."""
+
+    def __init__(self) -> None:
+        self.validation_loss: float | None = None
+        self._tokens_per_second = 0.0
+        self._skipped = 0
+
+    def add(self, metrics: Metrics) -> None:
+        """One more step."""
+        now, before = metrics.tokens_per_second, self._tokens_per_second
+        self._tokens_per_second = 0.1 * now + 0.9 * (before or now)
+        self._skipped += bool(metrics.skipped)
+        if metrics.validation_loss is not None:
+            self.validation_loss = metrics.validation_loss
+
+    def words(self, loss: float, validation_loss: float | None) -> str:
+        """In at most 50 columns."""
+        validation = "" if validation_loss is None else f" val {validation_loss:.3f}"
+        skipped = f" {self._skipped} skipped" if self._skipped else ""
+        return f"loss {loss:.3f}{validation} {_short(self._tokens_per_second)} tokens/s {memory()}{skipped}"
+
+    def seconds_left(self, metrics: Metrics, steps: int) -> float:
+        """Until the last step, validations and checkpoints not counted."""
+        return (steps - metrics.step) * metrics.tokens / metrics.step / self._tokens_per_second
+
+
 def memory() -> str:
     """The most that this process has held: of the GPU's memory where there is one, else of the machine's."""
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    if on_gpu:
-        return f"{on_gpu / 2**20:,.0f} MiB on the GPU"
     unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MiB"
+    return tqdm.format_sizeof(on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "iB", 1024)
 
 
 def print_banner(options: Options, topology: Topology, trainer: Trainer, start: Start) -> None:
     """What is about to happen."""
-    text, shape = start.text, options.model
-    print(topology.describe())
-    print(
-        f"model   {trainer.parameters:,} parameters: width {shape.width}, {shape.layers} layers, {shape.heads} heads, "
-        f"context {shape.context}; {trainer.device.type}, {torch.get_num_threads()} thread(s) a rank"
+    text, shape, batch = start.text, options.model, options.train.batch_size
+    print("\n".join(_drawn(topology)))
+    _row(
+        "model",
+        f"byte-level GPT, {trainer.parameters:,} parameters",
+        f"{shape.layers} layers, width {shape.width}, {shape.heads} heads, context {shape.context}",
     )
-    print(f"how     {options.precision}, ZeRO stage {options.zero}{_pipeline(options, trainer)}")
-    print(f"data    {text.folder}: {text.files:,} files, {len(text.train):,} bytes, {len(text.held_out):,} held out")
-    print(f"output  {options.output}: {'goes on after step' if trainer.step else 'starts at step'} {trainer.step}")
+    _row("precision", f"{options.precision}, ZeRO stage {options.zero}")
+    if trainer.schedule is not None:
+        _row("pipeline", f"{options.pipeline.schedule}, {trainer.schedule.microbatches} microbatches")
+    _row(
+        "data",
+        _end(str(text.folder)),
+        f"{text.files:,} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
+    )
+    _row("batch", f"{batch} windows of {shape.context} bytes, {batch // topology.size('data')} a replica")
+    _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
+    place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
+    _row("output", options.output, f"{place} of {options.train.steps}")
     sys.stdout.flush()
-
-
-def _pipeline(options: Options, trainer: Trainer) -> str:
-    if trainer.schedule is None:
-        return ""
-    return f", pipeline {options.pipeline.schedule} of {trainer.schedule.microbatches} microbatches"
 
 
 def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int) -> None:
@@ -133,10 +159,46 @@ def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, 
             file=sys.stderr,
             flush=True,
         )
-    validated = [line for line in lines if "validation_loss" in line]
-    if validated:
-        last = validated[-1]
-        print(f"validation loss {last['validation_loss']:.4f} at step {last['step']}, {last['seconds']:.0f} s")
+    if lines:
+        _print_results(lines)
     for path in options.files.present():
         print(f"wrote {path}")
     sys.stdout.flush()
+
+
+def _print_results(lines: Sequence[dict[str, Any]]) -> None:
+    last, validated = lines[-1], [line for line in lines if "validation_loss" in line]
+    rate = _short(last["tokens"] / max(last["seconds"], 1e-3))
+    _row("trained", f"{last['step']} steps in {_time(last['seconds'])}, {rate} tokens/s all included")
+    _row("loss", f"{last['loss']:.4f} at the last step; a guess has {UNIFORM:.4f}")
+    if validated:
+        _row("held out", f"{validated[-1]['validation_loss']:.4f} at step {validated[-1]['step']}")
+    skipped = sum("skipped" in line for line in lines)
+    if skipped:
+        _row("skipped", f"{skipped} steps, whose gradient was not finite")
+
+
+def _drawn(topology: Topology) -> list[str]:
+    """The topology as a table, without the axes that have one rank; "model" would be too wide."""
+    left_out = ["model", *(name for name in (*topology.axes, *topology.products) if topology.size(name) == 1)]
+    lines = [line for line in topology.describe().splitlines() if line.split()[0] not in left_out]
+    return lines if topology.world_size > 1 else lines[:1]
+
+
+def _row(label: str, *lines: str) -> None:
+    print(f"{label:<11}" + ("\n" + 11 * " ").join(lines))
+
+
+def _end(text: str) -> str:
+    """As much of the end of a path as fits into a line."""
+    room = _COLUMNS - 11
+    return text if len(text) <= room else "..." + text[3 - room :]
+
+
+def _short(number: float) -> str:
+    """Three digits: 9.86k."""
+    return tqdm.format_sizeof(number)
+
+
+def _time(seconds: float) -> str:
+    return tqdm.format_interval(round(seconds))

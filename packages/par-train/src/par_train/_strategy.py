@@ -22,10 +22,12 @@ from ._data import GlobalDataLoader
 from ._execute import Batches, Criterion, Execution
 from ._handlers import DEFAULT, kinds_of, make_handlers
 from ._pairs import Pair, pair
+from ._plan_options import Job
 from ._plugin import Plugin, check_support, find_plugin, in_order
 from ._stages import Layers, build_stages
 from ._strategy_files import load_object, load_run, save_object, save_run
 from ._strategy_options import StrategyOptions
+from ._strategy_plan import StrategyPlan, plan_of, sizes_of
 from ._wiring import Device, Pipelined, Precision, Zero
 
 _MARK = "par_train"  # on what was initialized
@@ -134,6 +136,19 @@ class Strategy:
             return build_stages(layers, self.schedule, rank, seed=self.options.seed)
         return build_stage(layers, schedule("1f1b", 1, 1), 0, seed=self.options.seed)[0]
 
+    def plan(self) -> StrategyPlan:
+        """What a step takes on this rank: memory, traffic over data ranks, the pipeline's bubble; predicted."""
+        options, schedule = self.options, self.schedule
+        job = Job(
+            batch=1,
+            zero=options.zero_keywords["stage"],
+            precision=options.precision,
+            microbatches=1 if schedule is None else schedule.microbatches,
+        )
+        gloo = self.device.type == "cpu"
+        sizes = [each.sizes for each in self._pairs if each.sizes is not None]
+        return plan_of(sizes, job, schedule, ranks=self.groups.size("data"), gloo=gloo)
+
     # What is done once
 
     def initialize(self, *objects: Any) -> Any:
@@ -190,6 +205,8 @@ class Strategy:
         before = [*each.models, each.optimizer, *each.schedulers]
         model = each.module
         for plugin in self.plugins:
+            if plugin.name in ("zero", "precision") and each.sizes is None:
+                each.sizes = sizes_of(model, self.options.zero_keywords["stage"])
             model = plugin.setup_model(model, each.optimizer, self)
             if each.optimizer is not None:
                 each.optimizer = plugin.setup_optimizer(each.optimizer, model, self)
