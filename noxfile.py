@@ -50,7 +50,7 @@ def types(session: nox.Session) -> None:
     install_workspace(session, "types", "test")
     session.install(*group("api"), "nox")
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
-    session.run("mypy", *sources, f"{TEST_TOOLS}/src")
+    session.run("mypy", *sources, f"{TEST_TOOLS}/src", "tests-integration/own-parallelism/src")
     session.run("mypy", "noxfile.py", "tools/check_api.py", "docs/figures.py", *benchmarks())
 
 

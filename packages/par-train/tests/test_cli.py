@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from par_train._cli import main
+from par_train._plan_flags import plan_flags
+
 NO_TORCH = "import sys; sys.modules['torch'] = None; from par_train._cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -80,6 +83,39 @@ def test_mistakes(folder, flags, words):
     assert not (folder / "runs").exists() or "output" not in flags[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], ["--world is missing", "par-train plan --help"]),
+        (["--world=8"], ["--device-memory is missing", "80GB"]),
+        (["--world=8", "--device-memory=lots"], ["--device-memory is 'lots'", "80GiB"]),
+        (["--world=eight", "--device-memory=80GB"], ["--world is 'eight'", "a whole number"]),
+        (["--world=8", "--device-memory=80GB", "--top=0"], ["--top is 0", "above 0"]),
+        (["--world=8", "--device-memry=80GB"], ["unknown flag --device-memry", "did you mean --device-memory"]),
+        (["--world=8", "--device-memory=80GB", "--train.step=3"], ["did you mean 'train.steps'"]),
+        (["none.toml", "--world=8", "--device-memory=80GB"], ["cannot read the config file none.toml"]),
+    ],
+)
+def test_mistakes_of_a_plan(folder, flags, words):
+    assert_one_line(without_torch(folder, "plan", *flags), *words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--parallel.pipeline=3"], ["8 ranks", "pipeline 3"]),
+        (["--parallel.data=8", "--train.batch_size=12"], ["train.batch_size 12", "8 data ranks"]),
+        (["--parallel.pipeline=8"], ["4 layers cannot be cut into 8 parts"]),
+    ],
+)
+def test_a_world_that_the_config_does_not_divide(capsys, flags, words):
+    assert main(["plan", "--world=8", "--device-memory=80GB", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert all(word in said.err for word in words), said.err
+
+
 def test_no_command():
     assert_one_line(without_torch("."), "par-train run")
 
@@ -88,7 +124,7 @@ def test_an_unknown_command():
     assert_one_line(without_torch(".", "rum"), "'rum'", "run")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["plan", "--help"], ["--version"]])
 def test_help_needs_no_torch(arguments):
     done = without_torch(".", *arguments)
     assert done.returncode == 0, done.stderr
@@ -98,8 +134,10 @@ def test_help_needs_no_torch(arguments):
 def test_help_names_every_key():
     from par_train._config import settings
 
-    text = without_torch(".", "run", "--help").stdout
-    assert all(f"--{setting.key}" in text for setting in settings())
+    for command in ("run", "plan"):
+        text = without_torch(".", command, "--help").stdout
+        assert all(f"--{setting.key}" in text for setting in settings())
+    assert all(f"{name} " in text for name, _ in plan_flags())
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -11,6 +11,7 @@ from ._collectives import (
     scatter_to,
 )
 from ._cost import Cost, LinearShape, NormShape, TableShape, TransformerShape, cost
+from ._grid import Grid
 from ._layer_set import LayerSet, layer_set
 from ._layout import Layout
 from ._modes import register_layer_set
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cost",
     "Cut",
+    "Grid",
     "LayerSet",
     "Layout",
     "LinearShape",

@@ -94,8 +94,9 @@ class Run:
         with ExitStack() as during:
             during.enter_context(torch.enable_grad() if self.training else torch.no_grad())
             if self.training:
-                for sync in parts.syncs.values():
-                    during.enter_context(sync.held())
+                for number, sync in parts.syncs.items():
+                    if not self._reduces_anyway(number):
+                        during.enter_context(sync.held())
                 during.enter_context(parts.split.active())
             for position, instruction in enumerate(self.program.instructions):
                 first = position == 0
@@ -104,6 +105,11 @@ class Run:
                 self._do(position, instruction)
                 if first and instruction.takes is None:  # when the next stage has something to do
                     parts.wire.post()
+
+    def _reduces_anyway(self, number: int) -> bool:
+        """Whether a stage's only backward pass is the rank's only one: what is held back costs memory and overlap."""
+        forwards = sum(instruction.action.op == FORWARD for instruction in self.program.instructions)
+        return forwards == 1 and number not in self.parts.split.stages and not self.parts.syncs[number].waits_for_all
 
     def _do(self, position: int, instruction: Instruction) -> None:
         op, number, _ = self.action = instruction.action

@@ -1,6 +1,6 @@
 """Parameters that several stages use, such as the embedding of a language model that is also its last layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,12 +77,22 @@ class Shared:
             for parameter in self._parameters.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        source = self._optimizer or self._parameters.items()
         found: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self._parameters}
-        for name, box, view in gradients(source):
+        for name, box, view in gradients(self._named()):
             if name in found:
                 found[name].append((box, view))
         return list(found.values())
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that have gradients. An optimizer may hold the parameters themselves, without their names."""
+        if self._optimizer is None:
+            yield from self._parameters.items()
+            return
+        own = {id(parameter): name for name, parameter in self._parameters.items()}
+        for group in self._optimizer.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            for name, tensor in zip(names, group["params"], strict=True):
+                yield own.get(id(tensor), name), tensor
 
     def _check_cuts(self, views: Sequence[Sequence[tuple[Box, Tensor]]]) -> None:
         """Once: all holders have the same parts."""

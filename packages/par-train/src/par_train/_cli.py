@@ -4,6 +4,7 @@
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from . import __version__
 from ._config import Setting, alternatives, load_options, settings, unknown_key
 from ._errors import UserError
 from ._options import SECTIONS
+from ._plan_flags import plan_flags, read_flags
 
 _PARALLEL = "--parallel."
+_PLAN = "plan:"  # in front of what the plan alone is told
 
 _EPILOG = """parallel:
   --parallel.AXIS N, --parallel.AXIS.KEY VALUE
@@ -45,12 +48,18 @@ def _run(arguments: Sequence[str]) -> int:
     rest, parallel = _split_parallel(arguments)
     given, unknown = _parser().parse_known_args(rest)
     if unknown:
-        raise _unknown(unknown[0])
+        raise _unknown(unknown[0], given.command)
     flags = vars(given)
     command, config = flags.pop("command"), flags.pop("config", None)
-    if command != "run":
+    if command is None:
         raise UserError("no command is given; start with: par-train run, or see par-train --help")
+    planned = {name.removeprefix(_PLAN): flags.pop(name) for name in list(flags) if name.startswith(_PLAN)}
     options = load_options(None if config is None else Path(config), {**flags, **parallel})
+    if command == "plan":
+        machine = read_flags(planned)
+        from ._plan import plan  # noqa: PLC0415 - the formulas need torch
+
+        return plan(options, machine)
     from ._start import run  # noqa: PLC0415 - `--help` is quicker without
 
     return run(options)
@@ -60,27 +69,50 @@ class _Parser(argparse.ArgumentParser):
     """Reports mistakes as everything else here does."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see par-train run --help")
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="par-train", description="Parallel training in PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"par-train {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    run = commands.add_parser(
+    run = _add_command(
+        commands,
         "run",
-        help="train a byte-level GPT on a folder of text",
-        description="Trains a byte-level GPT on a folder of text. Flags win over the config file.",
+        "train a byte-level GPT on a folder of text",
+        "Trains a byte-level GPT on a folder of text. Flags win over the config file.",
+    )
+    plan = _add_command(
+        commands,
+        "plan",
+        "predict memory, traffic and time on any number of devices, and rank the configurations that fit",
+        "Predicts what the config takes of memory, traffic and time on many devices, and ranks the configurations "
+        "that fit. Nothing is started, and no device is needed.",
+    )
+    for name, each in plan_flags():
+        shown = f" (default: {each.metadata['default']})" if each.metadata["default"] else ""
+        text = each.metadata["help"] + shown
+        plan.add_argument(name, dest=_PLAN + each.name, metavar=each.metadata["kind"], help=text)
+    for command in (run, plan):
+        groups = {section: command.add_argument_group(section or "run") for section in ("", *SECTIONS)}
+        for setting in settings():
+            _add_flag(groups[setting.key.rpartition(".")[0]], setting)
+    return parser
+
+
+def _add_command(commands: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EPILOG,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    run.add_argument("config", nargs="?", metavar="CONFIG.toml", help="tables [data], [model], [train], [parallel]")
-    groups = {section: run.add_argument_group(section or "run") for section in ("", *SECTIONS)}
-    for setting in settings():
-        _add_flag(groups[setting.key.rpartition(".")[0]], setting)
-    return parser
+    tables = "tables [data], [model], [train], [parallel]; or a .py file with these names"
+    command.add_argument("config", nargs="?", metavar="CONFIG.toml", help=tables)
+    return command
 
 
 def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
@@ -120,8 +152,11 @@ def _split_parallel(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]
     return rest, parallel
 
 
-def _unknown(argument: str) -> UserError:
+def _unknown(argument: str, command: str | None) -> UserError:
     """The error for an argument that no flag takes."""
-    if argument.startswith("--"):
-        return unknown_key(argument.removeprefix("--").partition("=")[0])
-    return UserError(f"unexpected argument {argument!r}; give one config file, and flags as --train.steps 100")
+    name = argument.partition("=")[0]
+    if not name.startswith("--"):
+        return UserError(f"unexpected argument {argument!r}; give one config file, and flags as --train.steps 100")
+    own = [flag for flag, _ in plan_flags()] if command == "plan" else []
+    near = difflib.get_close_matches(name, own, n=1)
+    return UserError(f"unknown flag {name}; did you mean {near[0]}?") if near else unknown_key(name.removeprefix("--"))

@@ -10,7 +10,7 @@ from par_pipeline import Schedule, simulate
 from ._plan_memory import BUCKET, Memory
 from ._plan_options import Job
 from ._plan_predict import predict_parameters
-from ._plan_report import _bytes as bytes_in_words
+from ._plan_report import bytes_in_words
 from ._plan_traffic import Move
 
 

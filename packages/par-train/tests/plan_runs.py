@@ -1,0 +1,103 @@
+"""What the planner's tests measure: small runs of the main job's trainer beside their predictions."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from par_groups import ProcessGroups, Topology
+from par_train._options import ModelOptions, Options, PipelineOptions, TrainOptions
+from par_train._plan import configured_job
+from par_train._plan_options import Machine, shape_of
+from par_train._plan_predict import RankPrediction, predict
+from par_train._text import Text
+from par_train._trainer import Trainer
+
+MODEL = ModelOptions(width=64, layers=4, heads=4, context=16)  # all sizes divide by 16 x 4: nothing is padded
+GLOO = Machine(gloo=True)
+
+
+@dataclass
+class Run:
+    """A trainer that has made two steps, and what is predicted for this rank."""
+
+    trainer: Trainer
+    predicted: RankPrediction
+    grown: int  # bytes of all tensors, since before there was a trainer
+
+
+def text():
+    data = bytes(range(97)) * 60
+    return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
+
+
+@contextmanager
+def running(parallel, *, model=MODEL, schedule="1f1b", microbatches=0, **changes) -> Iterator[Run]:
+    """A run on the ranks there are, two steps after its start."""
+    topology = Topology.from_config(parallel, dist.get_world_size())
+    pipeline = PipelineOptions(schedule=schedule, microbatches=microbatches)
+    options = Options(model=model, train=TrainOptions(batch_size=8), pipeline=pipeline, **changes)
+    made = predict(shape_of(options), topology, configured_job(options, topology), GLOO)
+    with ProcessGroups(topology) as groups:
+        before = live_bytes()
+        trainer = Trainer(options, text(), groups, torch.device("cpu"))
+        for _ in range(2):
+            trainer.advance(0)
+        grown = live_bytes() - before
+        yield Run(trainer, made.ranks[-1 if groups.rank("pipeline") else 0], grown)
+
+
+def live_bytes():
+    """Of all tensors there are, each storage once."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+class SavedPeak:
+    """The most bytes that autograd keeps at once inside a `with` block; each storage once, parameters not.
+
+    Args:
+        parameters: What does not count.
+    """
+
+    def __init__(self, parameters):
+        self.peak = 0
+        self._ignored = {each.untyped_storage().data_ptr() for each in parameters}
+        self._live = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: _Held(each, self), lambda held: held.tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._hooks.__exit__(*error)
+
+    def add(self, storage, times):
+        if storage.data_ptr() in self._ignored:
+            return
+        key = storage._cdata
+        with self._lock:  # backward runs in a thread of its own
+            size, count = self._live.pop(key, (storage.nbytes(), 0))
+            if count + times:
+                self._live[key] = size, count + times
+            self.peak = max(self.peak, sum(size for size, _ in self._live.values()))
+
+
+class _Held:
+    """What autograd keeps in place of a tensor, until it drops it."""
+
+    def __init__(self, tensor, of):
+        self.tensor, self._of = tensor, of
+        of.add(tensor.untyped_storage(), 1)
+
+    def __del__(self):
+        self._of.add(self.tensor.untyped_storage(), -1)
