@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from ._data import GlobalDataLoader
     from ._gpt import GPT
     from ._handlers import GradientHandler, register_gradient_handler
+    from ._plan_options import Job, Machine
+    from ._plan_predict import Prediction, predict
+    from ._plan_shape import Shape
     from ._plugin import Plugin
     from ._stages import Stages
     from ._strategy import Strategy
     from ._strategy_options import StrategyOptions
+    from ._strategy_plan import StrategyPlan
 
 __version__ = "0.1.0"
 
@@ -22,11 +26,17 @@ __all__ = [
     "GPT",
     "GlobalDataLoader",
     "GradientHandler",
+    "Job",
+    "Machine",
     "Plugin",
+    "Prediction",
+    "Shape",
     "Stages",
     "Strategy",
     "StrategyOptions",
+    "StrategyPlan",
     "load_model",
+    "predict",
     "register_gradient_handler",
 ]
 
@@ -35,10 +45,14 @@ _LATE = {
     "_data": ("GlobalDataLoader",),
     "_gpt": ("GPT",),
     "_handlers": ("GradientHandler", "register_gradient_handler"),
+    "_plan_options": ("Job", "Machine"),
+    "_plan_predict": ("Prediction", "predict"),
+    "_plan_shape": ("Shape",),
     "_plugin": ("Plugin",),
     "_stages": ("Stages",),
     "_strategy": ("Strategy",),
     "_strategy_options": ("StrategyOptions",),
+    "_strategy_plan": ("StrategyPlan",),
 }
 
 
