@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import safetensors.torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_checkpoint import CheckpointError, CorruptError, load, save
+from par_checkpoint._ranks import Ranks
 from par_groups import on_written
 
 from .helpers import Pipeline2, make_model, rectangle, train
@@ -188,6 +190,32 @@ def test_what_the_caller_got_wrong_is_said_on_every_rank(tmp_path):
     assert model["w"].sum() == 0
     load(tmp_path / "c", model=model)
     assert model["w"].sum() == 3
+
+
+@pytest.mark.ranks(2)
+def test_a_bar_without_tqdm_is_refused_on_every_rank(monkeypatch, tmp_path):
+    model = {"w": torch.ones(3)}
+    save(tmp_path / "c", model=model)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="progress=True needs tqdm"):
+        load(tmp_path / "c", model=model, progress=dist.get_rank() == 0)
+    load(tmp_path / "c", model=model)
+
+
+@pytest.mark.ranks(2)
+def test_saves_and_loads_talk_little(monkeypatch, tmp_path):
+    gather, counted = Ranks.gather, []
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: counted.append(value) or gather(self, value))
+    rank, value = dist.get_rank(), torch.arange(30.0).view(6, 5)
+    rows = {"w": value[3 * rank :][:3].contiguous()}, {"w": rectangle((6, 5), 0, 3 * rank, 3 * rank + 3, rank)}
+    for name, model, layout, planning in (("replicas", {"w": value}, None, 0), ("rows", *rows, 1)):
+        for path, expected in ((tmp_path / name, 5 + planning), (tmp_path / f"{name} again", 5)):
+            save(path, model=model, layout=layout)
+            assert len(counted) == expected, "words, staging, sight of it, checksums, commit; claims that differ, once"
+            counted.clear()
+        load(tmp_path / name, model=model, layout=layout)
+        assert len(counted) == 5 + planning, "options, a look, words, claims' digests, the end; claims that differ"
+        counted.clear()
 
 
 def test_holders_of_copies_are_told(tmp_path):

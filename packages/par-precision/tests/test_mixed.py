@@ -132,6 +132,27 @@ def test_a_copy_of_the_module_runs_by_itself():
         assert not module(torch.ones(2, 16)).eq(0).all()
 
 
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_an_actor_and_a_critic_share_an_optimizer(precision):
+    """As items of a container, called by themselves, in any order, not each in every step."""
+
+    def trained(of):
+        both = nn.ModuleDict({"actor": model(0), "others": nn.ModuleList([model(1)])})
+        both, optimizer = mixed(both, adamw(both), of, clip_norm=1.0)
+        losses = []
+        for step, names in enumerate(("ac", "ca", "a", "c", "ac")):
+            for name in names:
+                loss = loss_of(both["actor"] if name == "a" else both["others"][0], step)
+                optimizer.backward(loss)
+                losses.append(loss.item())
+                assert loss.dtype == torch.float32
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    assert trained(precision) == pytest.approx(trained("fp32"), rel=DISTANCE[precision])
+
+
 def test_a_forward_that_raises_leaves_no_autocast_behind():
     module = model()
     module, _ = mixed(module, adamw(module), "bf16-amp")

@@ -21,6 +21,9 @@ makers = pytest.mark.parametrize("maker", MAKERS)
 PRECISIONS = ["fp32", "bf16", "bf16-amp", "fp16-amp", "fp16", "bf16-sr"]
 
 
+devices = pytest.mark.parametrize("reads_freely", [True, False], ids=["as on a CPU", "as on a GPU"])
+
+
 def overflow(module, optimizer):
     """A step whose gradient is infinite in one place."""
     optimizer.backward(loss_of(module, 0))
@@ -38,10 +41,12 @@ def snapshot(module, optimizer):
 
 
 @makers
+@devices
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_step_that_is_not_finite_changes_nothing_but_scale_and_counters(maker, precision):
+def test_a_step_that_is_not_finite_changes_nothing_but_scale_and_counters(maker, precision, reads_freely):
     module = model()
     module, optimizer = mixed(module, MAKERS[maker](module), precision, clip_norm=1.0)
+    optimizer._reads_freely = reads_freely
     train(module, optimizer, steps=2)
     before = snapshot(module, optimizer)
     step = overflow(module, optimizer)
@@ -56,13 +61,15 @@ def test_a_step_that_is_not_finite_changes_nothing_but_scale_and_counters(maker,
 
 
 @makers
+@devices
 @pytest.mark.parametrize("precision", ["bf16", "fp16-amp"])
-def test_training_that_begins_with_skips_is_training_without_them(maker, precision):
+def test_training_that_begins_with_skips_is_training_without_them(maker, precision, reads_freely):
     """torch's fused SGD would begin with momentum that nobody has written."""
     losses = []
     for skips in (0, 3):
         module = model()
         module, optimizer = mixed(module, MAKERS[maker](module), precision, scale=DynamicScale.static(64.0))
+        optimizer._reads_freely = reads_freely
         for _ in range(skips):
             overflow(module, optimizer)
         losses.append(train(module, optimizer, steps=4))
@@ -70,11 +77,13 @@ def test_training_that_begins_with_skips_is_training_without_them(maker, precisi
 
 
 @makers
-def test_fp16_amp_steps_are_those_of_torchs_scaler_and_clipping(maker):
+@devices
+def test_fp16_amp_steps_are_those_of_torchs_scaler_and_clipping(maker, reads_freely):
     """Through overflows and growth. torch's coefficient has 1e-6 added to the norm, and its fused SGD is wrong here."""
     module, reference = model(), model()
     options = {"init": 2.0**30, "interval": 3}
     _, optimizer = mixed(module, MAKERS[maker](module), "fp16-amp", clip_norm=0.5, scale=DynamicScale.torch(**options))
+    optimizer._reads_freely = reads_freely
     theirs = MAKERS[maker.removesuffix(" fused") if "SGD" in maker else maker](reference)
     scaler = GradScaler("cpu", init_scale=2.0**30, growth_interval=3)
     skipped = 0
@@ -162,7 +171,7 @@ def test_two_pipeline_stages_agree_whichever_has_the_infinity():
 
 
 @pytest.mark.ranks(2)
-def test_a_step_reduces_one_number_and_a_rank_without_gradients_takes_part():
+def test_a_step_reduces_four_numbers_at_once_and_a_rank_without_gradients_takes_part():
     for precision in PRECISIONS:
         module = nn.Linear(4, 4)
         module, optimizer = mixed(
@@ -173,7 +182,7 @@ def test_a_step_reduces_one_number_and_a_rank_without_gradients_takes_part():
         with count_collectives() as counted:
             norm = optimizer.step().grad_norm
         assert counted.calls() == counted.calls("all_reduce") == 1
-        assert (counted.elements(), counted.bytes()) == (1, 8)
+        assert (counted.elements(), counted.bytes()) == (4, 32)
         both = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
         dist.all_gather(both, norm)
         assert both[0] == both[1] > 0

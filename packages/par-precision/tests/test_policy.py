@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_precision._policy import Policy, tf32
+from par_precision._policy import Policy, called, tf32
 from par_precision._precisions import PRECISIONS
 
 SETTINGS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
@@ -77,3 +77,33 @@ def test_tf32_puts_the_users_own_settings_back_after_an_error():
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before[0]
+
+
+def test_the_items_of_containers_are_what_is_called():
+    class Callable(nn.ModuleList):
+        def forward(self, x):
+            return self[0](x)
+
+    first, second, third = nn.Identity(), nn.Sequential(nn.Identity()), Callable([nn.Identity()])
+    nested = nn.ModuleDict({"a": nn.ModuleList([first, second]), "b": third, "c": first})
+    assert called(nested) == [first, second, third]
+    assert called(first) == [first]
+    assert called(nn.ModuleList()) == []
+
+
+def test_an_item_that_runs_within_another_is_left_to_that_one():
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            (self.between,), _ = self.inner(x)
+            return self.between
+
+    inner = Echo()
+    around = Around(inner)
+    Policy(PRECISIONS["bf16"], "cpu", torch.float32).attach(nn.ModuleList([inner, around]))
+    assert around(torch.ones(2)).dtype == torch.float32
+    assert around.between.dtype == torch.bfloat16
+    assert inner(torch.ones(2))[0][0].dtype == torch.float32

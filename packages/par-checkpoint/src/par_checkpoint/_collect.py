@@ -1,6 +1,6 @@
 """What this rank brings to a save: entries of model and optimizer, and the encoded rest."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ from ._model import local_of, model_state, sharding_in, unwrapped
 from ._names import rename
 from ._optimizer import Naming, optimizer_state
 from ._options import SaveOptions
-from ._ranks import Ranks
 from ._state import State, encode_state
 from ._transformers import conversion_of
 
 Model = nn.Module | Mapping[str, torch.Tensor]
+LayoutNames = tuple[list[str], list[str]]
 
 _SAMPLE = 256  # elements of a tensor that are compared between replicas without a record
 
@@ -98,17 +98,24 @@ def segments_on_disk(name: str, sharding: Sharding, convert: Convert | None, key
     return [Segment(key, sharding)] if parts is None else split(sharding, parts)
 
 
-def check_layout(ranks: Ranks, layout: Mapping[str, Sharding] | None, model: Model | None) -> None:
-    """Checks that some rank's model has each name of a layout. Collective.
+def layout_names(layout: Mapping[str, Sharding] | None, model: Model | None) -> LayoutNames:
+    """The names of a layout that this rank's model lacks, and those that it has."""
+    if not layout:
+        return [], []
+    found = model_state({} if model is None else model)
+    known = {*found.tensors, *found.tied}
+    return sorted(set(layout) - known), sorted(set(layout) & known)
+
+
+def check_layout(every: Sequence[LayoutNames]) -> None:
+    """Checks that some rank's model has each name of a layout.
+
+    Args:
+        every: What `layout_names` gives, of all ranks.
 
     Raises:
-        ValueError: Naming one that none has; on every rank.
+        ValueError: Naming one that none has.
     """
-    known: set[str] = set()
-    if layout:
-        found = model_state({} if model is None else model)
-        known = {*found.tensors, *found.tied}
-    every = ranks.gather((sorted(set(layout or ()) - known), sorted(set(layout or ()) & known)))
     unknown = {name for lacking, _ in every for name in lacking} - {name for _, having in every for name in having}
     if unknown:
         raise ValueError(f"layout names {min(unknown)!r}, but the model has no such tensor; correct or remove it")

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, written as safetensors writes it and read more strictly than it reads it."""
+"""The header of a safetensors file: written as safetensors does but better aligned, and read more strictly."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +13,7 @@ MAX_HEADER = 100_000_000
 """Bytes of JSON that a header may have."""
 
 _METADATA = "__metadata__"
+_ALIGNMENT = 64  # of the data's first byte, as of torch's memory: a copy between unlike alignments is a quarter slower
 _FIELDS = ["data_offsets", "dtype", "shape"]
 
 Shape = tuple[int, ...]
@@ -77,7 +78,7 @@ def encode_header(
             "data_offsets": (each.begin, each.end),
         }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
         raise ValueError(f"a header of {len(text)} bytes is over {MAX_HEADER}; lower max_shard_size to have more files")
     return len(text).to_bytes(8, "little") + text, Header(stored, metadata, 8 + len(text))

@@ -1,9 +1,8 @@
 """Loading: look, match, check, read; nothing is changed before everything that can be checked beforehand is."""
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -13,35 +12,19 @@ from torch.optim import Optimizer
 
 from par_groups import written_
 
-from ._bytes import copy_elements_
-from ._claims import Claims, Held, digest, merge
-from ._collect import Model, check_layout
-from ._entry import Entry, key_of, name_of, section_of, told_apart
+from ._collect import LayoutNames, Model, check_layout, layout_names
+from ._entry import key_of, name_of
 from ._errors import CheckpointError
-from ._files import BLOCK, File, blocks_of, tensor_blocks
-from ._found import Found, look, tensors_of
+from ._files import STEMS
+from ._fill import Filling, fill_
+from ._found import Found, look
 from ._optimizer import Naming
 from ._options import LoadOptions, timeout_of, with_keywords
-from ._pieces import Local
-from ._plan import Block, Planner
-from ._prepare import all_claims
-from ._progress import Bar
-from ._ranks import Ranks, attempt
-from ._read import Reading, read_blocks
 from ._restore import Restore
 from ._session import session_of
-from ._shards import parse_size
 from ._storage import Folder, open_folder
-from ._targets import (
-    OptimizerTargets,
-    Slots,
-    Targets,
-    file_names,
-    model_targets,
-    optimizer_targets,
-    set_scalars_,
-)
-from ._verify import check_blocks, check_file, check_same
+from ._targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets
+from ._verify import check_blocks, check_same
 
 Path = str | PathLike[str]
 
@@ -74,6 +57,31 @@ class _Wanted:
     model: Targets = field(default_factory=Targets)
     optimizer: OptimizerTargets = field(default_factory=OptimizerTargets)
     restore: Restore = field(default_factory=Restore)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Word:
+    """What a rank tells the others, before anything changes.
+
+    Args:
+        host: Its machine.
+        layout: The names of `layout` that it lacks, and those that it has.
+        missing: Names that it wants and the files have not.
+        mismatched: What has another shape or dtype there, in words.
+        used: Whether it uses each tensor in the files.
+        same: Names in the files that are one tensor in its model.
+        groups: By param group of its optimizer: the saved groups with names of it.
+        fills: Whether it fills anything of the model, and of the optimizer.
+    """
+
+    host: str
+    layout: LayoutNames
+    missing: list[str]
+    mismatched: list[str]
+    used: bytes
+    same: list[tuple[str, str]]
+    groups: list[list[int]]
+    fills: tuple[bool, bool]
 
 
 def load(  # noqa: PLR0913 - what, where, with whom, how
@@ -113,26 +121,35 @@ def load(  # noqa: PLR0913 - what, where, with whom, how
     session = session_of(group, timeout_of(options, keywords))
     ranks = session.ranks
     session.settle("wait")
-    chosen = ranks.agree(partial(with_keywords, options, LoadOptions, keywords))
-    folder = ranks.agree(partial(open_folder, path))
+    chosen, folder = ranks.agree(lambda: (with_keywords(options, LoadOptions, keywords), open_folder(path)))
     found = ranks.on_first(
         lambda: look(folder, model=model is not None, optimizer=optimizer is not None, variant=chosen.variant)
     )
-    wanted = ranks.agree(lambda: _match(found, chosen, model=model, optimizer=optimizer, scheduler=scheduler))
-    check_layout(ranks, chosen.layout, model)
-    sections = [name for name, each in (("model", model), ("optimizer", optimizer)) if each is not None]
-    report = _report(ranks, found, wanted, sections)
+
+    def match() -> tuple[_Wanted, _Word]:
+        wanted = _match(found, chosen, model=model, optimizer=optimizer, scheduler=scheduler)
+        return wanted, _word(found, wanted, layout_names(chosen.layout, model))
+
+    wanted, every = ranks.share(match)
+    check_layout([each.layout for each in every])
+    report = _report(found, every)
     if strict:
         _check_strict(folder, report)
-    wanted.restore.match(ranks)
-    same = ranks.gather(wanted.model.same)
-    ranks.on_first(lambda: check_same(folder, found, {pair for each in same for pair in each}))
+    wanted.restore.match([each.groups for each in every])
+    same = {pair for each in every for pair in each.same}
+    if same:
+        ranks.on_first(lambda: check_same(folder, found, same))
     if chosen.verify == "full":
         check_blocks(folder, found, ranks, chosen.threads)
-    _fill(ranks, folder, found, wanted.model, chosen)
+    filling = Filling(
+        ranks=ranks, folder=folder, found=found, options=chosen, near=len({each.host for each in every}) == 1
+    )
+    if any(each.fills[0] for each in every):
+        fill_(wanted.model, filling)
     if model is not None:  # holders of masters take the weights, before the optimizer's own, more exact ones are read
         written_(model.parameters() if isinstance(model, torch.nn.Module) else model.values())
-    _fill(ranks, folder, found, wanted.optimizer, chosen)
+    if any(each.fills[1] for each in every):
+        fill_(wanted.optimizer, filling)
     wanted.restore.apply_()
     return report
 
@@ -159,16 +176,32 @@ def _match(
     return wanted
 
 
-def _report(ranks: Ranks, found: Found, wanted: _Wanted, sections: Sequence[str]) -> Report:
+def _word(found: Found, wanted: _Wanted, layout: LayoutNames) -> _Word:
+    used = wanted.model.used | wanted.optimizer.used
+    return _Word(
+        host=socket.gethostname(),
+        layout=layout,
+        missing=[*wanted.model.missing, *wanted.optimizer.missing],
+        mismatched=[*wanted.model.mismatched, *wanted.optimizer.mismatched],
+        used=bytes(key in used for key in _stored(found)),
+        same=wanted.model.same,
+        groups=wanted.restore.candidates(),
+        fills=(bool(wanted.model.pending), bool(wanted.optimizer.pending)),
+    )
+
+
+def _stored(found: Found) -> list[str]:
+    """The keys of all tensors in the files."""
+    return [key_of(section, name) for section in STEMS for name in found.places(section)]
+
+
+def _report(found: Found, every: Sequence[_Word]) -> Report:
     """What is missing or too much, of all ranks together."""
-    mine = [*wanted.model.missing, *wanted.optimizer.missing], [*wanted.model.mismatched, *wanted.optimizer.mismatched]
-    every = ranks.gather((*mine, wanted.model.used | wanted.optimizer.used))
-    used = set().union(*(each for _, _, each in every))
-    stored = [key_of(section, name) for section in sections for name in found.places(section)]
+    used = zip(*(each.used for each in every), strict=True)
     return Report(
-        missing=tuple(dict.fromkeys(name for each, _, _ in every for name in each)),
-        unexpected=tuple(name_of(key) for key in stored if key not in used),
-        mismatched=tuple(dict.fromkeys(text for _, each, _ in every for text in each)),
+        missing=tuple(dict.fromkeys(name for each in every for name in each.missing)),
+        unexpected=tuple(name_of(key) for key, by in zip(_stored(found), used, strict=True) if not any(by)),
+        mismatched=tuple(dict.fromkeys(text for each in every for text in each.mismatched)),
         extra=found.part("extra"),
         step=None if found.manifest is None else found.manifest.step,
     )
@@ -187,95 +220,3 @@ def _check_strict(folder: Folder, report: Report) -> None:
             f"{folder.url!r} does not fit; nothing was changed. Rename with `names`, cast with `dtype`, or pass "
             f"strict=False to load what fits:\n  {shown}"
         )
-
-
-def _fill(ranks: Ranks, folder: Folder, found: Found, targets: Targets, options: LoadOptions) -> None:
-    """Reads the tensors of a section; from here on they change."""
-    device = torch.device(options.device)
-
-    def entries() -> list[Entry]:
-        return [each.entry(device) for each in targets.pending]
-
-    made = ranks.agree(entries)
-    stored = list(told_apart(each for each in made if section_of(each.key) not in found.pickled))
-    tensors = _holders(ranks, stored)
-    files, blocks = _blocks(found, tensors)
-    near = len(set(ranks.gather(socket.gethostname()))) == 1
-    plan = Planner(tensors, ranks.rank, ranks.size).load(blocks, near=near)
-    with Bar("load", sum(file.size for file in files), ranks, options.progress) as bar:
-        reading = Reading(
-            files=files,
-            local=Local.of(stored, tensors),
-            ranks=ranks,
-            folder=folder,
-            crcs=_crcs(found) if options.verify != "off" else {},
-            budget=parse_size(options.budget),
-            threads=options.threads,
-            progress=bar.add,
-        )
-        error = read_blocks(plan, reading)
-    if error is None:
-        _, error = attempt(partial(_copy_pickled, folder, found, made, verified=options.verify != "off"))
-    if error is None and isinstance(targets, OptimizerTargets):
-        wrong = list(set_scalars_(targets.scalars))
-        error = CheckpointError("; ".join(wrong)) if wrong else None
-    ranks.raise_first(_undefined(error))
-
-
-def _undefined(error: BaseException | None) -> BaseException | None:
-    """The error, saying what it leaves behind."""
-    if not isinstance(error, CheckpointError):
-        return error
-    return type(error)(f"{error}. What was being loaded is now undefined: load another checkpoint before going on")
-
-
-def _holders(ranks: Ranks, entries: Sequence[Entry]) -> list[Held]:
-    """Who fills what, on all ranks."""
-    mine = Claims.of(entries).encode()
-    return merge(all_claims(ranks, mine, ranks.gather(digest(mine))))
-
-
-def _blocks(found: Found, tensors: Sequence[Held]) -> tuple[list[File], list[Block]]:
-    """The files to read, and their blocks: those that were checksummed, or, in files of others, tensor by tensor."""
-    placed: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
-    for number, held in enumerate(tensors):
-        section = section_of(held.key)
-        place = found.places(section)[name_of(held.key)]
-        placed.setdefault((section, place.file), []).append((number, place.begin, place.end))
-    files = [_file(found, section, name, each) for (section, name), each in placed.items()]
-    cut = tensor_blocks if found.manifest is None else blocks_of
-    return files, list(cut(files, tensors))
-
-
-def _file(found: Found, section: str, name: str, placed: Sequence[tuple[int, int, int]]) -> File:
-    header = found.directories[section].headers[name]
-    record = None if found.manifest is None else found.manifest.files[name]
-    return File(
-        name=name,
-        section=section,
-        header=b"",
-        data_begin=header.data_begin,
-        size=header.data_begin + header.data_size,
-        placed=tuple(sorted(placed, key=lambda each: each[1:])),
-        block=BLOCK if record is None else record.block,
-    )
-
-
-def _crcs(found: Found) -> dict[str, Sequence[int]]:
-    return {} if found.manifest is None else {name: record.crcs for name, record in found.manifest.files.items()}
-
-
-def _copy_pickled(folder: Folder, found: Found, entries: Iterable[Entry], *, verified: bool) -> None:
-    """Copies from files that torch.load maps: every rank takes its boxes."""
-    for section, names in found.pickled.items():
-        mine = [entry for entry in entries if section_of(entry.key) == section]
-        if not mine:
-            continue
-        if verified and found.manifest is not None:
-            for name in names:
-                check_file(folder, name, found.manifest.files[name])
-        tensors = tensors_of(folder, section, names)
-        for entry in mine:
-            with torch.no_grad():
-                for box in entry.sharding.boxes:
-                    copy_elements_(box.of(entry.local), tensors[entry.name][box.slices])

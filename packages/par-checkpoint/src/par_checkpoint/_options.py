@@ -12,6 +12,7 @@ from par_groups import Sharding
 
 from ._convert import Convert
 from ._names import Names
+from ._progress import check_progress
 from ._shards import parse_size
 
 STYLES = ("huggingface", "torch")
@@ -47,6 +48,7 @@ class SaveOptions:
 
     Raises:
         ValueError: A value that is none of these.
+        ImportError: progress=True without tqdm.
     """
 
     max_shard_size: str | int = "5GB"
@@ -97,6 +99,7 @@ class LoadOptions:
 
     Raises:
         ValueError: A value that is none of these.
+        ImportError: progress=True without tqdm.
     """
 
     layout: Mapping[str, Sharding] | None = None
@@ -150,6 +153,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def _check_common(options: "SaveOptions | LoadOptions") -> None:
     parse_size(options.budget)
+    check_progress(options.progress)
     if not isinstance(options.threads, int) or options.threads < 1:
         raise ValueError(f"threads is {options.threads!r}; give 1 or more")
     if not (isinstance(options.timeout, int | float) and math.isfinite(options.timeout) and options.timeout > 0):

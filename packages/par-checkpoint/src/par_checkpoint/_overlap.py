@@ -16,6 +16,8 @@ Shape = tuple[int, ...]
 Rectangle = tuple[Shape, Shape]
 """Start and size."""
 
+_FEW = 16  # boxes that are sooner looked at one by one than as tensors
+
 
 class Holders:
     """One tensor's holders, ready to be asked.
@@ -39,6 +41,7 @@ class Holders:
         self.flat = bool((last - first + 1 == held.sizes.prod(1)).all())  # every box is one run of elements
         self._first = first.tolist()
         self._reached = last.cummax(0).values.tolist()  # by each box and all before it
+        self._corners: dict[int, tuple[list[int], list[int]]] = {}
 
     def within(self, start: int, stop: int) -> "Overlap":
         """Who holds how much of the row-major elements start .. stop - 1."""
@@ -46,6 +49,12 @@ class Holders:
         high = max(low, bisect_left(self._first, stop))
         rectangles = tuple(_rectangles(self.held.shape, start, stop))
         return Overlap(holders=self, low=low, high=high, count=stop - start, rectangles=rectangles)
+
+    def corners(self, box: int) -> tuple[list[int], list[int]]:
+        """The first index of a box on each dim, and one past its last."""
+        if box not in self._corners:
+            self._corners[box] = self.held.starts[box].tolist(), self.stops[box].tolist()
+        return self._corners[box]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +85,11 @@ class Overlap:
         """Elements of the stretch by box, those that have some."""
         if self.holders.whole:
             return {0: self.count}
-        return {self.low + i: count for i, count in enumerate(self._elements.tolist()) if count}
+        if self.high - self.low > _FEW:
+            counts = self._elements.tolist()
+        else:
+            counts = [sum(math.prod(size) for _, size in self.parts(box)) for box in range(self.low, self.high)]
+        return {self.low + i: count for i, count in enumerate(counts) if count}
 
     @cached_property
     def ranks(self) -> torch.Tensor:
@@ -98,20 +111,20 @@ class Overlap:
         return self.boxes.keys() & {self.low + i for i in self._box[self.ranks == rank].tolist()}
 
     def ranks_with_some(self) -> list[int]:
-        """All ranks that hold elements of the stretch."""
-        return self.ranks.masked_select(self.weights > 0).tolist()
+        """All ranks that hold elements of the stretch, box by box."""
+        return [rank for box in self.boxes for rank in self.held.holders(box).tolist()]
 
     def parts(self, box: int) -> Iterator[Rectangle]:
         """The rectangles of the stretch within a box."""
         if self.holders.whole:
             yield from self.rectangles
             return
-        box_start, box_size = self.held.starts[box].tolist(), self.held.sizes[box].tolist()
+        first, stop = self.holders.corners(box)
         for start, size in self.rectangles:
-            low = tuple(map(max, start, box_start))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, size, box_start, box_size, strict=True))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                yield low, tuple(b - a for a, b in zip(low, high, strict=True))
+            low = tuple(map(max, start, first))
+            common = tuple(min(a + n, end) - b for a, n, end, b in zip(start, size, stop, low, strict=True))
+            if min(common, default=1) > 0:
+                yield low, common
 
     @cached_property
     def _box(self) -> torch.Tensor:

@@ -18,8 +18,30 @@ _ALIGNMENT = 8  # of a piece in a buffer that is sent, so that it can be viewed 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """One box that this rank holds.
+
+    Args:
+        box: The box.
+        local: The local tensor that it lies in.
+        flat: The local tensor's bytes, where they are those of the files: contiguous, on the CPU, of the same dtype.
+    """
+
+    box: Box
+    local: torch.Tensor
+    flat: torch.Tensor | None
+
+    def holds(self, piece: Piece) -> bool:
+        """Whether a piece lies in the box."""
+        box = self.box
+        return all(
+            a <= b and b + m <= a + n for a, n, b, m in zip(box.start, box.size, piece.start, piece.size, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Local:
-    """What this rank holds, by the tensor's number: its boxes, and the local tensor they lie in.
+    """What this rank holds, by the tensor's number.
 
     Args:
         tensors: All tensors of the checkpoint.
@@ -27,28 +49,24 @@ class Local:
     """
 
     tensors: Sequence[Held]
-    parts: Mapping[int, Sequence[tuple[Box, torch.Tensor]]]
+    parts: Mapping[int, Sequence[Part]]
 
     @classmethod
     def of(cls, entries: Iterable[Entry], tensors: Sequence[Held]) -> "Local":
         """Looks up the entries' tensors by key."""
         numbers = {held.key: number for number, held in enumerate(tensors)}
-        parts: dict[int, list[tuple[Box, torch.Tensor]]] = {}
+        parts: dict[int, list[Part]] = {}
         for entry in entries:
             if entry.key in numbers:
-                boxes = [(box, entry.local) for box in entry.sharding.boxes]
+                flat = _flat(entry.local, entry.dtype)
+                boxes = [Part(box=box, local=entry.local, flat=flat) for box in entry.sharding.boxes]
                 parts.setdefault(numbers[entry.key], []).extend(boxes)
         return cls(tensors=tensors, parts=parts)
 
     def view(self, piece: Piece) -> torch.Tensor:
         """A piece as a view of the local tensor that holds it."""
-        for box, local in self.parts[piece.tensor]:
-            if all(
-                a <= b and b + m <= a + n
-                for a, n, b, m in zip(box.start, box.size, piece.start, piece.size, strict=True)
-            ):
-                return view_of(local, box, piece.start, piece.size)
-        raise RuntimeError(f"no box of {self.tensors[piece.tensor].key!r} here holds {piece}")
+        part = self._part(piece)
+        return view_of(part.local, part.box, piece.start, piece.size)
 
     def direct(
         self, pieces: Iterable[Piece], size: int, spare: torch.Tensor | None = None
@@ -66,16 +84,31 @@ class Local:
             if spare is not None and piece.at > end:
                 runs.append(spare[: piece.at - end])
                 end = piece.at
-            view = self.view(piece)
-            plain = view.device.type == "cpu" and view.dtype == self.tensors[piece.tensor].dtype
-            if piece.at != end or not plain or not view.is_contiguous() or self._reach(piece) != view.numel():
+            run = self._run(piece) if piece.at == end else None
+            if run is None:
                 return None
-            runs.append(view.view(-1).view(torch.uint8))
-            end += runs[-1].numel()
+            runs.append(run)
+            end += run.numel()
         if spare is not None and end < size:
             runs.append(spare[: size - end])
             end = size
         return runs if end == size else None
+
+    def _run(self, piece: Piece) -> torch.Tensor | None:
+        """The bytes of a piece, if they lie in its local tensor as they do in the whole one, without a gap."""
+        part = self._part(piece)
+        stride, held = part.box.stride, self.tensors[piece.tensor]
+        if part.flat is None or not _is_run(piece.size, stride) or not _is_run(piece.size, row_major(held.shape)):
+            return None
+        inside = zip(piece.start, part.box.start, stride, strict=True)
+        first = (part.box.offset + sum((i - start) * step for i, start, step in inside)) * held.dtype.itemsize
+        return part.flat[first : first + self._bytes(piece)]
+
+    def _part(self, piece: Piece) -> Part:
+        for part in self.parts[piece.tensor]:
+            if part.holds(piece):
+                return part
+        raise RuntimeError(f"no box of {self.tensors[piece.tensor].key!r} here holds {piece}")
 
     def in_block(self, piece: Piece, block: torch.Tensor) -> torch.Tensor:
         """A piece as a view of the block's bytes, in which it lies with the strides of the whole tensor."""
@@ -113,3 +146,18 @@ class Local:
 
     def _bytes(self, piece: Piece) -> int:
         return self.tensors[piece.tensor].dtype.itemsize * math.prod(piece.size)
+
+
+def _flat(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    plain = local.device.type == "cpu" and local.dtype == dtype and local.is_contiguous()
+    return local.view(-1).view(torch.uint8) if plain else None
+
+
+def _is_run(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of these strides follow each other, last dim first."""
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return True

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ._bytes import bytes_of
 from ._claims import Held
 from ._overlap import Holders, Overlap
 
 Shape = tuple[int, ...]
 
 _READERS = 4  # of one block from the page cache: reading it so often costs less than sending
+_FEW = 16  # ranks that are sooner compared one by one than as a tensor
 _RUNS = 16  # of a block that ranks write by themselves: more would be small writes
 
 
@@ -94,14 +96,12 @@ class Plan:
         others: Blocks of other ranks, of which it gives or takes pieces.
         turns: The most blocks that any rank has in hand.
         peers: Whether any rank sends anything to another; the same on every rank.
-        parted: Whether several ranks read parts of one block; the same on every rank.
     """
 
     mine: list[Task] = field(default_factory=list)
     others: list[Task] = field(default_factory=list)
     turns: int = 0
     peers: bool = False
-    parted: bool = False
 
 
 class Planner:
@@ -118,6 +118,7 @@ class Planner:
         self._rank = rank
         self._owners = owners
         self._busy = torch.zeros(size, dtype=torch.int64)  # bytes that each rank has in hand
+        self._hand = bytes_of(self._busy).cast("q")  # the same memory, for one rank at a time
         self._turns = [0] * size
         self._alone = size == 1  # no choice, and nothing to look up
         self._holders = [Holders(held, rank) for held in tensors]
@@ -142,18 +143,14 @@ class Planner:
         """
         for block in blocks:
             shares = list(self._shares(block))
-            parts = self._parts(shares, block)
-            if parts and not self._has_no_copies(shares):
-                parts = []
+            parts = self._parts(shares, block) if self._has_no_copies(shares) else []
             for part, reader, pieces in parts:
                 self._take(part, reader, pieces)
-            self._plan.parted = self._plan.parted or len(parts) > 1
             shares = [share for share in shares if share.overlap.boxes]
             if parts or not shares:
                 continue
-            first = self._least_busy(shares, block)
-            readers = self._readers(shares, block) if near else [first]
-            first = first if first in readers else readers[0]
+            readers = self._readers(shares, block) if near else [self._main_holder(shares, block)]
+            first = min(readers, key=self._hand.__getitem__)
             taken: dict[int, list[Piece]] = {reader: [] for reader in readers}
             for share in shares:
                 needing = () if self._alone or self._plan.peers else share.overlap.ranks_with_some()
@@ -183,7 +180,7 @@ class Planner:
                         return []
                     end += share.bytes(span)
                     found.append((piece, span))
-                owner = self._giver(share.overlap.held.holders(box), runs[-1][0] if runs else -1)
+                owner = self._least_busy(share.overlap.held.holders(box), runs[-1][0] if runs else -1)
                 if not runs or runs[-1][0] != owner:
                     runs.append((owner, []))
                 runs[-1][1].extend(found)
@@ -206,15 +203,9 @@ class Planner:
         """Whether nothing of a block is held by two ranks."""
         return all(len(share.overlap.held.holders(box)) == 1 for share in shares for box in share.overlap.boxes)
 
-    def _giver(self, holders: torch.Tensor, before: int) -> int:
-        """Of some replicas the one that gives what comes before, else the one with the least in hand."""
-        if bool((holders == before).any()):
-            return before
-        return int(holders[self._busy.index_select(0, holders).argmin()])
-
     def _assembled(self, shares: Sequence["_Share"], block: Block) -> tuple[Block, int, list[Piece]]:
         """A block, the rank that puts it together, and the pieces of it that this rank has to do with."""
-        owner = self._owners[block.file] if self._owners else self._least_busy(shares, block)
+        owner = self._owners[block.file] if self._owners else self._main_holder(shares, block)
         pieces: list[Piece] = []
         for share in shares:
             for box, source in self._givers(share.overlap, owner):
@@ -245,7 +236,7 @@ class Planner:
         """Puts a block into the hands of a rank."""
         turn = self._turns[rank]
         self._turns[rank] += 1
-        self._busy[rank] += block.size
+        self._hand[rank] += block.size
         if pieces or rank == self._rank:
             task = Task(block=block, turn=turn, rank=rank, pieces=tuple(pieces))
             (self._plan.mine if rank == self._rank else self._plan.others).append(task)
@@ -254,7 +245,7 @@ class Planner:
         self._plan.turns = max(self._turns)
         return self._plan
 
-    def _least_busy(self, shares: Sequence["_Share"], block: Block) -> int:
+    def _main_holder(self, shares: Sequence["_Share"], block: Block) -> int:
         """Of the ranks that hold about as much of the block as any, the one with the least in hand."""
         if self._alone:
             return 0
@@ -264,8 +255,16 @@ class Planner:
         if ranks.numel() == 1:
             return int(ranks)
         weights = _joined([share.overlap.weights for share in shares])
-        candidates = ranks.masked_select(2 * weights >= weights.max())
-        return int(candidates[self._busy.index_select(0, candidates).argmin()])
+        return self._least_busy(ranks.masked_select(2 * weights >= weights.max()))
+
+    def _least_busy(self, ranks: torch.Tensor, before: int = -1) -> int:
+        """Of some ranks the one that has what comes before in hand, else the one with the least."""
+        if ranks.numel() <= _FEW:
+            few = ranks.tolist()
+            return before if before in few else min(few, key=self._hand.__getitem__)
+        if bool((ranks == before).any()):
+            return before
+        return int(ranks[self._busy.index_select(0, ranks).argmin()])
 
     def _readers(self, shares: Sequence["_Share"], block: Block) -> list[int]:
         """All that need some of the block if they are few, else those that need a quarter of it or more, or most."""
@@ -277,7 +276,7 @@ class Planner:
         found = {
             rank for share in shares for rank in share.overlap.ranks[4 * share.overlap.weights >= block.size].tolist()
         }
-        return sorted(found) or [self._least_busy(shares, block)]
+        return sorted(found) or [self._main_holder(shares, block)]
 
     def _shares(self, block: Block) -> Iterator["_Share"]:
         """Who holds how much of each span of a block."""

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._claims import Claims, Held, check_covered, digest, merge
-from ._entry import Entry, name_of
+from ._claims import Claims, Held, check_covered, merge
+from ._entry import name_of
 from ._files import File, blocks_of, lay_out
 from ._plan import Plan, Planner
 from ._ranks import Ranks
@@ -29,12 +29,13 @@ class Prepared:
     owners: Sequence[int] | None
 
 
-def prepare_save(session: Session, entries: Sequence[Entry], limit: int, *, by_owner: bool) -> Prepared:
-    """The plan of a save. Two small all-gathers when it is known already.
+def prepare_save(session: Session, claims: bytes, digests: Sequence[bytes], limit: int, *, by_owner: bool) -> Prepared:
+    """The plan of a save. Collective when it is not known yet.
 
     Args:
         session: The ranks that save.
-        entries: What this rank holds.
+        claims: What this rank holds.
+        digests: Of the claims of all ranks.
         limit: Bytes of tensors in a file.
         by_owner: Whether one rank writes a whole file.
 
@@ -42,12 +43,10 @@ def prepare_save(session: Session, entries: Sequence[Entry], limit: int, *, by_o
         ValueError: Ranks that disagree about a tensor, or elements that nobody holds; on every rank.
     """
     ranks = session.ranks
-    mine = Claims.of(entries).encode()
-    digests = ranks.gather(digest(mine))
     key = hashlib.sha256(b"".join(digests)).digest(), limit, by_owner
     known = session.plan(key)
     if known is None:
-        tensors = merge(all_claims(ranks, mine, digests))
+        tensors = merge(all_claims(ranks, claims, digests))
         check_covered(tensors)
         files = lay_out(tensors, limit)
         owners = _owners(files, ranks.size) if by_owner else None
@@ -57,8 +56,10 @@ def prepare_save(session: Session, entries: Sequence[Entry], limit: int, *, by_o
     return known
 
 
-def all_claims(ranks: Ranks, mine: bytes, digests: Sequence[bytes]) -> list[tuple[list[int], Claims]]:
-    """Everybody's claims; of ranks that hold the same, the first says it for all."""
+def all_claims(ranks: Ranks, mine: bytes, digests: Sequence[bytes]) -> list[tuple[Sequence[int], Claims]]:
+    """Everybody's claims; of ranks that hold the same, the first says it for all. Collective if any differ."""
+    if len(set(digests)) == 1:
+        return [(range(ranks.size), Claims.decode(mine))]
     first = digests.index(digests[ranks.rank]) == ranks.rank
     every = ranks.gather(mine if first else None)
     same: dict[bytes, list[int]] = {}
@@ -67,20 +68,21 @@ def all_claims(ranks: Ranks, mine: bytes, digests: Sequence[bytes]) -> list[tupl
     return [(holders, Claims.decode(every[holders[0]] or b"")) for holders in same.values()]
 
 
-def check_replicas(ranks: Ranks, samples: Sequence[tuple[str, int]]) -> None:
+def check_replicas(ranks: Ranks, samples: Sequence[tuple[str, int]], digests: Sequence[bytes]) -> None:
     """Checks that tensors which several ranks call theirs, whole and without a record, begin with the same values.
 
     A tensor-parallel shard whose record is missing looks just like a replica; saved as one, it would be lost silently.
+    Collective where they differ.
 
     Args:
         ranks: Who saves.
         samples: Key, and a checksum of the first elements.
+        digests: Of the samples of all ranks.
 
     Raises:
         ValueError: Naming those that differ; on every rank.
     """
-    marks = ranks.gather(digest(repr(list(samples)).encode()))
-    if len(set(marks)) == 1:
+    if len(set(digests)) == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}

@@ -15,17 +15,14 @@ class Bar:
         what: "save" or "load".
         total: Bytes of the whole checkpoint.
         ranks: Who takes part; rank 0 shows its own share, which is about everybody's.
-        wanted: Whether to show it; None: if stderr is a terminal and tqdm is installed.
-
-    Raises:
-        ImportError: It is wanted, but tqdm is not installed.
+        wanted: Whether to show it, see `check_progress`; None: if stderr is a terminal and tqdm is installed.
     """
 
     def __init__(self, what: str, total: int, ranks: Ranks, wanted: bool | None) -> None:
         self._lock = threading.Lock()  # the threads that write tell of it themselves
         self._bar: Any = None
         if ranks.rank == 0 and (sys.stderr.isatty() if wanted is None else wanted):
-            self._bar = _make(what, total // ranks.size, must=bool(wanted))
+            self._bar = _make(what, total // ranks.size)
 
     def add(self, count: int) -> None:
         """Tells of some bytes."""
@@ -43,11 +40,20 @@ class Bar:
             self._bar.close()
 
 
-def _make(what: str, total: int, *, must: bool) -> Any:
+def check_progress(wanted: bool | None) -> None:
+    """Raises ImportError if a bar is wanted, but tqdm is not installed."""
+    if wanted and _tqdm() is None:
+        raise ImportError("progress=True needs tqdm: pip install par-checkpoint[progress]")
+
+
+def _make(what: str, total: int) -> Any:
+    tqdm = _tqdm()
+    return None if tqdm is None else tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)
+
+
+def _tqdm() -> Any:
     try:
         from tqdm import tqdm  # noqa: PLC0415 - an extra
     except ImportError:
-        if must:
-            raise ImportError("progress=True needs tqdm: pip install par-checkpoint[progress]") from None
         return None
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)
+    return tqdm

@@ -1,8 +1,9 @@
 """The ranks that save or load together: their communicator, and how they agree on errors."""
 
 import pickle
+import struct
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -15,6 +16,10 @@ from ._bytes import bytes_of
 from ._errors import CheckpointError
 
 Value = TypeVar("Value")
+Told = TypeVar("Told")
+
+_HEAD = struct.Struct("<qII")
+_ROOM = 1008  # bytes of a message that go with its head
 
 
 class Transfer:
@@ -64,7 +69,7 @@ class Ranks:
         return dist.ProcessGroupGloo(prefixed, self.rank, self.size, self._timeout)
 
     def gather(self, value: Value) -> list[Value]:
-        """The value of every rank, by rank. All-gather of pickled bytes, twice: lengths and checksums, then they.
+        """The value of every rank, by rank. One all-gather of pickled bytes; a second round where some have many.
 
         Raises:
             RuntimeError: Another rank is gone. gloo has been seen to tell so by a message that was never filled.
@@ -72,21 +77,33 @@ class Ranks:
         if self._gloo is None:
             return [value]
         data = pickle.dumps(value)
-        heads = self._all_gather(torch.tensor(_head(data))).view(self.size, -1).tolist()
-        longest = max(_checked(head, rank) for rank, head in enumerate(heads))
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        bytes_of(mine)[: len(data)] = data
-        parts = bytes_of(self._all_gather(mine))
-        found = [parts[rank * longest : rank * longest + head[0]] for rank, head in enumerate(heads)]
-        for rank, (each, head) in enumerate(zip(found, heads, strict=True)):
-            if crc32c(each) != head[1]:
+        frames = self._all_gather(_head(data) + data[:_ROOM], _HEAD.size + _ROOM)
+        heads = [_checked(frame, rank) for rank, frame in enumerate(frames)]
+        found = [frame[_HEAD.size :] for frame in frames]
+        many = {rank: size for rank, (size, _) in enumerate(heads) if size > _ROOM}
+        if len(many) == 1:
+            for rank, size in many.items():
+                found[rank] = self._broadcast(data, size, rank)
+        elif many:
+            found = self._all_gather(data, max(many.values()))
+        found = [each[:size] for each, (size, _) in zip(found, heads, strict=True)]
+        for rank, (each, (_, crc)) in enumerate(zip(found, heads, strict=True)):
+            if crc32c(each) != crc:
                 raise _broken(rank)
         return [pickle.loads(each) for each in found]  # noqa: S301 - from ranks
 
-    def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
-        every = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
+    def _broadcast(self, data: bytes, size: int, root: int) -> memoryview:
+        """A rank's bytes."""
+        memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8)
+        self._gloo.broadcast(memory, root).wait(self._timeout)
+        return bytes_of(memory)
+
+    def _all_gather(self, data: bytes, size: int) -> list[memoryview]:
+        """Everybody's bytes, each padded to that size."""
+        mine = _padded(data, size)
+        every = torch.empty(self.size * size, dtype=torch.uint8)
         self._gloo._allgather_base(every, mine).wait(self._timeout)
-        return every
+        return [bytes_of(each) for each in every.split(size)]
 
     def broadcast(self, value: Value | None) -> Value:
         """Rank 0's value on every rank."""
@@ -96,21 +113,29 @@ class Ranks:
 
     def agree(self, act: Callable[[], Value]) -> Value:
         """Does something that may fail on this rank; if it failed on any, every rank raises that error."""
+        return self.share(lambda: (act(), None))[0]
+
+    def share(self, act: Callable[[], tuple[Value, Told]]) -> tuple[Value, list[Told]]:
+        """The same for something that gives a result for this rank and another one for all: the latter, by rank."""
         result, error = attempt(act)
-        self.raise_first(error)
-        return cast("Value", result)
+        mine = (result[1], None) if result is not None else (None, _portable(cast("BaseException", error)))
+        every = self.gather(mine)
+        self._raise([each for _, each in every], error)
+        return cast("tuple[Value, Told]", result)[0], [cast("Told", told) for told, _ in every]
 
     def raise_first(self, error: BaseException | None) -> None:
         """Every rank raises if one has an error; its own, or the first rank's with its number."""
-        errors = self.gather(None if error is None else _portable(error))
+        self._raise(self.gather(None if error is None else _portable(error)), error)
+
+    def _raise(self, errors: "Sequence[_Portable | None]", mine: BaseException | None) -> None:
         failed = [rank for rank, each in enumerate(errors) if each is not None]
         if not failed:
             return
-        if error is not None and not isinstance(error, Exception):
-            raise error
+        if mine is not None and not isinstance(mine, Exception):
+            raise mine
         first = cast("_Portable", errors[failed[0]])
         common = self.size == 1 or all(each == first for each in errors)
-        raise first.error("" if common else f"rank {failed[0]}: ") from error
+        raise first.error("" if common else f"rank {failed[0]}: ") from mine
 
     def on_first(self, act: Callable[[], Value]) -> Value:
         """Does something on rank 0 alone; its result, or its error, is every rank's."""
@@ -131,18 +156,24 @@ class Ranks:
         return Transfer(self._gloo.recv([buffer], source, 0), self._timeout)
 
 
-def _head(data: bytes) -> list[int]:
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    padded = torch.zeros(size, dtype=torch.uint8)
+    bytes_of(padded)[: len(data)] = data
+    return padded
+
+
+def _head(data: bytes) -> bytes:
     """Length and checksum of a message, and a checksum of the two."""
     size, crc = len(data), crc32c(data)
-    return [size, crc, crc32c(b"%d %d" % (size, crc))]
+    return _HEAD.pack(size, crc, crc32c(b"%d %d" % (size, crc)))
 
 
-def _checked(head: list[int], rank: int) -> int:
-    """The length that a rank's head says."""
-    size, crc, check = head
+def _checked(frame: memoryview, rank: int) -> tuple[int, int]:
+    """Length and checksum of a message, from the frame that a rank has sent."""
+    size, crc, check = _HEAD.unpack_from(frame)
     if crc32c(b"%d %d" % (size, crc)) != check:
         raise _broken(rank)
-    return size
+    return size, crc
 
 
 def _broken(rank: int) -> RuntimeError:
@@ -165,7 +196,7 @@ def attempt(act: Callable[[], Value]) -> tuple[Value | None, BaseException | Non
         return None, error
 
 
-_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, FileExistsError, FileNotFoundError, OSError)
+_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, ImportError, FileExistsError, FileNotFoundError, OSError)
 
 
 @dataclass(frozen=True)

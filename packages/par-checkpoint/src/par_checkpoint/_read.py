@@ -33,7 +33,6 @@ class Reading:
         crcs: By file name: the crc32c of each block; a file that is not there is not verified.
         budget: Bytes that may be held beside the state.
         threads: How many read at a time.
-        progress: Is told of bytes that were read.
     """
 
     files: Sequence[File]
@@ -43,22 +42,28 @@ class Reading:
     crcs: Mapping[str, Sequence[int]]
     budget: int
     threads: int
-    progress: Callable[[int], None]
 
 
-def read_blocks(plan: Plan, reading: Reading) -> BaseException | None:
+def read_blocks(
+    plan: Plan, reading: Reading, progress: Callable[[int], None]
+) -> tuple[list[Crc], BaseException | None]:
     """Fills this rank's tensors, and gives others what it reads for them.
 
     Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
 
+    Args:
+        plan: This rank's part.
+        reading: What it needs.
+        progress: Is told of bytes that were read.
+
     Returns:
-        The first error, if there was one.
+        The checksums of parts of blocks that others read the rest of, and the first error if there was one.
 
     Raises:
         RuntimeError: Another rank is gone.
     """
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
-        reader = _Reader(reading, pool)
+        reader = _Reader(reading, pool, progress)
         each = max(1, reading.budget // (4 * BLOCK)) if plan.peers else max(1, plan.turns)
         try:
             mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
@@ -66,19 +71,29 @@ def read_blocks(plan: Plan, reading: Reading) -> BaseException | None:
                 reader.round(tasks, foreign, peers=plan.peers)
         finally:
             reader.close()
-    if plan.parted:
-        every = reading.ranks.gather(None if reader.error else reader.parts)
-        reader.error = reader.error or _wrong_join(every, reading)
-    return reader.error
+    return reader.parts, reader.error
+
+
+def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
+    """The error, if the parts of a block, as all ranks have read them, do not make up what was written."""
+    found = join_crcs(reading.files, parts)
+    for file, blocks in zip(reading.files, found, strict=True):
+        wrong = [number for number, crc in blocks.items() if crc != reading.crcs[file.name][number]]
+        if wrong:
+            first = file.data_begin + wrong[0] * file.block
+            inside = [each for each, low, high in file.placed if low < first + file.block and high > first]
+            names = [name_of(reading.local.tensors[each].key) for each in inside]
+            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", wrong[0], first, names))
+    return None
 
 
 class _Reader:
     """The state of one rank's reading."""
 
-    def __init__(self, reading: Reading, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, reading: Reading, pool: ThreadPoolExecutor, progress: Callable[[int], None]) -> None:
         self.error: BaseException | None = None
         self.parts: list[Crc] = []  # of blocks that several ranks read
-        self._reading, self._pool = reading, pool
+        self._reading, self._pool, self._progress = reading, pool, progress
         self._rank = reading.ranks.rank
         self._sources = _Sources(reading.folder)
         self._blocks = Pool(max((file.block for file in reading.files), default=0))
@@ -157,7 +172,7 @@ class _Reader:
                 crc = crc if crcs is None else crc32c(part, crc)
         if crcs is not None:
             self._check(file, block, crc, crcs)
-        self._reading.progress(block.size)
+        self._progress(block.size)
 
     def _check(self, file: File, block: Block, crc: int, crcs: Sequence[int]) -> None:
         number, start = divmod(block.begin - file.data_begin, file.block)
@@ -166,21 +181,6 @@ class _Reader:
         elif crc != crcs[number]:
             tensors = [name_of(self._reading.local.tensors[span.tensor].key) for span in block.spans]
             raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
-
-
-def _wrong_join(every: Sequence[Sequence[Crc] | None], reading: Reading) -> CorruptError | None:
-    """The error, if the parts of a block, which ranks have read, do not make up what was written."""
-    if None in every:  # a rank has an error of its own
-        return None
-    found = join_crcs(reading.files, (part for parts in every for part in parts or ()))
-    for file, blocks in zip(reading.files, found, strict=True):
-        wrong = [number for number, crc in blocks.items() if crc != reading.crcs[file.name][number]]
-        if wrong:
-            first = file.data_begin + wrong[0] * file.block
-            inside = [each for each, low, high in file.placed if low < first + file.block and high > first]
-            names = [name_of(reading.local.tensors[each].key) for each in inside]
-            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", wrong[0], first, names))
-    return None
 
 
 class _Sources:

@@ -1,6 +1,6 @@
 """What is set rather than filled: param groups, a scheduler, extra state of modules."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ from ._errors import CheckpointError
 from ._found import Found
 from ._model import clean, unwrapped
 from ._optimizer import Naming
-from ._ranks import Ranks
 from ._targets import OptimizerTargets
 
 
@@ -84,19 +83,25 @@ class Restore:
             scheduler_state=state,
         )
 
-    def match(self, ranks: Ranks) -> None:
-        """Finds the saved group of each group, by the names in it on all ranks. Collective.
+    def candidates(self) -> list[list[int]]:
+        """By param group: the saved groups in which its parameters on this rank were."""
+        return [
+            [number for number, (members, _) in enumerate(self.saved) if not of.isdisjoint(members)]
+            for of in map(set, self.names)
+        ]
+
+    def match(self, every: Sequence[Sequence[Iterable[int]]]) -> None:
+        """Finds the saved group of each group.
+
+        Args:
+            every: The candidates of all ranks.
 
         Raises:
             CheckpointError: A group whose parameters were in several groups.
         """
-        if not any(ranks.gather(self.optimizer is not None)):
-            return
-        every = ranks.gather(self.names)
         self.matches = []
         for number in range(len(self.names)):
-            names = {name for each in every if number < len(each) for name in each[number]}
-            of = {saved for saved, (members, _) in enumerate(self.saved) for name in members if name in names}
+            of = {saved for each in every if number < len(each) for saved in each[number]}
             if len(of) > 1:
                 raise CheckpointError(
                     f"the parameters of param group {number} were in groups {sorted(of)} when they were saved; make "

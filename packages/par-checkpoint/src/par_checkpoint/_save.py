@@ -7,25 +7,27 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ._collect import Content, Model, check_layout, collect
+from ._claims import Claims, digest
+from ._collect import Content, LayoutNames, Model, check_layout, collect, layout_names
+from ._crc import Crc
 from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
 from ._options import SaveOptions, check_style, timeout_of, with_keywords
 from ._pieces import Local
 from ._prepare import Prepared, check_replicas, prepare_save
 from ._progress import Bar
 from ._ranks import Ranks
-from ._session import Session, session_of
+from ._session import session_of
 from ._shards import parse_size
-from ._state import agreed_state
+from ._state import agreed_state, state_digest
 from ._storage import Folder, Staging, open_folder
-from ._torch_style import prepare_torch, write_objects
+from ._torch_style import write_objects
 from ._write import Snapshot, Work, write_blocks
 
 Path = str | PathLike[str]
@@ -128,18 +130,28 @@ def save(  # noqa: PLR0913 - what, where, with whom, how
     session = session_of(group, timeout_of(options, keywords))
     ranks = session.ranks
 
-    def look() -> tuple[SaveOptions, Content]:
+    def look() -> tuple[tuple[SaveOptions, Content, Folder, bytes], _Word]:
         check_style(style)
         chosen = with_keywords(options, SaveOptions, keywords)
-        return chosen, collect(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, options=chosen)
+        content = collect(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, options=chosen)
+        claims = Claims.of(content.entries).encode()
+        return (chosen, content, _open(path, chosen.writer), claims), _word(chosen, content, claims, model)
 
-    chosen, content = ranks.agree(look)
+    (chosen, content, folder, claims), every = ranks.share(look)
     session.settle(chosen.pending)
-    check_layout(ranks, chosen.layout, model)
-    check_replicas(ranks, content.samples)
-    content = replace(content, state=agreed_state(ranks, content.state))
-    folder = ranks.agree(partial(_open, path, chosen.writer))
-    job = _job(session, folder, content, chosen, style, overwrite=overwrite)
+    check_layout([each.layout for each in every])
+    check_replicas(ranks, content.samples, [each.samples for each in every])
+    limit, by_owner = _limits(chosen, folder, style)
+    job = _Job(
+        folder=folder,
+        staging=folder.stage(every[0].nonce),
+        content=replace(content, state=agreed_state(ranks, content.state, [each.state for each in every])),
+        prepared=prepare_save(session, claims, [each.claims for each in every], limit, by_owner=by_owner),
+        options=chosen,
+        style=style,
+        overwrite=overwrite,
+    )
+    _or_discard(ranks, job.staging, partial(_stage, ranks, job))
     handle = Save(folder.url, session.timeout)
     if chosen.async_ and style == "huggingface":
         copy = partial(
@@ -164,57 +176,73 @@ def _open(path: Path, writer: str) -> Folder:
     return folder
 
 
+def _limits(options: SaveOptions, folder: Folder, style: str) -> tuple[int, bool]:
+    """Bytes of tensors in a file, and whether one rank writes a whole one."""
+    if style == "torch":  # one object, from one rank
+        return sys.maxsize, True
+    by_owner = options.writer == "owner" or (options.writer == "auto" and not folder.positional)
+    return parse_size(options.max_shard_size), by_owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Word:
+    """What a rank tells the others, before anything is written.
+
+    Args:
+        nonce: Rank 0's is the save's.
+        layout: The names of `layout` that it lacks, and those that it has.
+        samples: Stands for the beginnings of tensors without a record.
+        state: Stands for what is no tensor of a file.
+        claims: Stands for what it holds.
+    """
+
+    nonce: str
+    layout: LayoutNames
+    samples: bytes
+    state: bytes
+    claims: bytes
+
+
+def _word(options: SaveOptions, content: Content, claims: bytes, model: Model | None) -> _Word:
+    return _Word(
+        nonce=uuid.uuid4().hex[:12],
+        layout=layout_names(options.layout, model),
+        samples=digest(repr(content.samples).encode()),
+        state=state_digest(content.state),
+        claims=digest(claims),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A save that is planned, whose staging folder stands."""
+    """A save that is planned."""
 
     folder: Folder
     staging: Staging
     content: Content
     prepared: Prepared
-    local: Local
     options: SaveOptions
     style: str
     overwrite: bool
 
-
-def _job(
-    session: Session, folder: Folder, content: Content, options: SaveOptions, style: str, *, overwrite: bool
-) -> _Job:
-    ranks = session.ranks
-    if style == "torch":
-        prepared = prepare_torch(session, content.entries)
-    else:
-        limit = parse_size(options.max_shard_size)
-        by_owner = options.writer == "owner" or (options.writer == "auto" and not folder.positional)
-        prepared = prepare_save(session, content.entries, limit, by_owner=by_owner)
-    staging = folder.stage(ranks.broadcast(uuid.uuid4().hex[:12]))
-    job = _Job(
-        folder=folder,
-        staging=staging,
-        content=content,
-        prepared=prepared,
-        local=Local.of(content.entries, prepared.tensors),
-        options=options,
-        style=style,
-        overwrite=overwrite,
-    )
-
-    def stage() -> None:
-        ranks.on_first(partial(_stage, job))
-        ranks.agree(staging.attach)
-
-    _or_discard(ranks, staging, stage)
-    return job
+    @cached_property
+    def local(self) -> Local:
+        """What this rank holds."""
+        return Local.of(self.content.entries, self.prepared.tensors)
 
 
-def _stage(job: _Job) -> None:
-    """Makes the staging folder, unless the path is taken."""
-    job.folder.recover()
-    job.folder.check_target(overwrite=job.overwrite)
-    files = () if job.style == "torch" else job.prepared.files
-    job.staging.create([file.name for file in files], needed_bytes(job.prepared, job.content))
-    place_files(job.staging, files)
+def _stage(ranks: Ranks, job: _Job) -> None:
+    """Makes the staging folder on rank 0, unless the path is taken; all see it."""
+
+    def make() -> None:
+        job.folder.recover()
+        job.folder.check_target(overwrite=job.overwrite)
+        files = () if job.style == "torch" else job.prepared.files
+        job.staging.create([file.name for file in files], needed_bytes(job.prepared, job.content))
+        place_files(job.staging, files)
+
+    ranks.on_first(make)
+    ranks.agree(job.staging.attach)
 
 
 def _write(job: _Job, ranks: Ranks, snapshot: Snapshot | None) -> None:
@@ -241,8 +269,13 @@ def _write_and_commit(job: _Job, work: Work, snapshot: Snapshot | None) -> None:
         ranks.on_first(lambda: commit(job.staging, content, files, side_files(content), noted))
         return
     crcs, error = write_blocks(prepared.plan, work, snapshot)
-    ranks.raise_first(error)
-    every = ranks.gather(crcs)
+
+    def written() -> tuple[None, list[Crc]]:
+        if error is not None:
+            raise error
+        return None, crcs
+
+    _, every = ranks.share(written)
 
     def finish() -> None:
         files = records_of(prepared.files, (each for part in every for each in part))

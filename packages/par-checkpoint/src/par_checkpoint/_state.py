@@ -75,16 +75,25 @@ def encode_state(
     return State(parts=parts, groups=groups, slots=slots, tensors=copies)
 
 
-def agreed_state(ranks: Ranks, mine: State) -> State:
-    """The state of all ranks as one: names and slots joined, everything else the same.
+def state_digest(state: State) -> bytes:
+    """What stands for a rank's state where only equality counts."""
+    return digest(repr(_word(state)).encode())
+
+
+def agreed_state(ranks: Ranks, mine: State, digests: Sequence[bytes]) -> State:
+    """The state of all ranks as one: names and slots joined, everything else the same. Collective where they differ.
+
+    Args:
+        ranks: Who saves.
+        mine: This rank's state.
+        digests: Of the states of all ranks.
 
     Raises:
         ValueError: What differs between ranks; on every rank.
     """
-    word = _word(mine)
-    if len(set(ranks.gather(digest(repr(word).encode())))) == 1:
+    if len(set(digests)) == 1:
         return mine
-    words = ranks.gather(word)
+    words = ranks.gather(_word(mine))
     for name in ("scheduler", "extra"):
         _check_same(name, [each.parts[name] for each in words])
     tensors = _joined("tensor", [each.tensors for each in words])

@@ -75,8 +75,8 @@ def model_targets(model: Model, places: Places, options: LoadOptions, tied: Mapp
     layout = options.layout or {}
     every = [*found.tensors, *found.tied]
     names = rename(options.names, every)
-    shapes = {name: tuple(sharding_in(name, tensor, layout).shape) for name, tensor in found.tensors.items()}
-    convert = options.convert or usual_conversion(model, shapes)
+    shardings = {name: sharding_in(name, tensor, layout) for name, tensor in found.tensors.items()}
+    convert = options.convert or usual_conversion(model, {name: tuple(each.shape) for name, each in shardings.items()})
     aliases: dict[str, list[str]] = {}
     for name, stored_as in found.tied.items():
         aliases.setdefault(stored_as, []).append(name)
@@ -85,9 +85,8 @@ def model_targets(model: Model, places: Places, options: LoadOptions, tied: Mapp
         stored = [key for key in dict.fromkeys(_stored_as(each, places, tied) for each in in_files) if key in places]
         targets.used.update(key_of("model", key) for key in stored)
         targets.same.extend((stored[0], other) for other in stored[1:])
-        sharding = sharding_in(name, tensor, layout)
         chosen = None if stored and options.convert is None else convert  # files may hold it as it is in memory
-        for segment in segments_on_disk(name, sharding, chosen, stored[0] if stored else in_files[0]):
+        for segment in segments_on_disk(name, shardings[name], chosen, stored[0] if stored else in_files[0]):
             _match(targets, places, key_of("model", segment.name), segment.sharding, tensor, options.dtype)
     return targets
 

@@ -10,25 +10,17 @@ from crc32c import crc32c
 
 from ._bytes import bytes_of
 from ._collect import Content
-from ._entry import Entry, name_of
+from ._entry import name_of
 from ._files import BLOCK
 from ._manifest import FileRecord
-from ._prepare import Prepared, prepare_save
+from ._prepare import Prepared
 from ._ranks import attempt
-from ._session import Session
 from ._storage import Writer
 from ._tagged import decode
 from ._write import Work, write_blocks
 
 OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
 """By section: its file."""
-
-_UNLIMITED = 1 << 62
-
-
-def prepare_torch(session: Session, entries: Sequence[Entry]) -> Prepared:
-    """A plan by which one rank gets everything of a section."""
-    return prepare_save(session, entries, _UNLIMITED, by_owner=True)
 
 
 def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str, FileRecord]:

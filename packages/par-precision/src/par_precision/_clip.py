@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ._norm import check_order, device_of, held_gradients, total_norm
 from ._ownership import Ownership, Parameters, tensors_in
-from ._placed import local_gradient
+from ._placed import local_gradients
 
 
 @torch.no_grad()
@@ -63,7 +65,7 @@ def clip_grad_value_(params: Parameters, clip_value: float) -> None:
         ValueError: Another clip_value.
     """
     check_max_norm(clip_value, "clip_value")
-    clamp_([local_gradient(tensor) for tensor in tensors_in(params) if tensor.grad is not None], clip_value)
+    clamp_(local_gradients(tensors_in(params)), clip_value)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -73,11 +75,10 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies in place with a scalar tensor."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for each in gradients:
-        kinds.setdefault((each.device, each.dtype), []).append(each)
-    for (device, dtype), here in kinds.items():
-        torch._foreach_mul_(here, factor.to(device, torch.float64 if dtype == torch.float64 else torch.float32))
+    groups = _group_tensors_by_device_and_dtype([list(gradients)]) if gradients else {}
+    for (device, dtype), ((here,), _) in groups.items():
+        by = factor.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+        torch._foreach_mul_(cast("list[Tensor]", here), by)
 
 
 def clamp_(gradients: Sequence[Tensor], limit: float) -> None:

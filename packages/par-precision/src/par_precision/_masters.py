@@ -88,13 +88,14 @@ class Masters(Weights):
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
         """Steps bucket by bucket: an optimizer passes over masters without a gradient."""
-        given = [(pair, pair.master.grad) for pair in self._pairs if pair.master.grad is not None]
-        self._hide(given)
-        for bucket in _buckets(given, self._bucket):
-            wide = [gradient.float() for _, gradient in bucket]
-            change.apply_(wide)
-            for (pair, _), gradient in zip(bucket, wide, strict=True):
-                pair.master.grad = gradient
+        given = [(pair, gradient) for pair in self._pairs if (gradient := pair.master.grad) is not None]
+        buckets = list(_buckets(given, self._bucket))
+        if len(buckets) > 1:
+            self._hide(given)
+        for bucket in buckets:
+            for pair, gradient in bucket:
+                pair.master.grad = gradient.float()
+            change.apply_([pair.master for pair, _ in bucket])
             self._optimizer.step()
             self._hide(bucket)
         _copy_([pair.local for pair, _ in given], [pair.master for pair, _ in given])
@@ -130,7 +131,7 @@ class Masters(Weights):
 
     def _take(self, pair: Pair) -> None:
         gradient = local_gradient(pair.parameter)
-        if not self._accumulate:
+        if not self._accumulate or gradient is None:
             pair.master.grad = gradient
             return
         pair.parameter.grad = None

@@ -84,7 +84,8 @@ def mixed(
     the masters.
 
     Args:
-        module: On its device. Plain, of DTensors, under FSDP2, of par-layers, or sharded by par-zero.
+        module: On its device. Plain, of DTensors, under FSDP2, of par-layers, or sharded by par-zero. Of a ModuleList
+            or ModuleDict the items are called, such as an actor and a critic that share an optimizer.
         optimizer: Of its parameters. `fused=True` spares the host a wait in each step.
         precision: "fp32", "tf32", "bf16" or "fp16" (weights in it, fp32 masters), "bf16-amp" or "fp16-amp" (autocast),
             "bf16-sr" (bf16 weights without masters, rounded stochastically), "fp8" (as "bf16", and linear layers

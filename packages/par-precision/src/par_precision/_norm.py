@@ -51,7 +51,7 @@ Held = list[tuple[Counted, Tensor]]
 
 def held_gradients(tensors: Iterable[Tensor], ownership: Ownership) -> Held:
     """This rank's parts of the gradients that some tensors have."""
-    return [(ownership.of(tensor), local_gradient(tensor)) for tensor in tensors if tensor.grad is not None]
+    return [(ownership.of(tensor), gradient) for tensor in tensors if (gradient := local_gradient(tensor)) is not None]
 
 
 def total_norm(held: Held, group: dist.ProcessGroup | None, device: torch.device, order: float = 2.0) -> Tensor:
@@ -63,7 +63,7 @@ def total_norm(held: Held, group: dist.ProcessGroup | None, device: torch.device
         device: Of the all-reduce and of the result.
         order: Of the norm.
     """
-    parts = _counted_parts(held)
+    parts = counted_parts(held)
     if order == math.inf:
         total, operation = largest(parts, device), dist.ReduceOp.MAX
     else:
@@ -73,7 +73,7 @@ def total_norm(held: Held, group: dist.ProcessGroup | None, device: torch.device
     return total if order == math.inf else total.sqrt() if order == 2 else total.pow(1 / order)
 
 
-def _counted_parts(held: Held) -> list[Tensor]:
+def counted_parts(held: Held) -> list[Tensor]:
     """What this rank counts of its gradients."""
     parts: list[Tensor] = []
     for part, gradient in held:

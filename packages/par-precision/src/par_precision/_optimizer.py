@@ -1,9 +1,10 @@
 """The optimizer that `mixed` returns: scale, norm, clip and skip around the user's own.
 
-step   gradients -> sum of squares of what this rank counts, in fp64
-                 -> all-reduce of that one number                                              (group)
+step   gradients -> sum of squares of what this rank counts, in fp64, and beside it what its losses weigh
+                 -> all-reduce of those four numbers                                           (group)
                  -> norm, whether it is finite, clip coefficient, all on the device
-                 -> the user's optimizer, which divides by scale / coefficient and skips by itself if it is fused
+                 -> the user's optimizer, which divides by scale * mean weight / coefficient, and skips by itself if it
+                    is fused
                  -> loss scale and counters, on the device
 """
 
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ._clip import clip_coefficient
-from ._norm import total_norm
+from ._norm import counted_parts
 from ._policy import Policy
 from ._scaling import Scaling
 from ._schedule import Schedule
+from ._sums import sum_of_powers
 from ._weights import Change, Weights
 
 EXTRA = "par_precision"
@@ -55,7 +57,7 @@ class MixedOptimizer(Optimizer):
     """A torch optimizer around the user's. Param groups and state are the user's optimizer's own objects.
 
     Fused optimizers (`fused=True`) unscale, clip and skip inside their kernels, and the host waits for nothing. Others
-    need one read of the host in each step.
+    need one read of the host in each step. On a CPU that is free, and spares kernels the question.
 
     Args:
         inner: The user's optimizer.
@@ -86,6 +88,7 @@ class MixedOptimizer(Optimizer):
         self.inner, self.scaling = inner, scaling
         self.last: Step | None = None
         self._weights, self._clip, self._policy, self._group, self._device = weights, clip, policy, group, device
+        self._reads_freely = device.type == "cpu"  # the host need not wait
         self._stepped: set[int] = set()  # the tensors that SGD has momentum for
         self.__setstate__({})  # hooks; Optimizer's own constructor would make param groups of its own
 
@@ -110,6 +113,7 @@ class MixedOptimizer(Optimizer):
         """Drops all gradients, the module's and the masters'."""
         self.inner.zero_grad(set_to_none)
         self._weights.zero_grad()
+        self.scaling.items.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: masters and counts are made once.
@@ -140,6 +144,7 @@ class MixedOptimizer(Optimizer):
             self._check_masters(extra["masters"])
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != EXTRA})
         self._weights.restore(state_dict["state"])
+        self.scaling.items.forget()
         if extra is None:
             return
         self.scaling.load_state_dict(extra["scaling"])
@@ -149,22 +154,44 @@ class MixedOptimizer(Optimizer):
 
     # What a trainer calls
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
         """The loss times the loss scale, for a trainer or a pipeline that calls backward itself.
 
+        With weights the step makes gradients exact means: over all items of all losses since the last step, of all
+        ranks of the group that gave any. Gradients are to be averaged over data ranks as ever; the group must have all
+        of these, and ranks that share a replica of the model give the same weights. A rank whose batch has no items
+        gives a loss of 0 and weight 0; one that has no loss, such as a pipeline's first, does not call this.
+
+        Args:
+            loss: A scalar.
+            weight: The number of items, such as tokens, that the loss is a mean of: a number, or a scalar tensor. None:
+                every data rank and every loss counts the same, as under DDP.
+
         Raises:
             TypeError: A loss of whole numbers.
+            ValueError: A weight that is no number of items; weights for some losses of a step and none for others; or
+                several ranks and no group to sum them over.
         """
-        return self.scaling.scaled(loss)
+        if weight is not None and self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"a loss with a weight in a world of {dist.get_world_size()} ranks needs those that share its mean; "
+                "give mixed() a group, and replicas= if parameters are copies on it, as under DDP"
+            )
+        return self.scaling.scaled(loss, weight)
 
-    def backward(self, loss: Tensor, **keywords: Any) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, **keywords: Any) -> None:
         """Scales a loss and runs its backward pass.
 
+        Args:
+            loss: A scalar.
+            weight: As for `scale`.
+            keywords: Of torch's `backward`.
+
         Raises:
-            TypeError: A loss of whole numbers.
+            TypeError, ValueError: As for `scale`.
         """
         with self._policy.backward():
-            self.scale(loss).backward(**keywords)
+            self.scale(loss, weight).backward(**keywords)
 
     def schedule(self, scheduler: LRScheduler) -> Schedule:
         """An lr scheduler that stands still where a step was skipped; that is the one host read that it costs."""
@@ -174,54 +201,63 @@ class MixedOptimizer(Optimizer):
     def step(self, closure: Callable[[], object] | None = None) -> Step:  # type: ignore[override]
         """Updates the weights, unless a gradient anywhere in the group is not finite. Collective over the group.
 
+        It does not, either, where the weights of all losses are 0.
+
         Args:
             closure: Called first, once; it may compute gradients.
 
         Raises:
+            ValueError: Some ranks weighed losses, and others did not; on all ranks of the group.
             RuntimeError: Too many skipped steps in a row, on all ranks of the group.
         """
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        held = self._weights.gradients()
-        norm = total_norm(held, self._group, self._device)
-        if self.scaling.scale is not None:
-            norm /= self.scaling.scale.value
+        norm, divisor = self._summed()
         step = Step(grad_norm=norm, skipped=norm.isfinite().logical_not_())
         if not self._waits():
-            self._update(step)
+            self._update(step, divisor, step.skipped.float())
         elif not bool(step.skipped):
-            self._stepped |= self._given()
-            self._update(step)
+            self._stepped |= self._with_momentum()
+            self._update(step, divisor, None)
         self.last = step
         self.scaling.update(step.skipped)
         return step
 
-    def _update(self, step: Step) -> None:
-        """Steps the user's optimizer, which divides gradients and skips itself if it can."""
-        factor = self._factor(step.grad_norm)
-        if not self._fused() or self._clip.value is not None:
-            change = Change(factor=factor, limit=self._clip.value)
-            divisor = None
-        else:
-            change = Change()
-            divisor = None if factor is None else factor.reciprocal().float()
+    def _summed(self) -> tuple[Tensor, Tensor | None]:
+        """The norm of all gradients, and what they are too large by, in fp64; None: nothing."""
+        squares = sum_of_powers(counted_parts(self._weights.gradients()), 2, self._device)
+        totals = self.scaling.items.beside(squares)
+        if self._group is not None:
+            dist.all_reduce(totals, group=self._group)  # four fp64 numbers
+        divisor = self.scaling.items.divide_(totals)
+        if self.scaling.scale is not None:
+            scale = self.scaling.scale.value.double()
+            divisor = scale if divisor is None else divisor * scale
+        norm = totals[0].sqrt()
+        return norm if divisor is None else norm / divisor, divisor
+
+    def _update(self, step: Step, divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Steps the user's optimizer, which divides gradients itself if it can, and skips if it is told `found_inf`."""
+        factor = self._factor(step.grad_norm, divisor)
+        in_kernels = self._fused() and self._clip.value is None
+        change = Change() if in_kernels else Change(factor=factor, limit=self._clip.value)
+        grad_scale = factor.reciprocal().float() if in_kernels and factor is not None else None
         try:
             if self._fused():
-                self.inner.grad_scale = divisor  # type: ignore[attr-defined]  # as torch's GradScaler does
-                self.inner.found_inf = step.skipped.float()  # type: ignore[attr-defined]
+                self.inner.grad_scale = grad_scale  # type: ignore[attr-defined]  # as torch's GradScaler does
+                self.inner.found_inf = found_inf  # type: ignore[attr-defined]
             self._weights.step(change, self.scaling.steps)
         finally:
             for name in ("grad_scale", "found_inf"):
                 self.inner.__dict__.pop(name, None)
 
-    def _factor(self, norm: Tensor) -> Tensor | None:
+    def _factor(self, norm: Tensor, divisor: Tensor | None) -> Tensor | None:
         """What gradients are multiplied with, in fp64; None: nothing."""
-        scale = None if self.scaling.scale is None else self.scaling.scale.value
         if self._clip.norm is None:
-            return None if scale is None else scale.double().reciprocal()
+            return None if divisor is None else divisor.reciprocal()
         coefficient = clip_coefficient(norm, self._clip.norm)
-        return coefficient if scale is None else coefficient / scale
+        return coefficient if divisor is None else coefficient / divisor
 
     def _fused(self) -> bool:
         """Whether the optimizer's kernels take a divisor and skip."""
@@ -229,14 +265,16 @@ class MixedOptimizer(Optimizer):
         return bool(supports) and all(group.get("fused", True) for group in self.param_groups)
 
     def _waits(self) -> bool:
-        """Whether the host decides about a skip: where the optimizer cannot, or where it would do so wrongly.
+        """Whether the host decides about a skip: where the optimizer cannot or would do so wrongly, and on CPUs.
 
         Fused SGD that skips a tensor's very first step keeps a momentum for it that nobody has written.
         """
-        return not self._fused() or (isinstance(self.inner, torch.optim.SGD) and not self._given() <= self._stepped)
+        return self._reads_freely or not self._fused() or not self._with_momentum() <= self._stepped
 
-    def _given(self) -> set[int]:
-        """The optimizer's tensors that have a gradient."""
+    def _with_momentum(self) -> set[int]:
+        """The tensors that SGD is about to step."""
+        if self._reads_freely or not isinstance(self.inner, torch.optim.SGD):
+            return set()
         return {id(each) for group in self.param_groups for each in group["params"] if each.grad is not None}
 
     def _check_masters(self, saved: list[Tensor]) -> None:

@@ -1,5 +1,6 @@
 """DTensors: what this rank has of them. Who has none does not import them."""
 
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeGuard, cast
 
 from torch import Tensor, nn
@@ -18,12 +19,13 @@ class Placed(Protocol):
         """The same, placed otherwise."""
 
 
-_ORDINARY = (nn.Parameter, Tensor)  # a look at the type is quicker than one for an attribute that is not there
+_ORDINARY = (nn.Parameter, Tensor)  # a look at the type is quicker than one at an attribute
 
 
 def is_placed(tensor: object) -> TypeGuard[Placed]:
     """Whether a tensor is a DTensor."""
-    return type(tensor) not in _ORDINARY and hasattr(tensor, "placements")
+    kind = type(tensor)
+    return kind not in _ORDINARY and hasattr(kind, "placements")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -31,20 +33,25 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_placed(tensor) else tensor
 
 
-def local_gradient(tensor: Tensor) -> Tensor:
-    """This rank's part of the gradient that a tensor has, cut like the tensor.
+def local_gradient(tensor: Tensor) -> Tensor | None:
+    """This rank's part of the gradient of a tensor, cut like the tensor; None if there is none.
 
     A DTensor's gradient may be placed otherwise, or still be a sum over ranks; then it is first brought into place,
     which is a collective over its mesh.
     """
-    gradient = cast("Tensor", tensor.grad)
-    if not is_placed(gradient):
+    gradient = tensor.grad
+    if gradient is None or not is_placed(gradient):
         return gradient
     placements = cast("Placed", tensor).placements
     if gradient.placements == placements:
         return gradient.to_local()
     tensor.grad = gradient.redistribute(placements=placements)
     return local_part(tensor.grad)
+
+
+def local_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that there are."""
+    return [gradient for tensor in tensors if (gradient := local_gradient(tensor)) is not None]
 
 
 def is_in_place(tensor: Tensor) -> bool:

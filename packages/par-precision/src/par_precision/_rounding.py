@@ -6,6 +6,7 @@ lower one. So the mean of many roundings is the value, and updates too small for
 
 import hashlib
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +14,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from par_groups import Box, Segments, segments_of
+from par_groups import Box, Segment, Segments, segments_of, whole
+
+from ._placed import is_placed, local_part
 
 Keys = tuple[int, int]
 """Two numbers below 2**32, of one tensor at one step."""
@@ -73,13 +76,20 @@ def stochastic_round_(target: Tensor, source: Tensor, seed: int, step: int, *, n
         C. Wellons' "lowbias32", keyed, without the last shift, since only upper bits of it are used.
     """
     _check(target, source)
-    round_segments_(target, source, segments_of(target, name), seed, step)
+    round_segments_(target, source, packed(target, name), seed, step)
+
+
+def packed(tensor: Tensor, name: str) -> Segments:
+    """What a tensor packs. Most say nothing of themselves, which is quicker to see than to ask for."""
+    if is_placed(tensor) or "par_sharding" in tensor.__dict__ or "par_segments" in tensor.__dict__:
+        return segments_of(tensor, name)
+    return Segments([Segment(name, whole(tuple(tensor.shape), ()))])
 
 
 @torch.no_grad()
 def round_segments_(target: Tensor, source: Tensor, segments: Segments, seed: int, step: int) -> None:
     """`stochastic_round_` of a tensor that packs `segments`, whatever the record on it."""
-    into, given = _local(target), _local(source)
+    into, given = local_part(target), local_part(source)
     round_matrix_ = _rounds_on(into)
     for segment in segments:
         keys = keys_of(seed, step, segment.name)
@@ -105,11 +115,6 @@ def _check(target: Tensor, source: Tensor) -> None:
         raise ValueError(f"the target is on {target.device}, the source on {source.device}; move one to the other")
 
 
-def _local(tensor: Tensor) -> Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
 def _rounds_on(tensor: Tensor) -> Callable[[Matrix, Keys], None]:
     """What rounds on a tensor's device: one kernel on a GPU where there is Triton, else torch's own operations."""
     if tensor.is_cuda and find_spec("triton"):
@@ -128,9 +133,9 @@ def _matrices(box: Box, shape: Sequence[int], target: Tensor, source: Tensor) ->
         target: The box's view of it.
         source: The box's view of it.
     """
-    whole = torch.empty(tuple(shape), device="meta").stride()
-    begin = sum(start * step for start, step in zip(box.start, whole, strict=True))
-    *outer, rows, columns = _merged(zip(box.size, whole, target.stride(), source.stride(), strict=True))
+    row_major = tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1][: len(shape)]
+    begin = sum(start * step for start, step in zip(box.start, row_major, strict=True))
+    *outer, rows, columns = _merged(zip(box.size, row_major, target.stride(), source.stride(), strict=True))
     for place in itertools.product(*(range(dim[0]) for dim in outer)):
         first, into, given = (
             origin + sum(index * dim[which] for index, dim in zip(place, outer, strict=True))
@@ -172,14 +177,16 @@ class _Tiles:
         rows, columns = matrix.target.shape
         width = min(columns, _TILE)
         height = max(1, _TILE // width)
-        right = _spread(width, matrix.steps[1], 0, matrix.target.device)
+        right = _spread(width, matrix.steps[1], 0, matrix.target.device)[None]
         for top, left in itertools.product(range(0, rows, height), range(0, columns, width)):
             here = slice(top, top + height), slice(left, left + width)
             target, source = matrix.target[here], matrix.source[here]
             state, spare = (each[: target.numel()].view(target.shape) for each in (self._hash, self._spare))
             start = (matrix.first + top * matrix.steps[0] + left * matrix.steps[1]) * SPREAD + keys[0]
-            down = _spread(target.shape[0], matrix.steps[0], start, target.device)
-            torch.add(right[: target.shape[1]], down[:, None], out=state)
+            below: Tensor | int = signed(start)
+            if target.shape[0] > 1:
+                below = _spread(target.shape[0], matrix.steps[0], start, target.device)[:, None]
+            torch.add(right[:, : target.shape[1]], below, out=state)
             _mix_(state, spare, keys[1])
             _round_tile_(target, source, state, spare)
 

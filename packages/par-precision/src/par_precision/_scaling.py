@@ -1,10 +1,11 @@
-"""The loss scale, and how many steps were skipped: what a run must remember besides weights and moments."""
+"""The loss scale, what losses weigh, and how many steps were skipped: what a run must remember besides its weights."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._items import Items
 from ._scale import DynamicScale
 
 
@@ -20,10 +21,12 @@ class Scaling:
 
     Attributes:
         steps: How many there were, skipped ones included.
+        items: What losses weigh.
     """
 
     def __init__(self, scale: DynamicScale | None, max_skipped: int, device: torch.device) -> None:
         self.scale, self.steps, self._max_skipped = scale, 0, max_skipped
+        self.items = Items(device)
         self._skipped, self._in_a_row = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
         if scale is not None:
             scale.to_(device)
@@ -33,13 +36,17 @@ class Scaling:
         """How many steps were skipped so far. Reading it waits for the device."""
         return int(self._skipped)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in fp32: 65,536 times anything is too much for fp16."""
+    def scaled(self, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
+        """The loss times the scale and its weight, in fp32: 65,536 times anything is too much for fp16."""
         if not loss.is_floating_point():
             raise TypeError(f"the loss has dtype {loss.dtype}, which has no gradient; give a floating-point tensor")
-        if self.scale is None:
+        share = self.items.count(weight)
+        if share is None and self.scale is None:
             return loss
-        return (loss if loss.dtype == torch.float64 else loss.float()) * self.scale.value
+        scaled = loss if loss.dtype == torch.float64 else loss.float()
+        if share is not None:
+            scaled = scaled * share.to(scaled.dtype)
+        return scaled if self.scale is None else scaled * self.scale.value
 
     def update(self, found_inf: Tensor) -> None:
         """Takes in a step.
@@ -48,7 +55,8 @@ class Scaling:
             found_inf: Whether it was skipped, a bool scalar; the same on all ranks.
 
         Raises:
-            RuntimeError: One skipped step in a row too many, on all ranks. On a GPU the counter is read every
+            ValueError: Some ranks weighed losses, and others did not; on all ranks.
+            RuntimeError: One skipped step in a row too many, on all ranks. On a GPU this is looked at every
                 `max_skipped` steps, since reading it waits; elsewhere at every step.
         """
         self.steps += 1
@@ -56,19 +64,24 @@ class Scaling:
             self.scale.update(found_inf)
         self._skipped += found_inf
         self._in_a_row = (self._in_a_row + 1) * found_inf
-        if (found_inf.is_cpu or self.steps % self._max_skipped == 0) and int(self._in_a_row) >= self._max_skipped:
-            self._stop()
+        if found_inf.is_cpu or self.steps % self._max_skipped == 0:
+            self.items.check()
+            if int(self._in_a_row) >= self._max_skipped:
+                self._stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as numbers."""
         counters = {"steps": self.steps, "skipped": self.skipped, "in_a_row": int(self._in_a_row)}
-        return {**counters, "scale": None if self.scale is None else self.scale.state_dict()}
+        scale = None if self.scale is None else self.scale.state_dict()
+        return {**counters, "typical_weight": float(self.items.typical), "scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another run was. A scale stays where it is if that run had none."""
         self.steps = state["steps"]
         self._skipped.fill_(state["skipped"])
         self._in_a_row = torch.full_like(self._in_a_row, state["in_a_row"])
+        self.items.forget()
+        self.items.typical = torch.full_like(self.items.typical, state["typical_weight"])
         if self.scale is not None and state["scale"] is not None:
             self.scale.load_state_dict(state["scale"])
 

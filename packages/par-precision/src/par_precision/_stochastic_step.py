@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import Segment, Segments, segments_of
+from par_groups import Segment, Segments
 
-from ._rounding import DROPPED, round_segments_
+from ._rounding import DROPPED, packed, round_segments_
 
 State = dict[str, Any]
 
@@ -112,7 +112,7 @@ def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterat
         given = group.get("param_names") or [f"param_groups.{number}.params.{i}" for i in range(len(group["params"]))]
         for name, parameter in list(zip(given, group["params"], strict=True)):
             if parameter.grad is not None:
-                segments = segments_of(parameter, names.get(parameter, name))
+                segments = packed(parameter, names.get(parameter, name))
                 yield _Held(parameter=parameter, group=number, segments=segments)
 
 

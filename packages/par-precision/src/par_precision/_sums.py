@@ -49,26 +49,26 @@ def _stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _squares_on_cpu(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Partial sums of squares. torch's norm with another dtype converts element by element there, and is 10x slower."""
-    scratch = torch.empty(min(_BLOCK, sum(each.numel() for each in tensors)), dtype=torch.float64)
-    for flat in _flattened(tensors):
+    sizes = [each.numel() for each in tensors]
+    scratch = torch.empty(min(_BLOCK, sum(sizes)), dtype=torch.float64)
+    for flat in _flattened(tensors, sizes):
         wide = scratch[: flat.numel()]
         wide.copy_(flat)
         yield wide.dot(wide)
 
 
-def _flattened(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _flattened(tensors: Iterable[Tensor], sizes: Iterable[int]) -> Iterator[Tensor]:
     """The same elements in flat tensors that fit into a cache; small neighbours of one dtype together."""
     together: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        numel = tensor.numel()
-        if together and (size + numel > _TOGETHER or tensor.dtype != together[0].dtype):
+    size, dtype = 0, None
+    for tensor, numel in zip(tensors, sizes, strict=True):
+        if together and (size + numel > _TOGETHER or tensor.dtype is not dtype):
             yield _flatten_dense_tensors(together)
             together, size = [], 0
         if numel > _TOGETHER:
             yield from tensor.reshape(-1).split(_BLOCK)
         else:
             together.append(tensor)
-            size += numel
+            size, dtype = size + numel, tensor.dtype
     if together:
         yield _flatten_dense_tensors(together)

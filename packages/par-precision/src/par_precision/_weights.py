@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ._clip import clamp_, multiply_
 from ._norm import Held
 from ._ownership import Ownership
-from ._placed import local_gradient
+from ._placed import local_gradient, local_gradients
 from ._stochastic_step import StochasticStep, stochastic_step_
 
 
@@ -27,11 +27,11 @@ class Change:
     factor: Tensor | None = None
     limit: float | None = None
 
-    def apply_(self, gradients: Iterable[Tensor]) -> None:
-        """In place."""
+    def apply_(self, tensors: Iterable[Tensor]) -> None:
+        """In place, to the gradients of some tensors."""
         if self.factor is None and self.limit is None:
             return
-        given = list(gradients)
+        given = local_gradients(tensors)
         if self.factor is not None:
             multiply_(given, self.factor)
         if self.limit is not None:
@@ -78,11 +78,11 @@ class Own(Weights):
     def gradients(self) -> Held:
         """Those there are."""
         held = self._counted.items()
-        return [(counted, local_gradient(tensor)) for tensor, counted in held if tensor.grad is not None]
+        return [(counted, gradient) for tensor, counted in held if (gradient := local_gradient(tensor)) is not None]
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
         """Changes the gradients and steps the optimizer."""
-        change.apply_(local_gradient(tensor) for tensor in self._counted if tensor.grad is not None)
+        change.apply_(self._counted)
         self._optimizer.step()
 
 
@@ -101,7 +101,7 @@ class Rounded(Own):
 
     def step(self, change: Change, number: int) -> None:
         """Changes the gradients and steps the optimizer, with the random numbers of this step."""
-        change.apply_(local_gradient(tensor) for tensor in self._counted if tensor.grad is not None)
+        change.apply_(self._counted)
         stochastic_step_(self._optimizer, number, self._options)
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:

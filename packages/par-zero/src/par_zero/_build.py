@@ -11,6 +11,7 @@ from par_groups import Sharding
 
 from ._chunk import Chunk, Member, grouped
 from ._layout import Item, pack, pack_whole
+from ._units import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,27 +56,29 @@ def members_of(module: nn.Module, optimizer: Optimizer | None, stage: int) -> li
 
 def make_chunks(
     members: Sequence[Member],
-    unit_of: Mapping[nn.Parameter, int],
+    place_of: Mapping[nn.Parameter, Place],
     records: Mapping[nn.Parameter, Sharding],
     plan: Plan,
 ) -> list[Chunk]:
     """Packs parameters, the last first: their gradients come first.
 
-    A chunk holds parameters of one dtype and device that are trained, or that are not; at stage 3, of one unit. What
-    ranks of other axes hold alike lies apart from what they hold each for itself, so that it is cut alike there.
+    A chunk holds parameters of one place, dtype and device that are trained, or that are not. What ranks of other axes
+    hold alike lies apart from what they hold each for itself, so that it is cut alike there.
     """
     kinds: dict[tuple[object, ...], list[Member]] = {}
     for member in reversed(members):
         parameter = member.parameter
-        unit = unit_of[parameter] if plan.stage == 3 else 0
         trained = member.group >= 0 or parameter.requires_grad
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
-        kinds.setdefault((unit, parameter.dtype, parameter.device, trained, copies), []).append(member)
+        kinds.setdefault((place_of[parameter], parameter.dtype, parameter.device, trained, copies), []).append(member)
     chunks: list[Chunk] = []
     for kind in kinds.values():
         for part in [kind] if plan.stage == 3 else grouped(kind, plan.bucket):
             chunks.append(_make(part[::-1], plan))
-    return chunks
+            chunks[-1].items = place_of[part[0].parameter].items
+    first = {member.parameter: position for position, member in enumerate(members)}
+    # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
+    return sorted(chunks, key=lambda chunk: -min(first[member.parameter] for member in chunk.members))
 
 
 def _make(members: Sequence[Member], plan: Plan) -> Chunk:

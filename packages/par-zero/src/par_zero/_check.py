@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ._chunk import Member
 from ._options import ShardOptions
 from ._step import works_flat
+from ._units import Place
 
 T = TypeVar("T")
 
@@ -57,10 +58,12 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer, options: ShardOpti
         )
 
 
-def described(members: Sequence[Member], unit_of: Mapping[nn.Parameter, int], stage: int, options: ShardOptions) -> str:
+def described(
+    members: Sequence[Member], place_of: Mapping[nn.Parameter, Place], stage: int, options: ShardOptions
+) -> str:
     """What all ranks must have alike."""
     parts = [
-        (each.names, tuple(each.shape), str(each.parameter.dtype), each.group, unit_of[each.parameter])
+        (each.names, tuple(each.shape), str(each.parameter.dtype), each.group, place_of[each.parameter])
         for each in members
     ]
     fields = (stage, options.bucket, options.param_dtype, options.reduce_dtype, options.reduce, options.atomic)

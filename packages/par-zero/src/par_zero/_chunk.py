@@ -66,6 +66,7 @@ class Chunk:
         share_gradient: This rank's share of their sum, (shard) elements, where it does not lie in `gradient`.
         reduced: What a reduction leaves, until the optimizer has it: all gradients at stage 0, the share at others.
         slices: What the optimizer holds.
+        items: The numbers of the called modules that have its parameters.
         number: Its place in the order in which gradients are expected.
     """
 
@@ -86,6 +87,7 @@ class Chunk:
         self.share_gradient: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self.slices: list[Slice] = []
+        self.items: tuple[int, ...] = ()
         self.number = -1
         self.pending = 0
         self.ready: list[bool] = []

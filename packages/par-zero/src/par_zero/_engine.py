@@ -100,18 +100,17 @@ class Reducer:
             used.zero_()
         return found
 
-    def forget(self) -> None:
-        """Drops gradients that are not reduced, and who had any."""
-        for chunk in self._chunks:
+    def forget(self, chunks: Sequence[Chunk]) -> None:
+        """Drops gradients of some chunks that are not reduced, and who had any."""
+        for chunk in chunks:
             chunk.forget()
-        for used in self._used:
-            used.zero_()
+            self._used[chunk.number].zero_()
 
     def reset(self) -> None:
         """Forgets a pass that failed, gradients included."""
         for handle in self._handles.values():
             handle.wait()  # it writes into buffers that the next pass uses
-        self.forget()
+        self.forget(self._chunks)
         self._begin()
 
     def start(self, *_: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from ._engine import Groups
 from ._gather import Unit
 from ._options import ShardOptions
 from ._records import SameShare, record_, record_of
-from ._units import choose_units, owners
+from ._units import called, choose_units, places
 from ._zero import Zero
 
 
@@ -36,7 +36,8 @@ def shard(
     are everybody's. The optimizer comes to hold flat slices; its group dicts stay the objects that they were.
 
     Args:
-        module: On its device.
+        module: On its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an actor and a
+            critic that share an optimizer; `no_sync`, `summon` and `reset` of an item are those of all.
         optimizer: Made from the module's parameters, before any step; None if the module is only run, or trained by
             something that reads `gradients`.
         stage: What is not kept twice: 0 nothing (what DistributedDataParallel does), 1 the optimizer's state,
@@ -63,23 +64,24 @@ def shard(
             modules = choose_units(module, options.units, options.bucket)
     except (ValueError, TypeError) as error:
         problem = error
-    unit_of = owners(module, modules)
-    agree(problem, described(members, unit_of, stage, options), group, replicas)
+    place_of = places(module, modules)
+    agree(problem, described(members, place_of, stage, options), group, replicas)
     _same_everywhere_([member.parameter for member in members], group, replicas)
     records = _records(members, group, replicas)
-    chunks = make_chunks(members, unit_of, records, _plan(stage, group, options))
+    chunks = make_chunks(members, place_of, records, _plan(stage, group, options))
     for chunk in chunks:
         for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
             member.parameter.data = view
     units = [
-        Unit(number, each, [chunk for chunk in chunks if unit_of[chunk.members[0].parameter] == number])
+        Unit(number, each, [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number])
         for number, each in enumerate(modules)
     ]
     groups = Groups(shards=group, replicas=replicas, mean=options.reduce == "mean")
     zero = Zero(module, optimizer, chunks, stage, groups, units)
     record_(chunks, records, stage, SameShare(group, replicas))
     on_written([member.parameter for member in members], zero.refresh)
-    module.__dict__[ENGINE] = zero
+    for each in (module, *called(module)):
+        each.__dict__[ENGINE] = zero
     return module, optimizer
 
 

@@ -42,6 +42,8 @@ def _slices(chunk: Chunk, stage: int) -> Iterator[Slice]:
 class Unmoved:
     """Keeps parameters without a gradient on any rank as they are: a zero gradient would let AdamW move them.
 
+    The optimizer passes over a called module that was not used at all, so that its count of steps stays too.
+
     Args:
         optimizer: Which steps.
         chunks: What it holds.
@@ -51,12 +53,13 @@ class Unmoved:
     def __init__(self, optimizer: Optimizer, chunks: Sequence[Chunk], unused: Sequence[Sequence[int]]) -> None:
         self._optimizer = optimizer
         self._kept: list[tuple[torch.Tensor, int, int, dict[str, torch.Tensor]]] = []
+        used = {chunk.items for chunk, members in zip(chunks, unused, strict=True) if len(members) < len(chunk.members)}
         for chunk, members in zip(chunks, unused, strict=True):
             for start, stop in (chunk.layout.slots[member] for member in members):
                 for each in chunk.slices:
                     low, high = max(each.start, start) - each.start, min(each.stop, stop) - each.start
                     if low < high:
-                        self._keep(each.tensor, low, high, whole=chunk.layout.whole)
+                        self._keep(each.tensor, low, high, pass_over=chunk.layout.whole or chunk.items not in used)
 
     def restore_(self) -> None:
         """After the step."""
@@ -65,8 +68,8 @@ class Unmoved:
             for slot, value in self._slots(tensor).items():
                 value.view(-1)[low:high] = copies.get(slot, 0)
 
-    def _keep(self, tensor: torch.Tensor, low: int, high: int, *, whole: bool) -> None:
-        if whole:  # a tensor by itself, at every stage: the optimizer passes over it
+    def _keep(self, tensor: torch.Tensor, low: int, high: int, *, pass_over: bool) -> None:
+        if pass_over:  # nothing else lies in the tensor, at every stage
             tensor.grad = None
         else:  # what lies beside it differs by stage, and so would the count of steps
             self._kept.append((tensor, low, high, self._copies(tensor, low, high)))

@@ -1,11 +1,31 @@
-"""Which modules form a unit: the grain of gathering at stage 3."""
+"""Which modules are called by themselves, and which form a unit: the grain of gathering at stage 3."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
 Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
 """How to choose them."""
+
+
+class Place(NamedTuple):
+    """Where a parameter belongs. What belongs elsewhere is packed elsewhere.
+
+    Args:
+        unit: Its number.
+        items: The numbers of the called modules that have it.
+    """
+
+    unit: int
+    items: tuple[int, ...]
+
+
+def called(module: nn.Module) -> list[nn.Module]:
+    """What is called of a module: itself, or, of a ModuleList or ModuleDict without a forward, its items."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward:
+        return [module]
+    return list(dict.fromkeys(each for child in module.children() for each in called(child)))
 
 
 def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Module]]:
@@ -14,8 +34,8 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
     Args:
         root: The whole module.
         units: "auto": the items of every ModuleList, ModuleDict and Sequential that have parameters, but no items of
-            items; neighbours together until they have `bucket` bytes. Or a function that says it of a module, or the
-            modules themselves; each is then a unit.
+            items, unless these are all that is called; neighbours together until they have `bucket` bytes. Or a
+            function that says it of a module, or the modules themselves; each is then a unit.
         bucket: Bytes.
 
     Raises:
@@ -24,7 +44,7 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
     if isinstance(units, str):
         if units != "auto":
             raise ValueError(f"units is {units!r}; give 'auto', a function of a module, or a list of modules")
-        return [[root], *_joined(_items(root), bucket)]
+        return [[root], *_automatic(root, bucket)]
     if callable(units):
         chosen = [each for each in root.modules() if units(each)]
     else:
@@ -36,6 +56,15 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
                     f"units has a {type(each).__name__} that is not in the module; give modules of its own"
                 )
     return [[root], *([each] for each in chosen if each is not root)]
+
+
+def _automatic(root: nn.Module, bucket: int) -> Iterator[list[nn.Module]]:
+    """The units within each module that is called, and, unless it is the root, the module for the rest."""
+    apart = called(root)
+    for module in apart:
+        if module is not root and _has_parameters(module):
+            yield [module]
+        yield from _joined(_items(module, apart), bucket)
 
 
 def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Module]]:
@@ -52,12 +81,27 @@ def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Modul
         yield current
 
 
-def _items(module: nn.Module) -> Iterable[nn.Module]:
+def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterable[nn.Module]:
     for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and any(True for _ in child.parameters()):
+        if any(child is each for each in apart):
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and _has_parameters(child):
             yield child
         else:
-            yield from _items(child)
+            yield from _items(child, apart)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, Place]:
+    """Where each parameter of a module belongs."""
+    items: dict[nn.Parameter, tuple[int, ...]] = {}
+    for number, module in enumerate(called(root)):
+        for parameter in module.parameters():
+            items[parameter] = (*items.get(parameter, ()), number)
+    return {parameter: Place(unit, items[parameter]) for parameter, unit in owners(root, units).items()}
 
 
 def owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ._collectives import Handle, all_gather
 from ._engine import Groups, Reducer
 from ._gather import Gatherer, Unit, tensors_of
 from ._step import Unmoved, rewire_
+from ._units import called
 
 
 class Zero:
@@ -51,7 +53,10 @@ class Zero:
             optimizer.register_step_post_hook(self._after_step)
             optimizer.__dict__["zero_grad"] = self.zero_grad
         module.__dict__.update(zero_grad=self.zero_grad, no_sync=self.no_sync)
-        module.register_forward_hook(torch.compiler.disable(self._expect_backward))
+        for number, item in enumerate(called(module)):
+            if item is not module:
+                item.__dict__.update(zero_grad=partial(self._zero_grad_of, number), no_sync=self.no_sync)
+            item.register_forward_hook(torch.compiler.disable(self._expect_backward))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -73,9 +78,16 @@ class Zero:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those too that wait under `no_sync`. The module's, and the optimizer's, are this."""
-        self.reducer.forget()
+        self.reducer.forget(self._trained)
         if self.optimizer is not None:
             type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+
+    def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
+        """Drops the gradients of one of several called modules."""
+        chunks = [chunk for chunk in self._trained if item in chunk.items]
+        self.reducer.forget(chunks)
+        for each in (each for chunk in chunks for each in chunk.slices):
+            each.tensor.grad = None
 
     def reset(self) -> None:
         """See `par_zero.reset`."""
