@@ -68,7 +68,7 @@ def total_norm(held: Held, group: dist.ProcessGroup | None, device: torch.device
         total, operation = largest(parts, device), dist.ReduceOp.MAX
     else:
         total, operation = sum_of_powers(parts, order, device), dist.ReduceOp.SUM
-    if group is not None:
+    if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(total, op=operation, group=group)  # one fp64 number
     return total if order == math.inf else total.sqrt() if order == 2 else total.pow(1 / order)
 

@@ -228,7 +228,7 @@ class MixedOptimizer(Optimizer):
         """The norm of all gradients, and what they are too large by, in fp64; None: nothing."""
         squares = sum_of_powers(counted_parts(self._weights.gradients()), 2, self._device)
         totals = self.scaling.items.beside(squares)
-        if self._group is not None:
+        if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(totals, group=self._group)  # four fp64 numbers
         divisor = self.scaling.items.divide_(totals)
         if self.scaling.scale is not None:

@@ -50,7 +50,7 @@ class Report:
             return [*_configured_alone(self.configured, self.machine), *self._remedies()]
         best = self.ranking.best[0]
         said = [
-            f"{describe(best)} is fastest: {_seconds(best.seconds)} a step in {bytes_in_words(best.memory.total)}.",
+            f"{describe(best)} is fastest: {_seconds(best.seconds)} a step in {sized(best.memory.total)}.",
             _shares(best),
         ]
         if len(self.ranking.best) > 1:
@@ -78,10 +78,10 @@ class Report:
                 f"model    {shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, "
                 f"{shape.heads} heads, context {shape.context}, vocabulary {shape.vocabulary}",
                 f"job      batch {self.job.batch:,} windows, precision {self.job.precision}, AdamW",
-                f"world    {self.world:,} devices of {bytes_in_words(machine.memory)}, of which {MARGIN:.0%} is left free, "
+                f"world    {self.world:,} devices of {sized(machine.memory)}, of which {MARGIN:.0%} is left free, "
                 f"{machine.devices_per_node} a node; {self.ranking.frames:,} ways to divide it",
-                f"machine  {machine.flops:.4g} FLOP/s x {machine.efficiency:g}; {bytes_in_words(machine.bandwidth)}/s within a "
-                f"node, {bytes_in_words(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
+                f"machine  {machine.flops:.4g} FLOP/s x {machine.efficiency:g}; {sized(machine.bandwidth)}/s within a "
+                f"node, {sized(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
             ]
         )
 
@@ -120,7 +120,7 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
 def moves(prediction: Prediction) -> list[str]:
     """What each axis moves in a step, of the busiest rank."""
     return [
-        f"  over {move.axis}: {bytes_in_words(move.bytes)} of {move.what}, {move.operations:,.0f} operation"
+        f"  over {move.axis}: {sized(move.bytes)} of {move.what}, {move.operations:,.0f} operation"
         f"{'' if move.operations == 1 else 's'}"
         for move in prediction.busiest.moves
     ]
@@ -165,8 +165,8 @@ def _cells(prediction: Prediction) -> tuple[str, ...]:
         str(job.zero),
         job.schedule if topology.size("pipeline") > 1 else "-",
         str(job.microbatches),
-        bytes_in_words(prediction.memory.total),
-        bytes_in_words(sum(prediction.traffic.values())),
+        sized(prediction.memory.total),
+        sized(sum(prediction.traffic.values())),
         f"{prediction.bubble:.1%}",
         _seconds(prediction.seconds),
         prediction.bound,
@@ -205,20 +205,20 @@ def _behind(prediction: Prediction, best: Prediction) -> str:
 def _configured_alone(mine: Prediction | None, machine: Machine) -> list[str]:
     if mine is None or mine.fits(machine):
         return []
-    room = bytes_in_words((1 - MARGIN) * machine.memory)
+    room = sized((1 - MARGIN) * machine.memory)
     return [f"The configured one does not fit into {room}: it needs {_anatomy(mine)}."]
 
 
 def _anatomy(prediction: Prediction) -> str:
     memory = prediction.memory
     return (
-        f"{bytes_in_words(memory.total)} ({bytes_in_words(memory.parameters)} parameters, {bytes_in_words(memory.gradients)} gradients, "
-        f"{bytes_in_words(memory.optimizer)} optimizer, {bytes_in_words(memory.buffers)} buffers, "
-        f"{bytes_in_words(memory.activations)} activations)"
+        f"{sized(memory.total)} ({sized(memory.parameters)} parameters, {sized(memory.gradients)} gradients, "
+        f"{sized(memory.optimizer)} optimizer, {sized(memory.buffers)} buffers, "
+        f"{sized(memory.activations)} activations)"
     )
 
 
-def bytes_in_words(count: float) -> str:
+def sized(count: float) -> str:
     """Such as 12.5 GB."""
     power = min(5, max(0, int(math.log10(max(1, count)) // 3)))
     value = count / 1000**power

@@ -1,6 +1,6 @@
 """`Strategy`: the order in which the packages are applied to a model, and nothing that they do not do themselves."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from os import PathLike
@@ -20,17 +20,16 @@ from par_precision import MixedOptimizer
 from ._agreement import agree
 from ._data import GlobalDataLoader
 from ._execute import Batches, Criterion, Execution
-from ._handlers import DEFAULT, kinds_of, make_handlers
-from ._pairs import Pair, pair
+from ._handlers import kinds_of
+from ._initialize import paired, wire
+from ._pairs import Pair
 from ._plan_options import Job
 from ._plugin import Plugin, check_support, find_plugin, in_order
 from ._stages import Layers, build_stages
 from ._strategy_files import load_object, load_run, save_object, save_run
 from ._strategy_options import StrategyOptions
-from ._strategy_plan import StrategyPlan, plan_of, sizes_of
+from ._strategy_plan import StrategyPlan, plan_of
 from ._wiring import Device, Pipelined, Precision, Zero
-
-_MARK = "par_train"  # on what was initialized
 
 Path = str | PathLike[str]
 
@@ -164,94 +163,37 @@ class Strategy:
         Raises:
             ValueError, TypeError: What does not fit together, on every rank.
         """
-        problem, pairs = None, []
+        problem: Exception | None = None
+        pairs: list[Pair] = []
+        loaders: dict[int, GlobalDataLoader] = {}
         try:
-            pairs = self._sorted(objects)
+            pairs = paired(objects)
+            loaders = {id(each): self._shared_out(each) for each in objects if isinstance(each, DataLoader)}
         except (ValueError, TypeError) as error:
             problem = error
         agree(problem, repr([type(each).__name__ for each in objects]), "the objects")
         given: dict[int, Any] = {}
         for each in pairs:
-            given.update(self._wire(each))
-        for loader in (each for each in objects if isinstance(each, DataLoader)):
-            given[id(loader)] = self._wire_loader(loader)
+            given.update(wire(each, self))
+        for number, loader in loaders.items():
+            given[number] = loader
+            for plugin in self.plugins:
+                given[number] = plugin.setup_dataloader(given[number], self)
+        self._pairs += pairs
+        self._loaders += loaders.values()
         self._reseed()
         found = tuple(given[id(each)] for each in objects)
         return found if len(found) > 1 else found[0]
 
-    def _sorted(self, objects: Sequence[Any]) -> list[Pair]:
-        """What belongs together; nothing is changed yet."""
-        kinds: dict[type, list[Any]] = {nn.Module: [], Optimizer: [], DataLoader: []}
-        schedulers = []
-        for each in objects:
-            kind = next((kind for kind in kinds if isinstance(each, kind)), None)
-            if _MARK in getattr(each, "__dict__", {}):
-                raise ValueError(f"this {type(each).__name__} was initialized before; initialize once")
-            if kind is not None:
-                kinds[kind].append(each)
-            elif hasattr(each, "optimizer") and callable(getattr(each, "step", None)):
-                schedulers.append(each)
-            else:
-                raise TypeError(
-                    f"initialize() was given a {type(each).__name__}; it takes modules, optimizers, DataLoaders and lr "
-                    "schedulers" + ("; first: Strategy.build(layers)" if isinstance(each, list | tuple) else "")
-                )
-        if len({id(each) for each in objects}) < len(objects):
-            raise ValueError("initialize() was given an object twice; give each once")
-        return pair(kinds[nn.Module], kinds[Optimizer], schedulers)
+    def after_step(self, *_: Any) -> None:
+        """Called after each step of each optimizer."""
+        self.steps += 1
 
-    def _wire(self, each: Pair) -> dict[int, Any]:
-        """One optimizer with its models, through all plugins; what has become of them, by the id of what was given."""
-        before = [*each.models, each.optimizer, *each.schedulers]
-        model = each.module
-        for plugin in self.plugins:
-            if plugin.name in ("zero", "precision") and each.sizes is None:
-                each.sizes = sizes_of(model, self.options.zero_keywords["stage"])
-            model = plugin.setup_model(model, each.optimizer, self)
-            if each.optimizer is not None:
-                each.optimizer = plugin.setup_optimizer(each.optimizer, model, self)
-        each.models = list(model) if isinstance(model, nn.ModuleList) and len(each.models) > 1 else [model]
-        for one in each.models:
-            if "no_sync" in model.__dict__:
-                one.__dict__["no_sync"] = model.__dict__["no_sync"]
-        if isinstance(each.optimizer, MixedOptimizer) and each.optimizer.scaling.scale is not None:
-            each.schedulers = [each.optimizer.schedule(scheduler) for scheduler in each.schedulers]
-        after = [*each.models, each.optimizer, *each.schedulers]
-        for one in (*before, *after):
-            if one is not None:
-                one.__dict__[_MARK] = True
-        if each.optimizer is not None:
-            self._attach(each.optimizer, model)
-        self._pairs.append(each)
-        return {id(old): new for old, new in zip(before, after, strict=True)}
-
-    def _attach(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Gradients are completed before each step, and torch's generator is set after it."""
-        kinds = kinds_of(self.options.gradient_handlers or DEFAULT)
-        handlers = make_handlers(kinds, model, optimizer, self.groups)
-
-        def complete(_: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if len(args) > 1 or keywords.get("closure") is not None:
-                raise ValueError("step() was given a closure; call Strategy.backward() first, then step() without one")
-            for handler in handlers:
-                handler.handle_gradient()
-
-        optimizer.register_step_pre_hook(complete)
-        optimizer.register_step_post_hook(self._after_step)
-
-    def _wire_loader(self, loader: DataLoader[Any]) -> Any:
+    def _shared_out(self, loader: DataLoader[Any]) -> GlobalDataLoader:
         groups = self.groups
-        made = GlobalDataLoader(
+        return GlobalDataLoader(
             loader, replica=groups.rank("data"), replicas=groups.size("data"), seed=self.options.seed
         )
-        self._loaders.append(made)
-        found: Any = made
-        for plugin in self.plugins:
-            found = plugin.setup_dataloader(found, self)
-        return found
-
-    def _after_step(self, *_: Any) -> None:
-        self.steps += 1
 
     def _reseed(self) -> None:
         """Randomness is a function of seed, step and place, so that a run that goes on draws what it would have."""

@@ -10,7 +10,7 @@ from par_pipeline import Schedule, simulate
 from ._plan_memory import BUCKET, Memory
 from ._plan_options import Job
 from ._plan_predict import predict_parameters
-from ._plan_report import bytes_in_words
+from ._plan_report import sized
 from ._plan_traffic import Move
 
 
@@ -48,10 +48,10 @@ class StrategyPlan:
         kinds = ("parameters", "gradients", "optimizer", "buffers")
         lines = ["".join(f"{word:>12}" for word in ("model", *kinds, "total"))]
         for number, each in enumerate(self.memory):
-            cells = [*(bytes_in_words(getattr(each, kind)) for kind in kinds), bytes_in_words(each.total)]
+            cells = [*(sized(getattr(each, kind)) for kind in kinds), sized(each.total)]
             lines.append("".join(f"{cell:>12}" for cell in (number, *cells)))
         lines += [
-            f"{move.axis}: {move.what}, {move.operations:g} operations, {bytes_in_words(move.bytes)} a step"
+            f"{move.axis}: {move.what}, {move.operations:g} operations, {sized(move.bytes)} a step"
             for move in self.moves
         ]
         return "\n".join(lines + ([] if self.bubble is None else [f"bubble of the pipeline: {self.bubble:.1%}"]))
