@@ -39,7 +39,7 @@ def test_the_model_comes_back(saved):
 
 
 def test_the_training_state_comes_back(saved):
-    path, _, optimizer, state = saved
+    path, _, optimizer, _ = saved
     loaded = load_state(path)
     assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
     model = par_train.GPT(OPTIONS.model)

@@ -108,9 +108,9 @@ def test_wrong_python_files_name_the_line_or_the_key(tmp_path, text, words):
     [
         ({"tensr": 2}, ["unknown key 'tensr'", "did you mean 'tensor'"]),
         ({"data": {"size": 2, "shards": 1}}, ["parallel['data'] has the unknown key 'shards'", "a size alone"]),
-        ({"pipeline": {"siez": 2}}, ["parallel['pipeline']", "without a size"]),
+        ({"pipeline": {"sizes": 2}}, ["parallel['pipeline']", "without a size"]),
         ({"tensor": {"size": 2, "mod": "1d"}}, ["parallel['tensor'] has ['mod'] but no mode"]),
-        ({"tensor": {"mode": "1d", "siez": 2}}, ["mode '1d' takes no option 'siez'"]),
+        ({"tensor": {"mode": "1d", "sizes": 2}}, ["mode '1d' takes no option 'sizes'"]),
         ({"tensor": {"size": 2, "mode": "1dd"}}, ["'1dd'", "did you mean '1d'"]),
         ({"tensor": {"size": 2, "mode": "1d", "sequence_paralel": True}}, ["did you mean 'sequence_parallel'"]),
         ({"tensor": {"size": 8, "mode": "2.5d", "dept": 2}}, ["no option 'dept'", "did you mean 'depth'"]),
