@@ -1,10 +1,14 @@
-"""`--device` chooses what the suites run on."""
+"""`--device` chooses what the suites run on, `--matrix` how much of the matrix."""
 
 import pytest
 
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="what the suites run on (default: cpu)")
+    parser.addoption(
+        "--matrix", default="cover", choices=["cover", "full"], help="which cells of the matrix run (default: cover)"
+    )
+    parser.addoption("--matrix-results", metavar="FILE", help="add a JSON line for each cell of the matrix to FILE")
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""The same model, data and seed under every configuration; see `docs/concepts/matrix.md`."""

@@ -1,0 +1,108 @@
+"""The cells of the matrix: every configuration in every precision, and the cover of them that runs by default."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from par_pipeline import schedule
+
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-amp", "fp16-amp")
+SCHEDULES = (
+    *("gpipe", "1f1b", "zb_h1", "zb_h2"),
+    *("interleaved", "looped_bfs", "zb_v", "v_half", "v_min", "dualpipe_v"),  # two stages on each rank
+)
+TENSOR: dict[str, dict[str, Any]] = {
+    "TP2": {"size": 2, "mode": "1d"},
+    "SP2": {"size": 2, "mode": "1d", "sequence_parallel": True},
+    "2D4": {"size": 4, "mode": "2d"},
+    "2.5D8": {"size": 8, "mode": "2.5d", "depth": 2},
+    "3D8": {"size": 8, "mode": "3d"},
+}
+MICROBATCHES = 4
+BUCKET = 20_000  # bytes: some chunks on each rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A configuration.
+
+    Args:
+        name: Such as "DP2 x PP2 x SP2, 1f1b, ZeRO 2, tied".
+        ranks: Of the world.
+        options: Of the strategy, but for precision.
+        tied: Whether the logits share the embedding's table.
+    """
+
+    name: str
+    ranks: int
+    options: dict[str, Any] = field(hash=False)
+    tied: bool = False
+
+
+Cell = tuple[Case, str]
+"""A configuration in a precision."""
+
+
+def case(
+    data: int = 1, pipeline: str | None = None, tensor: str | None = None, *, zero: int = 0, tied: bool = False
+) -> Case:
+    """One configuration.
+
+    Args:
+        data: Data ranks.
+        pipeline: The schedule of a pipeline of two ranks; None without.
+        tensor: A name in `TENSOR`; None without.
+        zero: The ZeRO stage.
+        tied: Whether the logits share the embedding's table.
+    """
+    mode, ranks = TENSOR.get(tensor or "", {}), 1 if pipeline is None else 2
+    axes = [f"DP{data}" if data > 1 else "", "PP2" if pipeline else "", tensor or ""]
+    further = [pipeline or "", f"ZeRO {zero}" if zero else "", "tied" if tied else ""]
+    options: dict[str, Any] = {
+        "parallel": {"data": data, "pipeline": ranks, **({"tensor": mode} if tensor else {})},
+        "zero": {"stage": zero, "bucket": BUCKET},
+        "pipeline": {"schedule": pipeline, "microbatches": MICROBATCHES} if pipeline else {},
+    }
+    name = ", ".join(filter(None, [" x ".join(filter(None, axes)) or "one rank", *further]))
+    return Case(name=name, ranks=data * ranks * mode.get("size", 1), options=options, tied=tied)
+
+
+def every_cell() -> list[Cell]:
+    """All of them, in the order of the table.
+
+    Under autocast, weights and gradients stay in fp32: what par-zero moves is the same, and is not tried again.
+    """
+    plain = [case(), case(2), *(case(tensor=name) for name in TENSOR)]
+    plain += [case(pipeline=name) for name in SCHEDULES] + [case(pipeline="1f1b", tied=True)]
+    plain += [case(data, "1f1b", tensor) for data in (1, 2) for tensor in ("TP2", "SP2")]
+    plain += [case(2, name, "SP2", zero=2, tied=True) for name in ("1f1b", "zb_v")]
+    zero = [case(2, zero=stage) for stage in (1, 2, 3)]
+    zero += [case(2, tensor=tensor, zero=stage) for tensor in ("TP2", "SP2", "2D4") for stage in (1, 2, 3)]
+    zero += [case(2, name, zero=stage) for name in SCHEDULES for stage in zero_stages(name)]
+    zero += [case(2, "1f1b", "TP2", zero=stage) for stage in (1, 2, 3)]
+    return [*_in(plain, PRECISIONS), *_in(zero, ("fp32", "bf16", "fp16"))]
+
+
+def cover() -> list[Cell]:
+    """Every axis, tensor mode, schedule and ZeRO stage once in fp32, and every precision somewhere."""
+    fp32 = [case(), case(2, zero=1), case(2, zero=3), *(case(tensor=name) for name in TENSOR)]
+    fp32 += [case(pipeline=name) for name in SCHEDULES] + [case(2, "1f1b", "SP2", zero=2, tied=True)]
+    return [
+        *_in(fp32, ("fp32",)),
+        (case(2, zero=2), "bf16"),
+        (case(2, "interleaved", zero=3), "bf16"),
+        (case(tensor="SP2"), "fp16"),
+        (case(2, "1f1b", "TP2", zero=1), "fp16"),
+        (case(tensor="2D4"), "bf16-amp"),
+        (case(pipeline="zb_v"), "fp16-amp"),
+    ]
+
+
+def zero_stages(pipeline: str) -> range:
+    """Stage 3 frees weights after a backward, so it does not go with schedules that take weight gradients later."""
+    later = any(action.op == "W" for action in schedule(pipeline, 2, MICROBATCHES).ranks[0])
+    return range(1, 3 if later else 4)
+
+
+def _in(cases: Iterable[Case], precisions: Iterable[str]) -> list[Cell]:
+    return [(each, precision) for each in cases for precision in precisions]

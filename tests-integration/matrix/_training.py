@@ -1,0 +1,179 @@
+"""What all configurations train: the model, the data, the loop; and the one process that they follow."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from par_layers import LayerSet, initialize, layer_set
+from par_layers.examples import GPT
+from par_precision import DynamicScale, MixedOptimizer, mixed
+from par_train import GlobalDataLoader, Strategy
+
+from ._cases import Case
+
+STEPS = 20
+LONGEST = 33  # steps of one process; others follow it for as many as they take
+VOCABULARY, WIDTH, HEADS, BLOCKS, CONTEXT = 29, 32, 4, 4, 16  # the vocabulary is padded wherever it is cut
+BATCH, SAMPLES = 8, 44  # the last batch of an epoch is left out
+SEED, CLIP_NORM = 0, 0.5
+
+
+class Curve(NamedTuple):
+    """What a run shows of itself in each step: the mean loss of all its data, and the norm of all gradients."""
+
+    losses: list[float]
+    norms: list[float]
+
+    def part(self, start: int, steps: int) -> "Curve":
+        return Curve(self.losses[start : start + steps], self.norms[start : start + steps])
+
+    def distance(self, other: "Curve") -> tuple[float, float]:
+        """The largest relative differences of losses and norms."""
+        return _distance(self.losses, other.losses), _distance(self.norms, other.norms)
+
+
+def _distance(found: list[float], expected: list[float]) -> float:
+    return max(abs(one / two - 1) for one, two in zip(found, expected, strict=True))
+
+
+def tolerance(precision: str) -> tuple[float, float]:
+    """How far losses and norms may be from those of one process, relative.
+
+    fp32: sums over ranks and microbatches are added in another order; losses measured: 2e-7, norms: 3e-6. Half
+    precision: activations are rounded at other places, such as before a sum over ranks. A loss is a mean over many
+    tokens, so it is within one rounding of the dtype; a norm, which has no such mean, is within sixteen.
+    """
+    if precision == "fp32":
+        return 1e-5, 3e-5
+    eps = torch.finfo(torch.bfloat16 if precision.startswith("bf16") else torch.float16).eps
+    return eps, 16 * eps
+
+
+def gpt(layers: LayerSet, *, tied: bool = False) -> nn.Sequential:
+    """Six layers, so that stages of a pipeline are cut unevenly."""
+    parts = GPT(layers, VOCABULARY, WIDTH, HEADS, BLOCKS, CONTEXT, tied=tied)
+    first = OrderedDict(tokens=parts.tokens, positions=parts.positions)
+    last = OrderedDict(norm=parts.norm, head=parts.head)
+    return nn.Sequential(nn.Sequential(first), *parts.blocks, nn.Sequential(last))
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """With an eps above the rounding of gradients: those of key biases are nothing else."""
+    return torch.optim.AdamW(model.parameters(), lr=6e-3, eps=1e-6, weight_decay=0.1, fused=True)
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+
+
+def loader() -> DataLoader[Any]:
+    """Random tokens, whose targets are a function of them, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, CONTEXT), generator=generator)
+    targets = (5 * tokens + 3) % VOCABULARY
+    return DataLoader(TensorDataset(tokens, targets), batch_size=BATCH, shuffle=True, drop_last=True)
+
+
+def endless(batches: GlobalDataLoader) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def precision_options(precision: str) -> dict[str, Any]:
+    """The scale of fp16 grows once within the steps."""
+    return {"scale": DynamicScale(init=2.0**10, interval=12)} if precision.startswith("fp16") else {}
+
+
+@functools.cache
+def one_process(precision: str, *, tied: bool) -> Curve:
+    """What all others follow. To be left as it is."""
+    return train_alone(precision, LONGEST, tied=tied)[0]
+
+
+def train_alone(precision: str, steps: int, *, tied: bool) -> tuple[Curve, nn.Module]:
+    """Trains without a strategy: in fp32 in torch's own way, else with par-precision."""
+    layers = layer_set(None)
+    model: Any = gpt(layers, tied=tied)
+    initialize(model, SEED)
+    optimizer: Any = adamw(model)
+    scheduler: Any = warm_up(optimizer)
+    if precision != "fp32":
+        model, optimizer = mixed(model, optimizer, precision, clip_norm=CLIP_NORM, **precision_options(precision))
+        scheduler = optimizer.schedule(scheduler)
+    batches = endless(GlobalDataLoader(loader(), replica=0, replicas=1, seed=SEED))
+    curve = Curve([], [])
+    for _ in range(steps):
+        inputs, targets = next(batches)
+        loss = layers.cross_entropy(model(inputs), targets, classes=VOCABULARY)
+        norm = step_alone(model, optimizer, loss)
+        scheduler.step()
+        optimizer.zero_grad()
+        curve.losses.append(loss.item())
+        curve.norms.append(norm.item())
+    return curve, model
+
+
+def step_alone(model: nn.Module, optimizer: Any, loss: Tensor) -> Tensor:
+    if isinstance(optimizer, MixedOptimizer):
+        optimizer.backward(loss)
+        return optimizer.step().grad_norm
+    loss.backward()
+    norm = clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    return norm
+
+
+def strategy_of(case: Case, precision: str = "fp32", **further: Any) -> Strategy:
+    options = {"precision": precision, "mixed": precision_options(precision), "clip_norm": CLIP_NORM, "seed": SEED}
+    return Strategy(**case.options, **options, **further, device="cpu")
+
+
+class Run:
+    """Training under a strategy, as its README shows it."""
+
+    def __init__(self, strategy: Strategy, *, tied: bool = False) -> None:
+        self.strategy = strategy
+        model = gpt(strategy.layers, tied=tied)
+        optimizer = adamw(model)
+        self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
+            model, optimizer, loader(), warm_up(optimizer)
+        )
+        self.batches = endless(batches)
+
+    def train(self, steps: int = STEPS) -> Curve:
+        curve = Curve([], [])
+        for _ in range(steps):
+            loss = self.backward()
+            norm = self.optimizer.step().grad_norm
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            curve.losses.append(self.mean_over_data(loss))
+            curve.norms.append(norm.item())
+        return curve
+
+    def backward(self) -> Tensor:
+        """Forward and backward of the next batch; its loss on this data rank."""
+        strategy = self.strategy
+        if strategy.schedule is not None:
+            return strategy.execute_pipeline(self.batches, self.model, self.criterion, self.optimizer)
+        inputs, targets = next(self.batches)
+        loss = self.criterion(self.model(inputs), targets)
+        strategy.backward(loss, self.optimizer)
+        return loss
+
+    def criterion(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.strategy.layers.cross_entropy(logits, targets, classes=VOCABULARY)
+
+    def mean_over_data(self, loss: Tensor) -> float:
+        groups = self.strategy.groups
+        total = loss.detach().double()
+        dist.all_reduce(total, group=groups["data"])
+        return total.item() / groups.size("data")

@@ -1,0 +1,51 @@
+"""Every configuration in every precision follows one process: the loss and the gradient norm of each step."""
+
+import time
+
+import pytest
+
+from ._cases import SCHEDULES, case, cover, every_cell, zero_stages
+from ._results import note
+from ._training import STEPS, Run, one_process, strategy_of, tolerance
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        cells = every_cell() if metafunc.config.getoption("--matrix") == "full" else cover()
+        metafunc.parametrize(("case", "precision"), [in_a_world_of_its_size(*each) for each in cells])
+
+
+def in_a_world_of_its_size(case, precision):
+    return pytest.param(
+        case, precision, id=f"{case.name}, {precision}", marks=pytest.mark.ranks(case.ranks, timeout=120)
+    )
+
+
+@pytest.fixture
+def expected(case, precision):
+    """The curve of one process in this precision, and in fp32."""
+    return [one_process(each, tied=case.tied).part(0, STEPS) for each in (precision, "fp32")]
+
+
+def test_a_configuration_follows_one_process(case, precision, expected, results):
+    start = time.perf_counter()
+    with strategy_of(case, precision) as strategy:
+        curve = Run(strategy, tied=case.tied).train(STEPS)
+        seconds = time.perf_counter() - start
+        (loss, norm), (loss_fp32, norm_fp32) = (curve.distance(each) for each in expected)
+        row = {"loss": loss, "norm": norm, "loss to fp32": loss_fp32, "norm to fp32": norm_fp32, "seconds": seconds}
+        note(results, kind="curve", case=case.name, ranks=case.ranks, precision=precision, **row)
+    most_loss, most_norm = tolerance(precision)
+    assert max(loss, loss_fp32) < most_loss
+    assert max(norm, norm_fp32) < most_norm
+
+
+@pytest.mark.ranks(2)
+def test_stage_3_of_zero_is_refused_where_a_schedule_wants_freed_weights_again():
+    for name in SCHEDULES:
+        if 3 not in zero_stages(name):
+            with (
+                strategy_of(case(pipeline=name, zero=3)) as strategy,
+                pytest.raises(ValueError, match=f"zero is 3.*{name}.*use zero 2"),
+            ):
+                Run(strategy)

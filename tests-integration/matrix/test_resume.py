@@ -1,0 +1,97 @@
+"""A run may stop and go on: under any other configuration nearly, under the same exactly as it would have."""
+
+import pytest
+
+from ._cases import PRECISIONS, case
+from ._results import note
+from ._training import Run, one_process, strategy_of, tolerance
+
+PART = 3  # steps from one checkpoint to the next; an epoch has five
+CHAINS = [
+    [
+        case(2, zero=3),
+        case(tensor="TP2"),
+        case(pipeline="zb_v"),
+        case(2),
+        case(tensor="SP2"),
+        case(2, zero=1),
+        case(pipeline="1f1b"),
+        case(2, zero=2),
+        case(pipeline="interleaved"),
+    ],
+    [
+        case(2, "zb_h1", zero=2),
+        case(tensor="2D4"),
+        case(pipeline="1f1b", tensor="SP2"),
+        case(2, "interleaved", zero=3),
+        case(2, tensor="TP2", zero=1),
+        case(2, "dualpipe_v"),
+    ],
+    [
+        case(2, "1f1b", "SP2", zero=2, tied=True),
+        case(tensor="2.5D8", tied=True),
+        case(2, "zb_v", "TP2", tied=True),
+        case(tensor="3D8", tied=True),
+        case(2, tensor="2D4", zero=3, tied=True),
+        case(2, "gpipe", "SP2", zero=3, tied=True),
+    ],
+]
+
+
+def pytest_generate_tests(metafunc):
+    full = metafunc.config.getoption("--matrix") == "full"
+    if "chain" in metafunc.fixturenames:
+        metafunc.parametrize("precision", ["fp32", "bf16", "fp16"] if full else ["fp32"])
+        chains = [pytest.param(each, marks=pytest.mark.ranks(each[0].ranks, timeout=300)) for each in CHAINS]
+        metafunc.parametrize("chain", chains, ids=[f"{each[0].ranks} ranks" for each in CHAINS])
+    else:
+        metafunc.parametrize("precision", PRECISIONS if full else ["bf16", "fp16"])
+
+
+@pytest.fixture
+def expected(chain, precision):
+    return one_process(precision, tied=chain[0].tied)
+
+
+@pytest.fixture
+def begun(chain, precision, tmp_path):
+    """The folder of a run of one process, after its first part."""
+    alone = case(tied=chain[0].tied)
+    with strategy_of(alone, precision) as strategy:
+        Run(strategy, tied=alone.tied).train(PART)
+        strategy.checkpoint(tmp_path, step=PART)
+    return tmp_path
+
+
+def test_a_run_that_goes_on_under_another_configuration_each_time_follows_one_process(
+    chain, precision, begun, expected, results
+):
+    most_loss, most_norm = tolerance(precision)
+    saved = "one rank"
+    for done, each in enumerate([*chain, chain[0]], 1):
+        with strategy_of(each, precision) as strategy:
+            run = Run(strategy, tied=each.tied)
+            assert strategy.resume(begun) == done * PART
+            curve = run.train(PART)
+            strategy.checkpoint(begun, step=(done + 1) * PART)
+            loss, norm = curve.distance(expected.part(done * PART, PART))
+            note(results, kind="resume", case=each.name, saved=saved, precision=precision, loss=loss, norm=norm)
+        assert loss < most_loss, f"{saved} -> {each.name}"
+        assert norm < most_norm, f"{saved} -> {each.name}"
+        saved = each.name
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_under_the_same_configuration_it_goes_on_as_if_it_had_never_stopped(precision, tmp_path):
+    """Masters, moments, loss scale, lr schedule and position: one lost bit would show."""
+    for number, each in enumerate([case(2, zero=2), case(2, zero=3), case(tensor="SP2"), case(pipeline="zb_v")]):
+        folder = tmp_path / str(number)
+        with strategy_of(each, precision) as strategy:
+            run = Run(strategy)
+            run.train(PART)
+            strategy.checkpoint(folder, step=PART)
+            expected = run.train(PART)
+        with strategy_of(each, precision) as strategy:
+            run = Run(strategy)
+            strategy.resume(folder)
+            assert run.train(PART) == expected, each.name

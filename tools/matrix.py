@@ -1,0 +1,130 @@
+"""The whole matrix: runs every cell, and writes docs/concepts/matrix.md.
+
+Run as `python tools/matrix.py`; `python tools/matrix.py FILE` writes the page of results that are there.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/concepts/matrix.md"
+RESULTS = ROOT / "runs/matrix.jsonl"
+
+Rows = Sequence[Mapping[str, Any]]
+
+INTRODUCTION = """\
+# The proof: one model under every configuration
+
+A GPT of four blocks, written once against `Strategy.layers`, trains for 20 steps with the same data and seed under
+every configuration. Losses and gradient norms must be those of one process: in fp32 those of torch's own loop, within
+1e-5 for losses and 3e-5 for norms, relative. In half precision activations are rounded at other places, such as before
+a sum over ranks: there a loss, a mean over many tokens, must be within one rounding of the dtype (bf16: 7.8e-3, fp16:
+9.8e-4), and a norm within sixteen, both of one process in that precision and of one in fp32. AdamW, a warm-up of the
+learning rate, clipping by the norm of all gradients, shuffled data; fp16 with a dynamic loss scale that grows once.
+
+DP: data parallel. TP: 1D tensor parallel. SP: the same with sequence parallelism. 2D, 2.5D, 3D: tensor modes. PP: a
+pipeline, with its schedule and 4 microbatches. The number is that of ranks. Tied: the logits share the embedding's
+table. ZeRO 3 is refused with schedules that take weight gradients after a backward, for it has freed the weights.
+Ring attention, Ulysses and expert parallelism do not exist yet, and so have no rows.
+
+A cell: the largest relative difference of the loss to one process in the same precision, over 20 steps, and the seconds
+that the cell took. The row "one rank" has a strategy, but nothing is cut. Under autocast weights and gradients stay in
+fp32, so what ZeRO moves is what it moves in fp32: those cells are left out.
+"""
+FARTHEST = """\
+## The worst of all configurations
+"""
+RESUMED = """\
+## Saved under one, gone on under the next
+
+A run of one process is saved after 3 steps and goes on under another configuration, is saved after 3 more, and so on.
+Its losses stay those of one process that never stopped. Model, optimizer, learning rate and position in the data come
+along. A cell: the largest relative difference of the loss after the change.
+"""
+END = """\
+In every precision, a run that goes on under its own configuration repeats each loss and each norm to the last bit. Two
+more tests count what is communicated: each gradient is summed over each axis that needs it exactly once a step, however
+many microbatches there are; and with any gradient handler left out the run is another one.
+"""
+
+
+def main() -> None:
+    """Runs the matrix, unless results are given, and writes the page."""
+    results = Path(sys.argv[1]) if len(sys.argv) > 1 else run()
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    curves, resumed = ([row for row in rows if row["kind"] == kind] for kind in ("curve", "resume"))
+    PAGE.write_text(page(curves, resumed))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def run() -> Path:
+    """Every cell, into a file of JSON lines."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "tests-integration/matrix", "--matrix", "full"]
+    subprocess.run([*command, "--matrix-results", str(RESULTS)], cwd=ROOT, check=True)
+    return RESULTS
+
+
+def page(curves: Rows, resumed: Rows) -> str:
+    """The whole page.
+
+    Args:
+        curves: Of every configuration in every precision.
+        resumed: Of every change of configuration.
+    """
+    machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    seconds = sum(row["seconds"] for row in curves)
+    measured = f"{len(curves)} cells, {seconds / 60:.0f} minutes, {machine}. `python tools/matrix.py` runs them anew.\n"
+    parts = [INTRODUCTION, *curve_table(curves), FARTHEST, *farthest_table(curves)]
+    return "\n".join([*parts, RESUMED, *resumed_table(resumed), END, measured])
+
+
+def curve_table(curves: Rows) -> list[str]:
+    """A row a configuration, a column a precision."""
+    precisions, ranks = _in_order(curves, "precision"), {row["case"]: str(row["ranks"]) for row in curves}
+    cells = {(row["case"], row["precision"]): f"{row['loss']:.0e}, {row['seconds']:.1f} s" for row in curves}
+    rows = [[case, ranks[case], *(cells.get((case, each), "") for each in precisions)] for case in ranks]
+    return table(["configuration", "ranks", *precisions], rows)
+
+
+def farthest_table(curves: Rows) -> list[str]:
+    """A row a precision: the worst of all configurations."""
+    kinds = ("loss", "norm", "loss to fp32", "norm to fp32")
+    rows = []
+    for precision in _in_order(curves, "precision"):
+        of_it = [row for row in curves if row["precision"] == precision]
+        rows.append([precision, *(f"{max(row[kind] for row in of_it):.0e}" for kind in kinds)])
+    return table(["precision", *kinds], rows)
+
+
+def resumed_table(resumed: Rows) -> list[str]:
+    """A row a change, a column a precision."""
+    precisions = _in_order(resumed, "precision")
+    cells = {(row["saved"], row["case"], row["precision"]): f"{row['loss']:.0e}" for row in resumed}
+    changes = dict.fromkeys((saved, case) for saved, case, _ in cells)
+    rows = [[*change, *(cells.get((*change, each), "") for each in precisions)] for change in changes]
+    return table(["saved under", "gone on under", *precisions], rows)
+
+
+def _in_order(rows: Rows, key: str) -> list[str]:
+    """The values of a key, once each."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table, with an empty line at its end."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+
+
+if __name__ == "__main__":
+    main()
