@@ -51,7 +51,7 @@ def types(session: nox.Session) -> None:
     session.install(*group("api"), "nox")
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
     session.run("mypy", *sources, f"{TEST_TOOLS}/src", "tests-integration/own-parallelism/src")
-    session.run("mypy", "noxfile.py", "tools/check_api.py", "docs/figures.py", *benchmarks())
+    session.run("mypy", "noxfile.py", "tools/check_api.py", "tools/matrix.py", "docs/figures.py", *benchmarks())
 
 
 def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
@@ -90,6 +90,13 @@ def integration(session: nox.Session) -> None:
     """Several packages together, on gloo; `-- --device cuda` for the GPUs there are."""
     install_workspace(session, "test", "integration")
     session.run("pytest", "tests-integration", "--ignore=tests-integration/gpu", *session.posargs)
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """Every cell of the integration matrix, and its page in docs; minutes."""
+    install_workspace(session, "test", "integration")
+    session.run("python", "tools/matrix.py", *session.posargs)
 
 
 @nox.session

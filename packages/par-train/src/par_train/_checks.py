@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from par_groups import Topology
-from par_pipeline import Schedule, partition, schedule
+from par_pipeline import partition
 
 from ._errors import UserError
 from ._options import Options
 from ._order import check_size
+from ._schedules import make_schedule
 from ._text import Text, read_text
 
 _LATER = ("sequence", "expert")
@@ -39,19 +40,15 @@ def check_config(options: Options, world_size: int) -> Topology:
             f"train.batch_size {options.train.batch_size} does not divide by {replicas} data ranks; it is the batch of "
             f"all ranks together: use {near}, or another number of ranks"
         )
-    make_schedule(options, topology)
+    _check_schedule(options, topology)
     return topology
 
 
-def make_schedule(options: Options, topology: Topology) -> Schedule | None:
-    """The schedule of a run; None without a pipeline.
-
-    Raises:
-        UserError: There is none of that name, or not for these stages, layers or batches.
-    """
+def _check_schedule(options: Options, topology: Topology) -> None:
+    """That there is a schedule of that name, for these stages, layers and batches."""
     ranks = topology.size("pipeline")
     if ranks == 1:
-        return None
+        return
     microbatches = options.pipeline.microbatches or 2 * ranks
     rows = options.train.batch_size // topology.size("data")
     if rows < microbatches:
@@ -60,16 +57,10 @@ def make_schedule(options: Options, topology: Topology) -> Schedule | None:
             f"train.batch_size {options.train.batch_size}"
         )
     try:
-        found = schedule(options.pipeline.schedule, ranks, microbatches)
+        found = make_schedule(options.pipeline.schedule, ranks, microbatches, zero=options.zero)
         partition(options.model.layers, found.stages)
     except ValueError as error:
         raise UserError(f"pipeline.schedule {options.pipeline.schedule!r} with {ranks} ranks: {error}") from None
-    if options.zero == 3 and any(action.op == "W" for action in found.ranks[0]):
-        raise UserError(
-            f"zero is 3, which frees weights after each backward, but pipeline.schedule {options.pipeline.schedule!r} "
-            "needs them again for weight gradients; use zero 2, or a schedule such as 1f1b"
-        )
-    return found
 
 
 def check_files(options: Options) -> Text:

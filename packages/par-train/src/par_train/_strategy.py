@@ -25,6 +25,7 @@ from ._initialize import paired, wire
 from ._pairs import Pair
 from ._plan_options import Job
 from ._plugin import Plugin, check_support, find_plugin, in_order
+from ._schedules import make_schedule
 from ._stages import Layers, build_stages
 from ._strategy_files import load_object, load_run, save_object, save_run
 from ._strategy_options import StrategyOptions
@@ -99,8 +100,12 @@ class Strategy:
     def _make_schedule(self) -> Schedule:
         """The schedule of a pipeline; without one, of a single rank that takes one microbatch after the other."""
         ranks, options = self.groups.size("pipeline"), self.options.pipeline
-        name = options.get("schedule", "1f1b") if ranks > 1 else "1f1b"
-        return schedule(name, ranks, options.get("microbatches") or (2 * ranks if ranks > 1 else 1))
+        if ranks == 1:
+            return schedule("1f1b", 1, options.get("microbatches") or 1)
+        microbatches = options.get("microbatches") or 2 * ranks
+        return make_schedule(
+            options.get("schedule", "1f1b"), ranks, microbatches, zero=self.options.zero_keywords["stage"]
+        )
 
     # What a trainer asks
 

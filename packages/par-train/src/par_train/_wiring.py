@@ -73,7 +73,6 @@ class Zero(Plugin):
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
         """The parameters come to lie in flat buffers."""
         options = strategy.options
-        _check_schedule(strategy)
         if not any(True for _ in model.parameters()):
             return model
         if options.precision == "bf16-sr":
@@ -112,17 +111,6 @@ def _cut(model: nn.Module, strategy: "Strategy") -> nn.Module:
             "Strategy.build(layers) makes of a list of layers, or par_train.Stages of your own"
         )
     return build_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
-
-
-def _check_schedule(strategy: "Strategy") -> None:
-    """Stage 3 frees weights after a backward, and some schedules want them once more."""
-    stage, schedule = strategy.options.zero_keywords["stage"], strategy.schedule
-    if stage == 3 and schedule is not None and any(action.op == "W" for action in schedule.ranks[0]):
-        raise ValueError(
-            f"zero is 3, which frees weights after each backward, but the schedule "
-            f"{strategy.options.pipeline.get('schedule')!r} needs them again for weight gradients; use zero 2, or a "
-            "schedule such as '1f1b'"
-        )
 
 
 def _check_cut(model: nn.Module, strategy: "Strategy") -> None:

@@ -1,0 +1,24 @@
+"""The schedule of a pipeline, and what it does not go with. Imports no torch."""
+
+from par_pipeline import Schedule, schedule
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, *, zero: int) -> Schedule:
+    """A schedule by its name.
+
+    Args:
+        name: That par-pipeline, or a wheel, knows.
+        ranks: Of the pipeline.
+        microbatches: Of a batch.
+        zero: The ZeRO stage.
+
+    Raises:
+        ValueError: There is none of that name, or not for these numbers, or not at this stage.
+    """
+    found = schedule(name, ranks, microbatches)
+    if zero == 3 and any(action.op == "W" for actions in found.ranks for action in actions):
+        raise ValueError(
+            f"zero is 3, which frees weights after each backward, but the schedule {name!r} needs them again for "
+            "weight gradients; use zero 2, or a schedule such as '1f1b'"
+        )
+    return found
