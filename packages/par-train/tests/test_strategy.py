@@ -399,3 +399,95 @@ def test_the_plan_is_what_is_there():
             # At stage 3 the plan says that everything is gathered twice; what backward begins with stays from forward.
             assert 4 * moved <= predicted + padding if zero == 3 else abs(predicted - 4 * moved) <= padding, zero
             assert str(plan).count("\n") >= 2
+
+
+@pytest.mark.ranks(2)
+def test_tied_parameters_of_models_that_share_an_optimizer_stay_one():
+    def tied(width):
+        torch.manual_seed(0)
+        first, last = nn.Linear(width, 8, bias=False), nn.Linear(width, 8, bias=False)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Linear(8, width), nn.Tanh(), last)
+
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    with Strategy(parallel={"pipeline": 2}) as strategy:
+        models = tied(8), tied(8)
+        optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.1)
+        *models, optimizer = strategy.initialize(*models, optimizer)
+        for model in models:
+            strategy.execute_pipeline(iter([(inputs, inputs)]), model, functional.mse_loss, optimizer)
+        optimizer.step()
+        whole = tied(8)
+        plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+        functional.mse_loss(whole(inputs), inputs).backward()
+        plain.step()
+        for model in models:
+            assert_same(([], model), ([], whole))
+
+
+def split_columns(value, count):
+    """Microbatches along dim 1."""
+    if isinstance(value, tuple):
+        return list(zip(*(split_columns(each, count) for each in value), strict=True))
+    return list(value.chunk(count, dim=1))
+
+
+@pytest.mark.ranks(2)
+def test_microbatches_along_another_dim_weigh_alike_and_counts_below_one_count():
+    inputs = torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(2))
+
+    def fractions(outputs, targets):
+        return ((outputs - targets) ** 2).sum() * 1e-3, outputs.numel() * 1e-3
+
+    whole = nn.Linear(5, 5)
+    torch.manual_seed(0)
+    nn.init.normal_(whole.weight)
+    before = whole.weight.detach().clone()
+    functional.mse_loss(whole(inputs), inputs).backward()
+    for criterion in (functional.mse_loss, fractions):
+        with Strategy(pipeline={"microbatches": 4, "split": split_columns}) as strategy:
+            model = nn.Linear(5, 5)
+            model.load_state_dict({"weight": before, "bias": whole.bias.detach()})
+            model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            strategy.execute_pipeline(iter([(inputs, inputs)]), model, criterion, optimizer)
+            optimizer.step()
+            torch.testing.assert_close(model.weight.detach(), before - whole.weight.grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-sr", "bf16-amp"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_frozen_parts_and_frozen_models(precision, zero):
+    with Strategy(precision=precision, zero=zero) as strategy:
+        model, teacher = make_model(), make_model().requires_grad_(False)
+        model[0].requires_grad_(False)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        model, optimizer, teacher = strategy.initialize(model, torch.optim.AdamW(trained, lr=1e-2), teacher)
+        inputs, _ = samples(8)
+        losses = []
+        for _ in range(3):
+            loss = functional.mse_loss(model(inputs).float(), teacher(inputs) + 1)
+            strategy.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.ranks(2)
+def test_a_head_alone_is_trained_in_a_pipeline():
+    whole = make_model()
+    for layer in whole[:4]:
+        layer.requires_grad_(False)
+    inputs, targets = samples(8)
+    functional.mse_loss(whole(inputs), targets).backward()
+    plain = torch.optim.AdamW(whole[4].parameters(), lr=1e-2)
+    plain.step()
+    with Strategy(parallel={"pipeline": 2}) as strategy:
+        model = make_model()
+        for layer in model[:4]:
+            layer.requires_grad_(False)
+        model, optimizer = strategy.initialize(model, torch.optim.AdamW(model[4].parameters(), lr=1e-2))
+        strategy.execute_pipeline(iter([(inputs, targets)]), model, functional.mse_loss, optimizer)
+        optimizer.step()
+        assert_same(([], model), ([], whole))

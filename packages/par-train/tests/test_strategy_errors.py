@@ -167,3 +167,32 @@ def test_options_that_a_handler_does_not_take():
         register_gradient_handler("noted")(Noted)
     strategy, model = Strategy(gradient_handlers=[{"type": "noted", "scale": 1}]), nn.Linear(2, 1)
     raises(r"'noted' does not take \{'scale': 1\}", strategy.initialize, model, sgd(model))
+
+
+class FailsOnOne(Plugin):
+    """Raises on rank 1."""
+
+    name = "fails"
+
+    def setup_model(self, model, optimizer, strategy):
+        if dist.get_rank() == 1:
+            raise OSError("the disk of rank 1")
+        return model
+
+
+@pytest.mark.ranks(2)
+def test_what_fails_on_one_rank_is_raised_on_all():
+    words = "the disk of rank 1" if dist.get_rank() == 1 else "rank 1: the disk of rank 1"
+    strategy = Strategy(parallel={"pipeline": 2}, plugins=[FailsOnOne()])
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises((OSError, ValueError), match=words):
+        strategy.initialize(model, sgd(model))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_of_another_model_is_refused_by_a_pipeline():
+    strategy = Strategy()
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, _, second, of_second = strategy.initialize(first, sgd(first), second, sgd(second))
+    raises("does not train this Linear", strategy.execute_pipeline, iter([]), first, None, of_second)
+    raises("pipeline has 'loss_fn', which a strategy sets itself", Strategy, pipeline={"loss_fn": None})

@@ -160,6 +160,34 @@ def test_of_several_models_the_newest_step_that_all_have_is_taken(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_old_checkpoints_stay_unless_it_is_said(tmp_path):
+    training = Training()
+    for step in range(5):
+        training.strategy.checkpoint(tmp_path / "all", step=step)
+        training.strategy.checkpoint(tmp_path / "few", step=step, keep_last=2)
+    dist.barrier()
+    assert len(list((tmp_path / "all").glob("step-*"))) == 5
+    assert len(list((tmp_path / "few").glob("step-*"))) == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_strategy_without_a_model_does_not_start_anew_in_silence(tmp_path):
+    with pytest.raises(ValueError, match="call initialize"):
+        Strategy().resume(tmp_path)
+    with pytest.raises(ValueError, match="call initialize"):
+        Strategy().checkpoint(tmp_path, step=1)
+
+
+@pytest.mark.ranks(2)
+def test_a_torch_file_that_cannot_be_put_in_place_is_everybodys_error(tmp_path):
+    training = Training()
+    training.strategy.save(training.model, tmp_path / "taken")
+    with pytest.raises((OSError, ValueError), match="taken"):
+        training.strategy.save(training.model, tmp_path / "taken", plan="torch")
+    assert not (tmp_path / "taken.saving").exists()
+
+
+@pytest.mark.ranks(2)
 def test_a_file_that_is_not_there_is_named_on_every_rank(tmp_path):
     training = Training()
     with pytest.raises((OSError, ValueError), match="nothing"):

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from par_groups import ProcessGroups, Topology
 from par_pipeline._registry import SCHEDULES
 from par_train._gpt import GPT
-from par_train._options import ModelOptions, Options, PipelineOptions, TrainOptions, learning_rate
+from par_train._options import DataOptions, ModelOptions, Options, PipelineOptions, TrainOptions, learning_rate
 from par_train._text import Text
 from par_train._trainer import Trainer, make_optimizer
 
@@ -135,3 +135,15 @@ def test_a_scale_that_is_too_large_is_agreed_on_and_the_step_is_said_to_be_skipp
 def test_no_schedule_is_forgotten_here():
     own = {name for name in SCHEDULES.names() if SCHEDULES[name].__module__.startswith("par_pipeline.")}
     assert own == {*WHOLE_BACKWARDS, *SPLIT_BACKWARDS}
+
+
+@pytest.mark.ranks(2)
+def test_validation_windows_that_replicas_cannot_share_evenly():
+    """Stage 3 gathers in each forward, so all must make as many."""
+    found = []
+    for zero in (0, 3):
+        with ProcessGroups(Topology.from_config({}, 2)) as groups:
+            data = DataOptions(validation_windows=9)
+            trainer = Trainer(options(zero=zero, data=data), text(), groups, torch.device("cpu"))
+            found.append(trainer.validate())
+    assert found[0] == pytest.approx(found[1], rel=TOLERANCE)

@@ -19,7 +19,7 @@ class Checkpoints:
     Args:
         root: The folder that holds `step-00000100` and so on; a URL goes through fsspec.
         every: Steps between two saves.
-        keep_last: How many of the newest to keep; older ones are removed after a save.
+        keep_last: How many of the newest to keep; older ones are removed after a save. None: all stay.
         keep_every: Steps that are multiples of this stay for good.
         group: The ranks that save and load together; default: the world.
 
@@ -39,7 +39,7 @@ class Checkpoints:
         root: str | PathLike[str],
         *,
         every: int = 1,
-        keep_last: int = 3,
+        keep_last: int | None = 3,
         keep_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -87,8 +87,10 @@ class Checkpoints:
             return None
         keywords = {"step": step, "overwrite": True, "group": self._group, **keywords}
         handle = save(self.path(step), model=model, optimizer=optimizer, **keywords)
-        ranks = session_of(self._group, handle.timeout).ranks
-        ranks.on_first(lambda: prune(self.root, keep_last=self._keep_last, keep_every=self._keep_every))
+        keep_last = self._keep_last
+        if keep_last is not None:
+            ranks = session_of(self._group, handle.timeout).ranks
+            ranks.on_first(lambda: prune(self.root, keep_last=keep_last, keep_every=self._keep_every))
         return handle
 
     def load(self, *, model: Model | None = None, optimizer: Optimizer | None = None, **keywords: Any) -> Report | None:

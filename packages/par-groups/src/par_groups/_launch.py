@@ -2,6 +2,7 @@
 
 import os
 import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -154,19 +155,30 @@ def _store_of_agent(place: Launch) -> Any:
     """The store that torchrun keeps, under a name of this start's own.
 
     What the ranks of an earlier start left there, such as their addresses, is still in it when they are started again
-    (pytorch issue 135712). Machines may count starts differently, so rank 0's count is everybody's; the others wait
-    until it is not older than their own.
+    (pytorch issue 135712), and machines count starts differently. So rank 0 invents a name, and welcomes each other
+    rank by a word that this one has just invented, until it has seen all of them.
     """
     store: Any = dist.TCPStore(place.address, place.port, place.world_size, is_master=False)  # type: ignore[attr-defined]
-    starts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    name = uuid.uuid4().hex
     if place.rank == 0:
-        store.set("par_groups/starts", str(starts))
-    deadline = time.monotonic() + store.timeout.total_seconds()
-    while (said := int(store.get("par_groups/starts"))) < starts:
+        deadline = time.monotonic() + store.timeout.total_seconds()
+        for rank in range(1, place.world_size):
+            _welcome(store, rank, name, deadline)
+    else:
+        store.set(f"par_groups/here/{place.rank}", name)
+        name = store.get(f"par_groups/welcome/{name}").decode()
+        store.set(f"par_groups/seen/{name}/{place.rank}", "")
+    return dist.PrefixStore(f"par_groups/start-{name}", store)  # type: ignore[attr-defined]
+
+
+def _welcome(store: Any, rank: int, name: str, deadline: float) -> None:
+    """Tells a rank the name; the word that it is found under may be that of an earlier start, so again and again."""
+    while not store.check([f"par_groups/seen/{name}/{rank}"]):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 has not come back after restart {starts}; look at its machine's log")
-        time.sleep(0.05)
-    return dist.PrefixStore(f"par_groups/start-{said}", store)  # type: ignore[attr-defined]
+            raise TimeoutError(f"rank {rank} has not come to the meeting of all ranks; look at its machine's log")
+        if store.check([f"par_groups/here/{rank}"]):
+            store.set(f"par_groups/welcome/{store.get(f'par_groups/here/{rank}').decode()}", name)
+        time.sleep(0.01)
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:

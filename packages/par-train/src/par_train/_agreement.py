@@ -1,5 +1,8 @@
 """What only one rank may see, told to all: every rank raises, or none does."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 
 
@@ -27,3 +30,18 @@ def agree(problem: Exception | None, text: str, what: str) -> None:
     for rank, each in enumerate(every):
         if each != every[0]:
             raise ValueError(f"rank {rank} has {what} {each}, and rank 0 {every[0]}; give all ranks the same")
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """What is done inside is done on all ranks, or raises on all. All-gather of a short text over the world at its end.
+
+    Args:
+        what: Is done.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # raised when all ranks know
+        problem = error
+    agree(problem, what, "before it")

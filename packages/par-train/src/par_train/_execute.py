@@ -48,7 +48,7 @@ class Execution:
             schedule,
             groups["pipeline"],
             loss_fn=self._loss,
-            weight=lambda _: 1.0,  # what a microbatch counts is said by `_loss`
+            weight=self._counted,
             **options,
         )
 
@@ -63,12 +63,16 @@ class Execution:
             return_outputs: Whether outputs are kept.
         """
         self._criterion = criterion
-        target = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
-        self._rows, self._sum, self._count = rows_of(target), 0.0, 0.0
+        self._rows, self._sum, self._count = 0, 0.0, 0.0
         outputs, _, _ = self.pipeline.forward_backward_step(
             iter([batch]), forward_only=forward_only, return_outputs=return_outputs
         )
         return self._mean(), outputs
+
+    def _counted(self, target: Any) -> float:
+        """Adds up the rows, before the first microbatch. What one counts is said by `_loss`."""
+        self._rows += rows_of(target)
+        return 1.0
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
         """What backward begins with. The pipeline multiplies it by 1 / microbatches, which is undone here."""
@@ -78,7 +82,7 @@ class Execution:
             total, count = found
             self._note(total, count)
             weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-            mean = total / weight.clamp(min=1).to(total.dtype)  # without any, the sum is 0
+            mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # of nothing, the sum is 0
             return self._scaled(mean * microbatches, weight)
         rows = rows_of(target) if self._rows else 1
         whole = self._rows or microbatches
@@ -86,7 +90,13 @@ class Execution:
         return self._scaled(found * (microbatches * rows / whole), None)
 
     def _scaled(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        if self._optimizer is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return loss
+        if self._optimizer is None:
+            if weight is not None:
+                raise ValueError(
+                    "a plugin controls precision here, so the criterion must give a mean, not (sum, count)"
+                )
             return loss
         return self._optimizer.scale(loss, weight=weight)
 
@@ -113,11 +123,11 @@ def rows_of(value: Any) -> int:
     return 0
 
 
-class Batches:
-    """What `execute_pipeline` may be handed again and again: an iterator, or something that gives one for each epoch.
+class Batches(Iterator[Any]):
+    """The batches of a data loader, epoch after epoch.
 
     Args:
-        source: An iterator, or a data loader.
+        source: The data loader.
     """
 
     def __init__(self, source: Any) -> None:
@@ -125,16 +135,10 @@ class Batches:
         self._iterator: Iterator[Any] = iter(source)
 
     def __next__(self) -> Any:
-        """The next batch; where a data loader ends, its next epoch begins.
-
-        Raises:
-            StopIteration: An iterator's end.
-        """
+        """The next batch; where an epoch ends, the next one begins."""
         try:
             return next(self._iterator)
         except StopIteration:
-            if self._iterator is self.source:
-                raise
             self._iterator = iter(self.source)
             return next(self._iterator)
 

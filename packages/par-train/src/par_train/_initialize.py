@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from par_precision import MixedOptimizer
 
+from ._agreement import together
 from ._handlers import DEFAULT, kinds_of, make_handlers
 from ._pairs import Pair, pair
 from ._strategy_plan import sizes_of
@@ -56,17 +57,19 @@ def wire(each: Pair, strategy: "Strategy") -> dict[int, Any]:
     for plugin in strategy.plugins:
         if plugin.name in ("zero", "precision") and each.sizes is None:
             each.sizes = sizes_of(model, strategy.options.zero_keywords["stage"])
-        model = plugin.setup_model(model, each.optimizer, strategy)
-        if each.optimizer is not None:
-            each.optimizer = plugin.setup_optimizer(each.optimizer, model, strategy)
+        with together(f"plugin {plugin.name!r}"):
+            model = plugin.setup_model(model, each.optimizer, strategy)
+            if each.optimizer is not None:
+                each.optimizer = plugin.setup_optimizer(each.optimizer, model, strategy)
     each.models = list(model) if isinstance(model, nn.ModuleList) and len(each.models) > 1 else [model]
     for one in each.models:
         if "no_sync" in model.__dict__:
             one.__dict__["no_sync"] = model.__dict__["no_sync"]
     if isinstance(each.optimizer, MixedOptimizer) and each.optimizer.scaling.scale is not None:
         each.schedulers = [each.optimizer.schedule(scheduler) for scheduler in each.schedulers]
-    if each.optimizer is not None:
-        _attach(each.optimizer, model, strategy)
+    with together("gradient handlers"):
+        if each.optimizer is not None:
+            _attach(each.optimizer, model, strategy)
     after = [*each.models, each.optimizer, *each.schedulers]
     for one in (*before, *after):
         if one is not None:

@@ -43,15 +43,17 @@ class Stages(nn.Module):
         """Runs one stage."""
         return self.__dict__["parts"][stage](*inputs, **keywords)
 
-    def tie_(self, groups: ProcessGroups, optimizer: Optimizer | None) -> None:
+    def tie_(self, groups: ProcessGroups, optimizer: Optimizer | None, prefix: str = "") -> None:
         """Makes tied parameters alike, and their records copies of each other. Before anything is sharded. Collective.
 
         Args:
             groups: Of the strategy.
             optimizer: Of the parameters.
+            prefix: What comes before their names, where the optimizer has several models.
         """
         group, replicas = groups["pipeline"], groups["data"]
-        self.shared = tuple(Shared(each, group, replicas=replicas, optimizer=optimizer) for each in self.tied)
+        named = [{prefix + name: parameter for name, parameter in each.items()} for each in self.tied]
+        self.shared = tuple(Shared(each, group, replicas=replicas, optimizer=optimizer) for each in named)
 
     def runners(self) -> list["Stage"]:
         """What a `par_pipeline.Pipeline` is made of."""

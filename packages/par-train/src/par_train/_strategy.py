@@ -17,7 +17,7 @@ from par_layers import LayerSet, layer_set
 from par_pipeline import Pipeline, Schedule, build_stage, schedule
 from par_precision import MixedOptimizer
 
-from ._agreement import agree
+from ._agreement import agree, together
 from ._data import GlobalDataLoader
 from ._execute import Batches, Criterion, Execution
 from ._handlers import kinds_of
@@ -74,9 +74,13 @@ class Strategy:
         try:
             self.options = StrategyOptions(**options)
             self.plugins = self._find_plugins()
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        agree(problem, self.options.described(), "the options")
+        try:
+            agree(problem, self.options.described(), "the options")
+        except BaseException:
+            self.environment.close()
+            raise
         self._owns_groups = self.options.groups is None
         self.groups: ProcessGroups = self.options.groups or ProcessGroups(
             Topology.from_config(self.options.parallel, self.environment.world_size), device=self.device
@@ -85,7 +89,7 @@ class Strategy:
         self._pairs: list[Pair] = []
         self._loaders: list[GlobalDataLoader] = []
         self._executions: dict[nn.Module, Execution] = {}
-        self._batches: Batches | None = None
+        self._batches: dict[int, Batches] = {}  # by the id of what they hold
         self._checked: set[Optimizer] = set()
         self._steps = 0  # optimizer steps, of all optimizers together
 
@@ -135,10 +139,11 @@ class Strategy:
         Args:
             layers: nn.Modules, `par_pipeline.Lazy`, or dict(type="Linear", ...), one after the other.
         """
-        rank = self.groups.rank("pipeline")
-        if self.schedule is not None:
-            return build_stages(layers, self.schedule, rank, seed=self.options.seed)
-        return build_stage(layers, schedule("1f1b", 1, 1), 0, seed=self.options.seed)[0]
+        rank, seed = self.groups.rank("pipeline"), self.options.seed
+        with together("the layers"):
+            if self.schedule is not None:
+                return build_stages(layers, self.schedule, rank, seed=seed)
+            return build_stage(layers, schedule("1f1b", 1, 1), 0, seed=seed)[0]
 
     def plan(self) -> StrategyPlan:
         """What a step takes on this rank: memory, traffic over data ranks, the pipeline's bubble; predicted."""
@@ -159,8 +164,8 @@ class Strategy:
         """Makes models, optimizers, data loaders and lr schedulers parallel, in place as far as can be. Collective.
 
         Args:
-            *objects: In any order and number. Optimizers are new, and hold the parameters of models that are here too;
-                several models may share one. A DataLoader's batch_size is that of all data ranks together.
+            *objects: In any order and number, at least one. Optimizers are new, and hold the parameters of models that
+                are here too; several models may share one. A DataLoader's batch_size is that of all data ranks.
 
         Returns:
             What to use from now on, in the same order; a single object is given back alone.
@@ -174,7 +179,7 @@ class Strategy:
         try:
             pairs = paired(objects)
             loaders = {id(each): self._shared_out(each) for each in objects if isinstance(each, DataLoader)}
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         agree(problem, repr([type(each).__name__ for each in objects]), "the objects")
         given: dict[int, Any] = {}
@@ -183,12 +188,13 @@ class Strategy:
         for number, loader in loaders.items():
             given[number] = loader
             for plugin in self.plugins:
-                given[number] = plugin.setup_dataloader(given[number], self)
+                with together(f"plugin {plugin.name!r}"):
+                    given[number] = plugin.setup_dataloader(given[number], self)
         self._pairs += pairs
         self._loaders += loaders.values()
         self._reseed()
         found = tuple(given[id(each)] for each in objects)
-        return found if len(found) > 1 else found[0]
+        return found[0] if len(found) == 1 else found
 
     def after_step(self, *_: Any) -> None:
         """Called after each step of each optimizer."""
@@ -266,16 +272,25 @@ class Strategy:
             ValueError: A model or an optimizer that is not from here.
             StopIteration: The iterator has ended.
         """
-        if not forward_only:
-            self._pair_of(optimizer)
+        if not forward_only and not any(model is one for one in self._pair_of(optimizer).models):
+            raise ValueError(
+                f"this {type(optimizer).__name__} does not train this {type(model).__name__}; give those that "
+                "initialize() returned together"
+            )
         execution = self._execution(model)
-        if self._batches is None or self._batches.source is not data_iter:
-            self._batches = Batches(data_iter)
-        batch = next(self._batches)
+        batch = next(self._batches_of(data_iter))
         loss, outputs = execution.run(batch, criterion, forward_only=forward_only, return_outputs=return_outputs)
         if return_loss and return_outputs:
             return loss, outputs
         return loss if return_loss else outputs
+
+    def _batches_of(self, source: Any) -> Iterator[Any]:
+        """The iterator itself, or the one that is kept for a data loader."""
+        if isinstance(source, Iterator):
+            return source
+        if id(source) not in self._batches:
+            self._batches[id(source)] = Batches(source)
+        return self._batches[id(source)]
 
     def pipeline(self, model: nn.Module) -> Pipeline:
         """What runs a model's microbatches: for evaluation, timelines and `reset()`."""
@@ -331,19 +346,22 @@ class Strategy:
         """Fills a model, an optimizer or an lr scheduler from what `save` or `checkpoint` wrote. Collective."""
         load_object(self._pairs, obj, path, plan)
 
-    def checkpoint(self, root: Path, *, step: int, async_: bool = False, **keywords: Any) -> list[Save]:
+    def checkpoint(
+        self, root: Path, *, step: int, async_: bool = False, keep_last: int | None = None, **keywords: Any
+    ) -> list[Save]:
         """Writes everything that training needs to go on: `root/step-00000100`. Collective.
 
         Args:
             root: The folder of the run. Of several models, each has a folder `0`, `1`, ... in it.
             step: Steps done.
             async_: Return when the bytes are copied, and write in the background.
+            keep_last: Older ones are removed, but so many of the newest; None: all stay.
             keywords: Of `par_checkpoint.save`.
 
         Returns:
             A handle for each model.
         """
-        return save_run(self._pairs, self._state(), root, step, {"async_": async_, **keywords})
+        return save_run(self._pairs, self._state(), root, step, keep_last, {"async_": async_, **keywords})
 
     def resume(self, root: Path) -> int | None:
         """Goes on from the newest whole checkpoint, under this or another topology. Collective.

@@ -28,11 +28,17 @@ def save_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, giga
         return
     staging = f"{os.fspath(path)}.saving"
     save(staging, **keywords, style="torch", overwrite=True)
+    problem = None
     if dist.get_rank() == 0:
-        os.replace(f"{staging}/par_checkpoint.json", _sums(path))  # noqa: PTH105
-        os.replace(f"{staging}/{kind}.pt", path)  # noqa: PTH105
-        shutil.rmtree(staging)
-    dist.barrier()  # the file is there when any rank returns
+        try:
+            Path(_sums(path)).unlink(missing_ok=True)  # a file without sums can be read, one with others' cannot
+            os.replace(f"{staging}/{kind}.pt", path)  # noqa: PTH105
+            os.replace(f"{staging}/par_checkpoint.json", _sums(path))  # noqa: PTH105
+        except OSError as error:
+            problem = error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    agree(problem, kind, "the object")  # the file is there when any rank returns
 
 
 def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> None:
@@ -47,11 +53,16 @@ def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> N
 
 
 def save_run(
-    pairs: Sequence[Pair], state: Mapping[str, Any], root: PathLike, step: int, keywords: Mapping[str, Any]
+    pairs: Sequence[Pair],
+    state: Mapping[str, Any],
+    root: PathLike,
+    step: int,
+    keep_last: int | None,
+    keywords: Mapping[str, Any],
 ) -> list[Save]:
     """Writes everything; see `Strategy.checkpoint`."""
     handles = []
-    for each, folder in _folders(pairs, root):
+    for each, folder in _folders(pairs, root, keep_last):
         handle = folder.save(step, force=True, extra=dict(state), **{**_parts(each), **keywords})
         handles.extend([] if handle is None else [handle])
     return handles
@@ -62,7 +73,7 @@ def load_run(pairs: Sequence[Pair], root: PathLike) -> tuple[int | None, Mapping
 
     Of several models the newest step that all of them have is taken: the last one may have been written for some alone.
     """
-    folders = _folders(pairs, root)
+    folders = _folders(pairs, root, None)
     newest = [folder.latest() for _, folder in folders]
     if not newest or None in newest:
         return None, {}
@@ -74,10 +85,12 @@ def load_run(pairs: Sequence[Pair], root: PathLike) -> tuple[int | None, Mapping
     return step, state
 
 
-def _folders(pairs: Sequence[Pair], root: PathLike) -> list[tuple[Pair, Checkpoints]]:
+def _folders(pairs: Sequence[Pair], root: PathLike, keep_last: int | None) -> list[tuple[Pair, Checkpoints]]:
     """Each optimizer's checkpoints; one has the root for itself."""
+    if not pairs:
+        raise ValueError("there is no model to save or to resume; call initialize() first")
     roots = [os.fspath(root)] if len(pairs) == 1 else [f"{os.fspath(root)}/{n}" for n in range(len(pairs))]
-    return [(each, Checkpoints(path)) for each, path in zip(pairs, roots, strict=True)]
+    return [(each, Checkpoints(path, keep_last=keep_last)) for each, path in zip(pairs, roots, strict=True)]
 
 
 def _parts(each: Pair) -> dict[str, Any]:

@@ -51,6 +51,9 @@ class StrategyOptions:
         stage = self.zero_keywords["stage"]
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"zero is {stage!r}; it can be 0, 1, 2 or 3")
+        own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
+        if own:
+            raise ValueError(f"pipeline has {own[0]!r}, which a strategy sets itself; leave it out")
         if self.groups is not None and self.parallel:
             raise ValueError(f"parallel is {dict(self.parallel)} and groups are given; give one of them")
         if stage and not self.shards:
@@ -72,5 +75,14 @@ class StrategyOptions:
     def described(self) -> str:
         """What all ranks must have alike."""
         plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
-        fields = (self.precision, self.zero, self.clip_norm, dict(self.pipeline), dict(self.mixed), self.seed)
-        return repr((dict(self.parallel), *fields, list(self.gradient_handlers), plugins))
+        fields = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed)
+        return repr(_plain((self.parallel, *fields, self.gradient_handlers, plugins)))
+
+
+def _plain(value: Any) -> Any:
+    """The value without objects, whose addresses differ between ranks: their types stand for them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, str | int | float | None) else type(value).__name__

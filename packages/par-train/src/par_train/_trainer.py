@@ -116,14 +116,16 @@ class Trainer:
         """The mean loss over the validation windows, which the replicas share as evenly as they can."""
         mine = share(self._validation, self.replica, self.replicas)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, count
-        for start in range(0, len(mine), self._share_size):
+        most = -(-len(self._validation) // self.replicas)  # all ranks go as often: forward may be collective
+        for start in range(0, most, self._share_size):
             windows = mine[start : start + self._share_size]
             # Every batch has the same size, for a tensor mode may cut it; what it is filled up with does not count.
-            inputs, targets = self._tokens(self._held_out, np.resize(windows, self._share_size))
+            filled = np.resize(windows if len(windows) else self._validation[:1], self._share_size)
+            inputs, targets = self._tokens(self._held_out, filled)
             targets = targets.clone()  # it shares memory with the inputs
             targets[len(windows) :] = _IGNORED
             loss, count = self._evaluate(inputs, targets), len(windows) * targets.shape[1]
-            if loss is not None:
+            if loss is not None and len(windows):
                 total += torch.stack([loss.double() * count, total.new_tensor(count)])
         total = total_over(self.groups, total)
         return float(total[0] / total[1])

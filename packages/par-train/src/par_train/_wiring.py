@@ -53,13 +53,11 @@ class Pipelined(Plugin):
         """An nn.Sequential is cut; `Stages` are cut already."""
         if strategy.schedule is None:
             return model
-        if isinstance(model, nn.ModuleList):
-            model = nn.ModuleList(_cut(each, strategy) for each in model)
-        else:
-            model = _cut(model, strategy)
-        for each in model if isinstance(model, nn.ModuleList) else [model]:
-            if isinstance(each, Stages):
-                each.tie_(strategy.groups, optimizer)
+        several = isinstance(model, nn.ModuleList)
+        cut = [_cut(each, strategy) for each in (model.children() if several else [model])]
+        for number, each in enumerate(cut):
+            each.tie_(strategy.groups, optimizer, f"{number}." if several else "")
+        model = nn.ModuleList(cut) if several else cut[0]
         if optimizer is not None:
             leave_foreign_(optimizer, model)
         return model
@@ -73,11 +71,13 @@ class Zero(Plugin):
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
         """The parameters come to lie in flat buffers."""
         options = strategy.options
-        if not any(True for _ in model.parameters()):
+        packed = _trained(model, optimizer)
+        if not packed and (options.zero_keywords["stage"] < 3 or not any(True for _ in model.parameters())):
             return model
-        if options.precision == "bf16-sr":
-            model.bfloat16()  # no fp32 copy: shards, too, are of what is left
-        dtype = WEIGHTS[options.precision] if options.precision != "bf16-sr" and optimizer is not None else None
+        dtype = None if optimizer is None else WEIGHTS[options.precision]
+        if dtype is not None:
+            _cast_(model, dtype, set() if options.precision == "bf16-sr" else packed)
+            dtype = None if options.precision == "bf16-sr" else dtype
         group = strategy.groups["data"]
         return shard(model, optimizer, group=group, **{"param_dtype": dtype, **options.zero_keywords})[0]
 
@@ -102,7 +102,7 @@ class Precision(Plugin):
         return found
 
 
-def _cut(model: nn.Module, strategy: "Strategy") -> nn.Module:
+def _cut(model: nn.Module, strategy: "Strategy") -> Stages:
     if isinstance(model, Stages):
         return model
     if not isinstance(model, nn.Sequential) or strategy.schedule is None:
@@ -111,6 +111,20 @@ def _cut(model: nn.Module, strategy: "Strategy") -> nn.Module:
             "Strategy.build(layers) makes of a list of layers, or par_train.Stages of your own"
         )
     return build_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
+
+
+def _trained(model: nn.Module, optimizer: Optimizer | None) -> set[nn.Parameter]:
+    """The parameters that are packed below stage 3."""
+    if optimizer is None:
+        return {parameter for parameter in model.parameters() if parameter.requires_grad}
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _cast_(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]) -> None:
+    """Casts what par-zero does not, which is what is not trained, and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor not in trained and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def _check_cut(model: nn.Module, strategy: "Strategy") -> None:
