@@ -63,7 +63,7 @@ def test_objects_that_do_not_fit():
         optimizer,
     )
     raises("this SGD is not from initialize", strategy.backward, other(torch.ones(1, 2)).sum(), sgd(other))
-    raises("this Linear is not from initialize", strategy.execute_pipeline, iter([]), nn.Linear(2, 2), None, optimizer)
+    raises("does not train this Linear", strategy.execute_pipeline, iter([]), nn.Linear(2, 2), None, optimizer)
     raises("plan is 'zip'", strategy.save, model, "nowhere", plan="zip")
     raises("this Linear is not from initialize", strategy.save, nn.Linear(1, 1), "nowhere")
     strategy.backward(model(torch.ones(1, 2)).sum(), optimizer)
