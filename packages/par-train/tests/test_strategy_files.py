@@ -179,6 +179,18 @@ def test_a_strategy_without_a_model_does_not_start_anew_in_silence(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_another_number_of_data_loaders_is_refused_before_anything_changes(tmp_path):
+    training = Training()
+    training.strategy.checkpoint(tmp_path / "run", step=1)
+    strategy, model = Strategy(), make_model(17)
+    model, _ = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
+    before = [each.clone() for each in model.parameters()]
+    with pytest.raises(ValueError, match="saved with 1 data loaders, and here are 0"):
+        strategy.resume(tmp_path / "run")
+    assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.ranks(2)
 def test_a_torch_file_that_cannot_be_put_in_place_is_everybodys_error(tmp_path):
     training = Training()
     training.strategy.save(training.model, tmp_path / "taken")

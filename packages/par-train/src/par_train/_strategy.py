@@ -369,7 +369,7 @@ class Strategy:
         Returns:
             Its step; None if there is none.
         """
-        step, state = load_run(self._pairs, root)
+        step, state = load_run(self._pairs, len(self._loaders), root)
         if step is not None:
             self.steps = state["steps"]
             for loader, saved in zip(self._loaders, state["loaders"], strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from par_checkpoint import Checkpoints, Save, load, save
+from par_checkpoint import Checkpoints, Save, inspect, load, save
 from par_precision import MixedOptimizer
 
 from ._agreement import agree
@@ -68,7 +68,7 @@ def save_run(
     return handles
 
 
-def load_run(pairs: Sequence[Pair], root: PathLike) -> tuple[int | None, Mapping[str, Any]]:
+def load_run(pairs: Sequence[Pair], loaders: int, root: PathLike) -> tuple[int | None, Mapping[str, Any]]:
     """Reads everything; the step and the state that `save_run` was given, or None and nothing.
 
     Of several models the newest step that all of them have is taken: the last one may have been written for some alone.
@@ -78,6 +78,9 @@ def load_run(pairs: Sequence[Pair], root: PathLike) -> tuple[int | None, Mapping
     if not newest or None in newest:
         return None, {}
     name = min(str(each).rpartition("/")[2] for each in newest)
+    saved = len(inspect(f"{folders[0][1].root.rstrip('/')}/{name}").extra["loaders"])
+    if saved != loaders:
+        raise ValueError(f"{name} was saved with {saved} data loaders, and here are {loaders}; initialize as many")
     step, state = None, {}
     for each, folder in folders:
         report = load(f"{folder.root.rstrip('/')}/{name}", **_parts(each))
