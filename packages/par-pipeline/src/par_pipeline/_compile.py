@@ -67,12 +67,14 @@ class Program:
             Whatever the receiver sends from there on says that the message has arrived.
         final: By stage, the place of the action after which its gradients are complete, if its backward is split, and
             if it is not.
+        forwards: How many there are.
     """
 
     instructions: tuple[Instruction, ...]
     arrivals: dict[int, tuple[Arrival, ...]]
     consumed: dict[Message, int]
     final: dict[int, tuple[int, int]]
+    forwards: int
 
 
 def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False) -> Program:
@@ -95,7 +97,13 @@ def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False
             if theirs.takes is not None and theirs.source == rank:
                 consumed[theirs.takes] = position
         arrivals[peer] = (*coming, Arrival(STATUS, -1))
-    return Program(instructions=instructions, arrivals=arrivals, consumed=consumed, final=_final(instructions))
+    return Program(
+        instructions=instructions,
+        arrivals=arrivals,
+        consumed=consumed,
+        final=_final(instructions),
+        forwards=sum(each.action.op == FORWARD for each in instructions),
+    )
 
 
 def _instructions(schedule: Schedule, rank: int, forward_only: bool) -> Iterable[Instruction]:

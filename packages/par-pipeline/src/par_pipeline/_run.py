@@ -108,8 +108,8 @@ class Run:
 
     def _reduces_anyway(self, number: int) -> bool:
         """Whether a stage's only backward pass is the rank's only one: what is held back costs memory and overlap."""
-        forwards = sum(instruction.action.op == FORWARD for instruction in self.program.instructions)
-        return forwards == 1 and number not in self.parts.split.stages and not self.parts.syncs[number].waits_for_all
+        alone = self.program.forwards == 1
+        return alone and number not in self.parts.split.stages and not self.parts.syncs[number].waits_for_all
 
     def _do(self, position: int, instruction: Instruction) -> None:
         op, number, _ = self.action = instruction.action

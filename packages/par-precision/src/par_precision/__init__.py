@@ -5,6 +5,7 @@ from ._float8 import Float8Linear, convert_to_float8_
 from ._mixed import MixedOptions, mixed
 from ._norm import grad_norm
 from ._optimizer import MixedOptimizer, Step
+from ._precisions import Precision, precision_of
 from ._rounding import stochastic_round_
 from ._scale import DynamicScale
 
@@ -15,11 +16,13 @@ __all__ = [
     "Float8Linear",
     "MixedOptimizer",
     "MixedOptions",
+    "Precision",
     "Step",
     "clip_grad_norm_",
     "clip_grad_value_",
     "convert_to_float8_",
     "grad_norm",
     "mixed",
+    "precision_of",
     "stochastic_round_",
 ]

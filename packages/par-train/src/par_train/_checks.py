@@ -10,7 +10,7 @@ from par_pipeline import partition
 from ._errors import UserError
 from ._options import Options
 from ._order import check_size
-from ._schedules import make_schedule
+from ._schedules import make_schedule, microbatches_of
 from ._text import Text, read_text
 
 _LATER = ("sequence", "expert")
@@ -49,7 +49,7 @@ def _check_schedule(options: Options, topology: Topology) -> None:
     ranks = topology.size("pipeline")
     if ranks == 1:
         return
-    microbatches = options.pipeline.microbatches or 2 * ranks
+    microbatches = microbatches_of(options.pipeline.microbatches, ranks)
     rows = options.train.batch_size // topology.size("data")
     if rows < microbatches:
         raise UserError(

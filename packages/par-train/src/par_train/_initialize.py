@@ -56,7 +56,7 @@ def wire(each: Pair, strategy: "Strategy") -> dict[int, Any]:
     model = each.module
     for plugin in strategy.plugins:
         if plugin.name in ("zero", "precision") and each.sizes is None:
-            each.sizes = sizes_of(model, strategy.options.zero_keywords["stage"])
+            each.sizes = sizes_of(model, strategy.options.stage)
         with together(f"plugin {plugin.name!r}"):
             model = plugin.setup_model(model, each.optimizer, strategy)
             if each.optimizer is not None:

@@ -13,6 +13,7 @@ from ._plan_options import PEAKS, Job, Machine, shape_of
 from ._plan_predict import predict
 from ._plan_report import Report
 from ._plan_search import rank
+from ._schedules import microbatches_of
 
 
 def plan(options: Options, flags: PlanFlags) -> int:
@@ -71,7 +72,7 @@ def configured_job(options: Options, topology: Topology) -> Job:
         zero=options.zero,
         precision=options.precision,
         schedule=options.pipeline.schedule,
-        microbatches=options.pipeline.microbatches or (2 * ranks if ranks > 1 else 1),
+        microbatches=microbatches_of(options.pipeline.microbatches, ranks),
     )
 
 

@@ -22,3 +22,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, *, zero: int) -> Sch
             "weight gradients; use zero 2, or a schedule such as '1f1b'"
         )
     return found
+
+
+def microbatches_of(given: int, ranks: int) -> int:
+    """The number of microbatches: as it was given, else two for each pipeline rank, and one without a pipeline."""
+    return given or (2 * ranks if ranks > 1 else 1)

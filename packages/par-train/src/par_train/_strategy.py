@@ -25,7 +25,7 @@ from ._initialize import paired, wire
 from ._pairs import Pair
 from ._plan_options import Job
 from ._plugin import Plugin, check_support, find_plugin, in_order
-from ._schedules import make_schedule
+from ._schedules import make_schedule, microbatches_of
 from ._stages import Layers, build_stages
 from ._strategy_files import load_object, load_run, save_object, save_run
 from ._strategy_options import StrategyOptions
@@ -86,6 +86,7 @@ class Strategy:
             Topology.from_config(self.options.parallel, self.environment.world_size), device=self.device
         )
         self.schedule = self._make_schedule() if self.groups.size("pipeline") > 1 else None
+        self._place = self.groups.rank_seed(("data", "pipeline"), self.options.seed)
         self._pairs: list[Pair] = []
         self._loaders: list[GlobalDataLoader] = []
         self._executions: dict[nn.Module, Execution] = {}
@@ -104,12 +105,10 @@ class Strategy:
     def _make_schedule(self) -> Schedule:
         """The schedule of a pipeline; without one, of a single rank that takes one microbatch after the other."""
         ranks, options = self.groups.size("pipeline"), self.options.pipeline
+        microbatches = microbatches_of(options.get("microbatches", 0), ranks)
         if ranks == 1:
-            return schedule("1f1b", 1, options.get("microbatches") or 1)
-        microbatches = options.get("microbatches") or 2 * ranks
-        return make_schedule(
-            options.get("schedule", "1f1b"), ranks, microbatches, zero=self.options.zero_keywords["stage"]
-        )
+            return schedule("1f1b", 1, microbatches)
+        return make_schedule(options.get("schedule", "1f1b"), ranks, microbatches, zero=self.options.stage)
 
     # What a trainer asks
 
@@ -150,7 +149,7 @@ class Strategy:
         options, schedule = self.options, self.schedule
         job = Job(
             batch=1,
-            zero=options.zero_keywords["stage"],
+            zero=options.stage,
             precision=options.precision,
             microbatches=1 if schedule is None else schedule.microbatches,
         )
@@ -208,8 +207,7 @@ class Strategy:
 
     def _reseed(self) -> None:
         """Randomness is a function of seed, step and place, so that a run that goes on draws what it would have."""
-        place = self.groups.rank_seed(("data", "pipeline"), self.options.seed)
-        seed = (place + 0x9E3779B97F4A7C15 * self._steps) % 2**63
+        seed = (self._place + 0x9E3779B97F4A7C15 * self._steps) % 2**63
         torch.default_generator.manual_seed(seed)  # torch.manual_seed goes through all kinds of devices
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)

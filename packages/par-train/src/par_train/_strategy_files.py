@@ -12,7 +12,7 @@ import torch.distributed as dist
 from par_checkpoint import Checkpoints, Save, inspect, load, save
 from par_precision import MixedOptimizer
 
-from ._agreement import agree
+from ._agreement import agree, together
 from ._pairs import Pair
 
 PLANS = ("huggingface", "torch")
@@ -28,17 +28,19 @@ def save_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, giga
         return
     staging = f"{os.fspath(path)}.saving"
     save(staging, **keywords, style="torch", overwrite=True)
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            Path(_sums(path)).unlink(missing_ok=True)  # a file without sums can be read, one with others' cannot
-            os.replace(f"{staging}/{kind}.pt", path)  # noqa: PTH105
-            os.replace(f"{staging}/par_checkpoint.json", _sums(path))  # noqa: PTH105
-        except OSError as error:
-            problem = error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    agree(problem, kind, "the object")  # the file is there when any rank returns
+    with together(kind):  # the file is there when any rank returns
+        if dist.get_rank() == 0:
+            _put_in_place(staging, kind, path)
+
+
+def _put_in_place(staging: str, kind: str, path: PathLike) -> None:
+    """Moves a torch file and its checksums out of the folder that they were written into."""
+    try:
+        Path(_sums(path)).unlink(missing_ok=True)  # a file without sums can be read, one with others' cannot
+        os.replace(f"{staging}/{kind}.pt", path)  # noqa: PTH105
+        os.replace(f"{staging}/par_checkpoint.json", _sums(path))  # noqa: PTH105
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> None:
@@ -141,17 +143,13 @@ def _sums(path: PathLike) -> str:
 def _as_folder(path: PathLike, kind: str) -> Iterator[str]:
     """A torch file, and its checksums if it has some, as the folder that par-checkpoint reads. Collective."""
     folder = f"{os.fspath(path)}.loading"
-    problem = None
-    if dist.get_rank() == 0:
-        try:
+    with together(kind):
+        if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             Path(folder).mkdir()
             os.link(path, f"{folder}/{kind}.pt")
             if Path(_sums(path)).exists():
                 os.link(_sums(path), f"{folder}/par_checkpoint.json")
-        except OSError as error:
-            problem = error
-    agree(problem, kind, "the object")
     try:
         yield folder
     finally:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from par_groups import ProcessGroups
+from par_precision import precision_of
 
 from ._handlers import DATA_PARALLEL, DEFAULT, kinds_of
 from ._plugin import Plugin
-from ._wiring import WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +46,30 @@ class StrategyOptions:
     groups: ProcessGroups | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in WEIGHTS:
-            raise ValueError(f"precision is {self.precision!r}; it can be {', '.join(map(repr, WEIGHTS))}")
-        stage = self.zero_keywords["stage"]
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero is {stage!r}; it can be 0, 1, 2 or 3")
+        precision_of(self.precision)
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero is {self.stage!r}; it can be 0, 1, 2 or 3")
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
         if own:
             raise ValueError(f"pipeline has {own[0]!r}, which a strategy sets itself; leave it out")
         if self.groups is not None and self.parallel:
             raise ValueError(f"parallel is {dict(self.parallel)} and groups are given; give one of them")
-        if stage and not self.shards:
+        if self.stage and not self.shards:
             raise ValueError(
-                f"zero is {stage}, which reduces gradients itself, but gradient_handlers leave out {DATA_PARALLEL!r}; "
-                "add it, or use zero=0"
+                f"zero is {self.stage}, which reduces gradients itself, but gradient_handlers leave out "
+                f"{DATA_PARALLEL!r}; add it, or use zero=0"
             )
 
     @property
     def zero_keywords(self) -> dict[str, Any]:
         """What `par_zero.shard` is told."""
         return {"stage": 0, **self.zero} if isinstance(self.zero, Mapping) else {"stage": self.zero}
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        stage: int = self.zero_keywords["stage"]
+        return stage
 
     @property
     def shards(self) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from par_layers import initialize
-from par_precision import mixed
+from par_precision import mixed, precision_of
 from par_zero import shard
 
 from ._plugin import Plugin
@@ -16,18 +16,6 @@ from ._stages import Stages, build_stages, leave_foreign_
 
 if TYPE_CHECKING:
     from ._strategy import Strategy
-
-WEIGHTS = {
-    "fp32": None,
-    "tf32": None,
-    "bf16": torch.bfloat16,
-    "bf16-amp": None,
-    "bf16-sr": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp16-amp": None,
-    "fp8": torch.bfloat16,
-}
-"""By precision: the dtype of the weights in use, where it is not their own."""
 
 
 class Device(Plugin):
@@ -72,12 +60,13 @@ class Zero(Plugin):
         """The parameters come to lie in flat buffers."""
         options = strategy.options
         packed = _trained(model, optimizer)
-        if not packed and (options.zero_keywords["stage"] < 3 or not any(True for _ in model.parameters())):
+        if not packed and (options.stage < 3 or not any(True for _ in model.parameters())):
             return model
-        dtype = None if optimizer is None else WEIGHTS[options.precision]
+        precision = precision_of(options.precision)
+        dtype = None if optimizer is None else precision.weights
         if dtype is not None:
-            _cast_(model, dtype, set() if options.precision == "bf16-sr" else packed)
-            dtype = None if options.precision == "bf16-sr" else dtype
+            _cast_(model, dtype, set() if precision.rounded else packed)
+            dtype = None if precision.rounded else dtype
         group = strategy.groups["data"]
         return shard(model, optimizer, group=group, **{"param_dtype": dtype, **options.zero_keywords})[0]
 
