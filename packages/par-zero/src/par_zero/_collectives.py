@@ -57,7 +57,8 @@ def reduce_scatter(
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
         def finish() -> None:
-            _put(_sum(received.view(ranks, -1)), into, scale=scale)
+            _sum(received.view(ranks, -1), into)
+            _put(into, into, scale=scale)
             buffers.give_back(received)
 
         return Handle([work], finish)
@@ -87,11 +88,11 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Handle:
     return Handle([dist.all_reduce(tensor, group=group, async_op=True)])
 
 
-def _sum(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows, in order, in place of the first."""
-    for row in rows[1:]:
-        rows[0].add_(row)
-    return rows[0]
+def _sum(rows: torch.Tensor, into: torch.Tensor) -> None:
+    """Writes the sum of two rows or more, in order."""
+    torch.add(rows[0], rows[1], out=into)
+    for row in rows[2:]:
+        into.add_(row)
 
 
 def _put(total: torch.Tensor, into: torch.Tensor, *, scale: float) -> None:
