@@ -10,7 +10,7 @@ def plugin(name, **attributes):
     return type(name.title(), (Plugin,), {"name": name, **attributes})()
 
 
-BUILT_IN = [plugin(name) for name in ("device", "pipeline", "zero", "precision")]
+BUILT_IN = [plugin(name) for name in ("pipeline", "device", "tied", "zero", "precision")]
 
 
 def names(plugins):
@@ -19,10 +19,11 @@ def names(plugins):
 
 def test_plugins_come_where_modules_may_still_be_replaced():
     assert names([plugin("lora"), plugin("checkpointing")]) == [
-        "device",
         "pipeline",
+        "device",
         "lora",
         "checkpointing",
+        "tied",
         "zero",
         "precision",
     ]
@@ -31,7 +32,7 @@ def test_plugins_come_where_modules_may_still_be_replaced():
 def test_requirements_say_the_order():
     late, first = plugin("late", requires=["precision"]), plugin("first", requires=["second"])
     order = names([late, first, plugin("second")])
-    assert order == ["device", "pipeline", "second", "first", "zero", "precision", "late"]
+    assert order == ["pipeline", "device", "second", "first", "tied", "zero", "precision", "late"]
 
 
 def test_a_plugin_takes_the_place_of_the_built_in_one_of_its_name():
@@ -41,8 +42,8 @@ def test_a_plugin_takes_the_place_of_the_built_in_one_of_its_name():
 
 
 def test_what_a_plugin_controls_is_left_to_it():
-    assert names([plugin("mine", controls_precision=True)]) == ["device", "pipeline", "mine", "zero"]
-    assert names([plugin("mine", controls_device=True)]) == ["pipeline", "mine", "zero", "precision"]
+    assert names([plugin("mine", controls_precision=True)]) == ["pipeline", "device", "mine", "tied", "zero"]
+    assert names([plugin("mine", controls_device=True)]) == ["pipeline", "mine", "tied", "zero", "precision"]
 
 
 @pytest.mark.parametrize(

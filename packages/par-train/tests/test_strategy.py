@@ -348,6 +348,26 @@ def test_layers_that_are_only_described_are_built_where_they_run():
 
 
 @pytest.mark.ranks(2)
+def test_the_stages_of_other_ranks_never_get_memory():
+    """A model on the meta device: what is drawn is the same as without a pipeline, a tied weight included."""
+    found = {}
+    for ranks in (1, 2):
+        with Strategy(parallel={"pipeline": ranks}, seed=5) as strategy:
+            with torch.device("meta"):
+                first, last = strategy.layers.Linear(15, 17, bias=False), strategy.layers.Linear(15, 17, bias=False)
+                last.weight = first.weight
+                whole = nn.Sequential(first, strategy.layers.Linear(17, 15), nn.GELU(), last)
+            model, optimizer = strategy.initialize(whole, adamw(whole))
+            assert whole[1].weight.is_meta == (strategy.groups.rank("pipeline") == 1)
+            assert not first.weight.is_meta
+            loss = strategy.execute_pipeline(
+                iter([(samples(8)[0], torch.zeros(8, 17))]), model, functional.mse_loss, optimizer
+            )
+            found[ranks] = loss.item()
+    assert found[1] == pytest.approx(found[2], rel=TOLERANCE)
+
+
+@pytest.mark.ranks(2)
 def test_an_embedding_that_the_last_stage_uses_too_stays_one():
     def tied():
         torch.manual_seed(0)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Plugin:
     """One step of wiring; a subclass overrides what it has something to do for.
 
-    A plugin with the name of a built-in one ("device", "pipeline", "zero", "precision") takes its place. Others come
-    between "pipeline" and "zero", where modules may still be replaced, unless they require one of the later ones.
+    A plugin with the name of a built-in one ("pipeline", "device", "tied", "zero", "precision") takes its place. Others
+    come after "device", where modules may still be replaced, unless they require one of the later ones.
 
     Attributes:
         name: Unique in a strategy.
@@ -84,7 +84,7 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
     """All plugins in the order in which they are applied.
 
     Args:
-        built_in: "device", "pipeline", "zero", "precision", or those of them that are wanted.
+        built_in: "pipeline", "device", "tied", "zero", "precision", or those of them that are wanted.
         plugins: The user's.
 
     Raises:
@@ -95,7 +95,7 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
         if names.count(name) > 1:
             raise ValueError(f"there are {names.count(name)} plugins called {name!r}; give one")
     kept = [each for each in built_in if each.name not in names and not _controlled(each, plugins)]
-    early = [each for each in kept if each.name in ("device", "pipeline")]
+    early = [each for each in kept if each.name in ("pipeline", "device")]
     waiting = [*early, *plugins, *(each for each in kept if each not in early)]
     _check(waiting)
     ordered: list[Plugin] = []

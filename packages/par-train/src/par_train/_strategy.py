@@ -30,7 +30,7 @@ from ._stages import Layers, build_stages
 from ._strategy_files import load_object, load_run, save_object, save_run
 from ._strategy_options import StrategyOptions
 from ._strategy_plan import StrategyPlan, plan_of
-from ._wiring import Device, Pipelined, Precision, Zero
+from ._wiring import Device, Pipelined, Precision, Tied, Zero
 
 Path = str | PathLike[str]
 
@@ -97,7 +97,7 @@ class Strategy:
     def _find_plugins(self) -> list[Plugin]:
         options = self.options
         kinds_of(options.gradient_handlers)
-        built_in: list[Plugin] = [Device(), Pipelined(), *([Zero()] if options.shards else []), Precision()]
+        built_in: list[Plugin] = [Pipelined(), Device(), Tied(), *([Zero()] if options.shards else []), Precision()]
         plugins = in_order(built_in, [find_plugin(each) for each in options.plugins])
         check_support(plugins, self.device.type, options.precision)
         return plugins

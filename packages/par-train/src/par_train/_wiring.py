@@ -1,4 +1,4 @@
-"""The built-in plugins, in the order in which they are applied: device, pipeline, zero, precision."""
+"""The built-in plugins, in the order in which they are applied: pipeline, device, tied, zero, precision."""
 
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,25 @@ if TYPE_CHECKING:
     from ._strategy import Strategy
 
 
+class Pipelined(Plugin):
+    """Keeps this rank's stages of a model, and takes the others' parameters out of its optimizer."""
+
+    name = "pipeline"
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+        """An nn.Sequential is cut; `Stages` are cut already."""
+        if strategy.schedule is None:
+            return model
+        several = isinstance(model, nn.ModuleList)
+        cut = [_cut(each, strategy) for each in (model.children() if several else [model])]
+        model = nn.ModuleList(cut) if several else cut[0]
+        if optimizer is not None:
+            leave_foreign_(optimizer, model)
+        return model
+
+
 class Device(Plugin):
-    """Brings a model to the device. par-layers' layers get their memory there, and their first values."""
+    """Brings what this rank has to the device. par-layers' layers get their memory there, and their first values."""
 
     name = "device"
 
@@ -32,22 +49,17 @@ class Device(Plugin):
         return model.to(strategy.device)
 
 
-class Pipelined(Plugin):
-    """Keeps this rank's stages of a model, and takes the others' parameters out of its optimizer."""
+class Tied(Plugin):
+    """Makes alike, and keeps so, the parameters that stages of several ranks use, once they lie where they stay."""
 
-    name = "pipeline"
+    name = "tied"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
-        """An nn.Sequential is cut; `Stages` are cut already."""
-        if strategy.schedule is None:
-            return model
+        """Modules that are not `Stages` have none."""
         several = isinstance(model, nn.ModuleList)
-        cut = [_cut(each, strategy) for each in (model.children() if several else [model])]
-        for number, each in enumerate(cut):
-            each.tie_(strategy.groups, optimizer, f"{number}." if several else "")
-        model = nn.ModuleList(cut) if several else cut[0]
-        if optimizer is not None:
-            leave_foreign_(optimizer, model)
+        for number, each in enumerate(model.children() if several else [model]):
+            if isinstance(each, Stages):
+                each.tie_(strategy.groups, optimizer, f"{number}." if several else "")
         return model
 
 
