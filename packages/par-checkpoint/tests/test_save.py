@@ -33,7 +33,8 @@ def every_dtype():
     """A tensor of each, of any bits, NaN among them; 0-dim and empty ones, too."""
     torch.manual_seed(0)
     model = {}
-    for dtype in [*FLOATS, *EIGHTS, *WHOLES, torch.complex64]:
+    known = set(safetensors.torch._TYPES.values())  # it is what reads them here; its old versions have fewer
+    for dtype in (each for each in [*FLOATS, *EIGHTS, *WHOLES, torch.complex64] if each in known):
         name = str(dtype).partition(".")[2]
         model[name] = torch.randint(0, 256, (3, 5 * dtype.itemsize), dtype=torch.uint8).view(dtype)
         model[f"{name}.scalar"] = model[name][1, 2].clone()
