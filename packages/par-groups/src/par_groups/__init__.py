@@ -14,6 +14,7 @@ from ._sharding import Box, Sharding, cut, set_sharding, whole
 from ._topology import Axes, Topology
 
 if TYPE_CHECKING:
+    from ._agreement import agree
     from ._dtensor import to_dtensor
     from ._gradients import gradients, on_written, set_gradient_elsewhere, written_
     from ._launch import Environment, launch
@@ -38,6 +39,7 @@ __all__ = [
     "Sharding",
     "Split",
     "Topology",
+    "agree",
     "check_owned",
     "cut",
     "get_logger",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "_agreement": ("agree",),
     "_dtensor": ("to_dtensor",),
     "_gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
     "_launch": ("Environment", "launch"),

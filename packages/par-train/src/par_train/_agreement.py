@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
+from par_groups import agree
 
 
-def agree(problem: Exception | None, text: str, what: str) -> None:
+def check_alike(problem: Exception | None, text: str, what: str) -> None:
     """Raises on every rank if any has a problem, or if they are about to do different things.
 
     All-gather of a short text over the world.
@@ -19,15 +19,8 @@ def agree(problem: Exception | None, text: str, what: str) -> None:
     Raises:
         ValueError: Another rank's problem, or a difference. A rank's own problem is raised as it is.
     """
-    said = f"!{problem}" if problem is not None else text
-    every: list[str] = [said] * dist.get_world_size()
-    dist.all_gather_object(every, said)
-    if problem is not None:
-        raise problem
-    for rank, each in enumerate(every):
-        if each.startswith("!"):
-            raise ValueError(f"rank {rank}: {each[1:]}")
-    for rank, each in enumerate(every):
+    every = agree(problem, text, None)
+    for rank, each in every.items():
         if each != every[0]:
             raise ValueError(f"rank {rank} has {what} {each}, and rank 0 {every[0]}; give all ranks the same")
 
@@ -44,4 +37,4 @@ def together(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # raised when all ranks know
         problem = error
-    agree(problem, what, "before it")
+    check_alike(problem, what, "before it")

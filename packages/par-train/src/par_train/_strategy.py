@@ -17,7 +17,7 @@ from par_layers import LayerSet, layer_set
 from par_pipeline import Pipeline, Schedule, build_stage, schedule
 from par_precision import MixedOptimizer
 
-from ._agreement import agree, together
+from ._agreement import check_alike, together
 from ._data import GlobalDataLoader
 from ._execute import Batches, Criterion, Execution
 from ._handlers import kinds_of
@@ -77,7 +77,7 @@ class Strategy:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         try:
-            agree(problem, self.options.described(), "the options")
+            check_alike(problem, self.options.described(), "the options")
         except BaseException:
             self.environment.close()
             raise
@@ -180,7 +180,7 @@ class Strategy:
             loaders = {id(each): self._shared_out(each) for each in objects if isinstance(each, DataLoader)}
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        agree(problem, repr([type(each).__name__ for each in objects]), "the objects")
+        check_alike(problem, repr([type(each).__name__ for each in objects]), "the objects")
         given: dict[int, Any] = {}
         for each in pairs:
             given.update(wire(each, self))

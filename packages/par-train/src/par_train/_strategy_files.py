@@ -12,7 +12,7 @@ import torch.distributed as dist
 from par_checkpoint import Checkpoints, Save, inspect, load, save
 from par_precision import MixedOptimizer
 
-from ._agreement import agree, together
+from ._agreement import check_alike, together
 from ._pairs import Pair
 
 PLANS = ("huggingface", "torch")
@@ -115,7 +115,7 @@ def _described(pairs: Sequence[Pair], obj: Any, plan: str) -> tuple[str, dict[st
         kind, keywords = _kind_of(pairs, obj)
     except ValueError as error:
         problem = error
-    agree(problem, f"{kind} {plan}", "the object and plan")
+    check_alike(problem, f"{kind} {plan}", "the object and plan")
     return kind, keywords
 
 

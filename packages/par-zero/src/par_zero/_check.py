@@ -3,18 +3,17 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import agree
+
 from ._chunk import Member
 from ._options import ShardOptions
 from ._step import works_flat
 from ._units import Place
-
-T = TypeVar("T")
 
 ENGINE = "par_zero"
 """The attribute of a sharded module that holds its engine."""
@@ -70,28 +69,17 @@ def described(
     return repr((fields, parts))
 
 
-def agree(problem: Exception | None, text: str, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
-    """Raises on every rank if any has a problem, or if they are about to make different chunks."""
+def check_alike(
+    problem: Exception | None, text: str, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
+) -> tuple[int, ...]:
+    """All ranks; raises on every one if any has a problem, or if they are about to make different chunks."""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    said = f"!{type(problem).__name__}: {problem}" if problem else digest
-    every = dict(gathered((dist.get_rank(), said), group))
-    if replicas is not None:  # whose other groups know of their own ranks
-        every = {rank: word for each in gathered(every, replicas) for rank, word in each.items()}
-    if problem is not None:
-        raise problem
-    for rank in sorted(every):
-        if every[rank].startswith("!"):
-            raise ValueError(f"rank {rank}: {every[rank][1:]}")
-    different = [rank for rank in sorted(every) if every[rank] != every[min(every)]]
+    every = agree(problem, digest, group, *([] if replicas is None else [replicas]))
+    lowest = next(iter(every))
+    different = [rank for rank, theirs in every.items() if theirs != every[lowest]]
     if different:
         raise ValueError(
-            f"ranks {different} have other parameters, shapes, dtypes, param groups or options than rank {min(every)}; "
+            f"ranks {different} have other parameters, shapes, dtypes, param groups or options than rank {lowest}; "
             "build the same model and optimizer on all"
         )
-
-
-def gathered(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What each rank of a group says; all-gather of small objects."""
-    every: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    return [each for each in every if each is not None]
+    return tuple(every)

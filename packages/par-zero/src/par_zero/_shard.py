@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, on_written
+from par_groups import on_written
 
 from ._build import Plan, make_chunks, members_of
-from ._check import ENGINE, agree, check, described, gathered
-from ._chunk import Member
+from ._check import ENGINE, check, check_alike, described
 from ._engine import Groups
 from ._gather import Unit
 from ._options import ShardOptions
@@ -65,9 +64,9 @@ def shard(
     except (ValueError, TypeError) as error:
         problem = error
     place_of = places(module, modules)
-    agree(problem, described(members, place_of, stage, options), group, replicas)
+    ranks = check_alike(problem, described(members, place_of, stage, options), group, replicas)
     _same_everywhere_([member.parameter for member in members], group, replicas)
-    records = _records(members, group, replicas)
+    records = {member.parameter: record_of(member.parameter, ranks) for member in members}
     chunks = make_chunks(members, place_of, records, _plan(stage, group, options))
     for chunk in chunks:
         for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
@@ -125,15 +124,6 @@ def _plan(stage: int, group: dist.ProcessGroup, options: ShardOptions) -> Plan:
         reduce_dtype=options.reduce_dtype,
         atomic=options.atomic,
     )
-
-
-def _records(
-    members: Sequence[Member], group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
-) -> dict[nn.Parameter, Sharding]:
-    """How each parameter was cut before, and which ranks hold it."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    copies = ranks if replicas is None else tuple(sorted(set().union(*gathered(ranks, replicas))))
-    return {member.parameter: record_of(member.parameter, copies) for member in members}
 
 
 def _same_everywhere_(

@@ -1,0 +1,40 @@
+"""Ranks agree, or all of them raise."""
+
+import pytest
+import torch.distributed as dist
+
+from par_groups import agree
+
+
+def test_a_rank_alone_needs_no_group():
+    assert agree(None, "mine") == {0: "mine"}
+    with pytest.raises(TypeError, match=r"^a text$"):
+        agree(TypeError("a text"), "mine")
+
+
+@pytest.mark.ranks(4)
+def test_all_ranks_know_what_each_says_also_over_rows_and_columns():
+    rank = dist.get_rank()
+    assert agree(None, rank * rank, None) == {0: 0, 1: 1, 2: 4, 3: 9}
+    row, column = (
+        next(
+            group
+            for group, ranks in [(dist.new_group(ranks), ranks) for ranks in groups]  # every rank makes every group
+            if rank in ranks
+        )
+        for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    )
+    assert list(agree(None, (), row)) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert agree(None, str(rank), row, column) == {0: "0", 1: "1", 2: "2", 3: "3"}
+    for own in range(4):
+        problem = KeyError("here") if rank == own else None
+        with pytest.raises(KeyError if problem else ValueError, match="here" if problem else f"rank {own}: KeyError: "):
+            agree(problem, "", row, column)
+
+
+@pytest.mark.ranks(3)
+def test_the_lowest_rank_s_problem_is_told_where_several_have_one():
+    problem = {1: ValueError("first"), 2: TypeError("second")}.get(dist.get_rank())
+    words = "^rank 1: ValueError: first$" if problem is None else f"^{problem}$"
+    with pytest.raises(ValueError if problem is None else type(problem), match=words):
+        agree(problem, "", None)
