@@ -1,5 +1,7 @@
 """Ranks agree, or all of them raise."""
 
+import pickle
+
 import pytest
 import torch.distributed as dist
 
@@ -38,3 +40,9 @@ def test_the_lowest_rank_s_problem_is_told_where_several_have_one():
     words = "^rank 1: ValueError: first$" if problem is None else f"^{problem}$"
     with pytest.raises(ValueError if problem is None else type(problem), match=words):
         agree(problem, "", None)
+
+
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_pickle_is_everybodys_problem():
+    with pytest.raises((AttributeError, pickle.PicklingError, ValueError), match="pickle"):
+        agree(None, (lambda: None) if dist.get_rank() else 0, None)

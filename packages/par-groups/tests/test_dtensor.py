@@ -159,3 +159,16 @@ def test_what_no_dtensor_can_say_is_refused():
         to_dtensor(fused, mesh)
     with pytest.raises(ValueError, match=r"placements \(Shard\(dim=0\),\) do not give"):
         to_dtensor(fused, mesh, [Shard(0)])
+
+
+@pytest.mark.ranks(3)
+def test_what_does_not_fit_on_one_rank_is_refused_on_all():
+    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+    begin, rows = ((0, 2), (2, 1), (3, 1))[rank]  # torch cuts 4 rows into 2, 2 and none, so rank 0 alone fits
+    local = torch.zeros(rows, 3)
+    set_sharding(local, Sharding((4, 3), (Box((begin, 0), (rows, 3), 0, (3, 1), (rank,)),)))
+    with pytest.raises(ValueError, match="do not give every rank"):
+        to_dtensor(local, mesh, [Shard(0)])
+    unknown = local.clone() if rank == 1 else local
+    with pytest.raises(ValueError, match="no Sharding on it" if rank == 1 else "no placements give every rank"):
+        to_dtensor(unknown, mesh)

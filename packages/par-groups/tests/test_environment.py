@@ -1,7 +1,7 @@
 import pytest
 
 from par_groups import read_environment
-from par_groups._environment import first_host
+from par_groups._environment import first_host, launched_rank
 
 TORCHRUN = {
     "RANK": "3",
@@ -95,7 +95,21 @@ def test_a_wrong_environment_is_named(variables, arguments, message):
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("gpu[003-007,12],login1", "gpu003"), ("node7", "node7"), ("a,b", "a"), ("n[1,3]", "n1"), ("r[2-3]-x", "r2-x")],
+    [
+        ("gpu[003-007,12],login1", "gpu003"),
+        ("node7", "node7"),
+        ("a,b", "a"),
+        ("n[1,3]", "n1"),
+        ("r[2-3]-x", "r2-x"),
+        ("rack[1-2]node[03-04],b", "rack1node03"),
+    ],
 )
 def test_first_host_of_a_slurm_list(hosts, first):
     assert first_host(hosts) == first
+
+
+def test_the_rank_is_known_before_the_world_meets():
+    srun = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}
+    for variables, rank in (({}, 0), ({"RANK": "2"}, 2), (srun, 3), ({"OMPI_COMM_WORLD_RANK": "1"}, 1)):
+        assert launched_rank(variables) == rank
+    assert launched_rank({"SLURM_PROCID": "3"}) == 0  # of a job script, which is no task

@@ -149,6 +149,16 @@ def test_a_mesh_is_made_from_the_very_same_groups():
             groups.mesh(("tensor", "pipeline"))
 
 
+@pytest.mark.ranks(8)
+def test_a_mesh_with_a_product_around_another_axis():
+    topology = Topology({"pipeline": 2, "sequence": 2, "tensor": 2}).alias("model", ("pipeline", "tensor"))
+    with ProcessGroups(topology, declare=["model"]) as groups, torch.device("meta"):
+        mesh = groups.mesh(("model", "sequence"))
+        assert mesh.get_coordinate() == (groups.rank("model"), groups.rank("sequence"))
+        assert mesh.mesh.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+        assert mesh.mesh[:, groups.rank("sequence")].tolist() == list(groups.ranks("model"))
+
+
 @pytest.mark.ranks(4)
 def test_rank_seeds_differ_exactly_along_the_named_axes():
     with ProcessGroups(Topology({"data": 2, "tensor": 2})) as groups:

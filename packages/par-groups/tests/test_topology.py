@@ -267,6 +267,15 @@ def test_a_hundred_thousand_ranks_are_quick_and_small_and_need_no_torch():
     assert torch == "False"
 
 
+def test_a_new_name_must_mean_what_a_view_means_by_it():
+    topology = Topology({"data": 4, "tensor": 2}).view("experts", [("expert_data", 4), ("expert", 2)])
+    with pytest.raises(ValueError, match="view 'experts': its axis 'expert' is 2 ranks 1 apart, but 'expert' of this"):
+        topology.split("data", [("expert", 2), ("rest", 2)])
+    with pytest.raises(ValueError, match="view 'experts': its axis 'expert' is"):
+        topology.alias("expert", "data")
+    assert topology.alias("expert", "tensor").group("expert", 0) == (0, 1)
+
+
 def test_describe_shows_every_axis_product_and_view():
     text = PP2_2D_DP2.declare(("data", "row")).view("flat", {"all": 16}).describe()
     assert "16 ranks" in text

@@ -1,5 +1,6 @@
 """What only one rank may see, made known to all: they go on together, or every one of them raises."""
 
+import pickle
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
 
     Args:
         problem: What this rank cannot do, if there is something.
-        said: Anything that can be pickled, for the others to compare with theirs.
+        said: For the others to compare with theirs; what cannot be pickled is a problem.
         *groups: The ranks that take part; None is the world. Where there are several, such as the rows and the columns
             of a grid, each passes on what the ones before it have gathered. None at all: this rank alone.
 
@@ -23,8 +24,12 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
         Exception: This rank's own problem, as it is.
         ValueError: Another rank's, with its number and the problem's type.
     """
+    try:
+        data = pickle.dumps(said)
+    except Exception as error:  # of any type: the others wait for this rank
+        problem, data = error if problem is None else problem, b""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    every: dict[int, tuple[str, Said]] = {rank: ("" if problem is None else _text(problem), said)}
+    every = {rank: ("" if problem is None else f"{type(problem).__name__}: {problem}", data)}
     for group in groups:
         theirs = [every] * dist.get_world_size(group)
         dist.all_gather_object(theirs, every, group=group)
@@ -34,8 +39,4 @@ def agree(problem: Exception | None, said: Said, *groups: dist.ProcessGroup | No
     for number in sorted(every):
         if every[number][0]:
             raise ValueError(f"rank {number}: {every[number][0]}")
-    return {number: every[number][1] for number in sorted(every)}
-
-
-def _text(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}"
+    return {number: pickle.loads(every[number][1]) for number in sorted(every)}  # noqa: S301 - from ranks of ours

@@ -34,23 +34,24 @@ def sharding_of_placements(shape: Shape, mesh: DeviceMesh, placements: Sequence[
 
 
 def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
-    """A DTensor that shares memory with a local tensor of ours.
+    """A DTensor that shares memory with a local tensor of ours. One small all-reduce a mesh dim.
 
     Args:
         tensor: A local tensor with a `Sharding` on it.
         mesh: The mesh, such as `groups.mesh(("data", "tensor"))`.
-        placements: One a mesh dim. None finds those that put the same boxes on every rank; that takes one small
-            all-reduce a mesh dim, since a rank with an empty part alone cannot tell.
+        placements: One a mesh dim. None finds those that put the same boxes on every rank, which a rank with an empty
+            part alone cannot tell.
 
     Raises:
         ValueError: The tensor has no record, or no placements on this mesh describe it (a fused q|k|v is three boxes,
             which no DTensor can say). Every rank raises.
     """
     record = recorded_sharding(tensor)
+    candidates = list(_candidates(mesh, tensor.dim())) if placements is None else [tuple(placements)]
+    found = _common_placements(tensor, record, mesh, candidates)
     if record is None:
         raise ValueError("the tensor has no Sharding on it; call set_sharding first, or DTensor.from_local yourself")
-    found = _common_placements(tensor, record, mesh) if placements is None else tuple(placements)
-    if found is None or (placements is not None and not _fits(tensor, record, mesh, found)):
+    if found is None:
         which = "no placements give" if placements is None else f"placements {tuple(placements)} do not give"
         raise ValueError(
             f"{which} every rank of mesh {mesh.mesh_dim_names} {tuple(mesh.shape)} its boxes of a tensor of shape "
@@ -60,11 +61,12 @@ def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     return DTensor.from_local(tensor, mesh, found, run_check=False, shape=size, stride=stride)
 
 
-def _common_placements(tensor: torch.Tensor, record: Sharding, mesh: DeviceMesh) -> tuple[Placement, ...] | None:
+def _common_placements(
+    tensor: torch.Tensor, record: Sharding | None, mesh: DeviceMesh, candidates: Sequence[tuple[Placement, ...]]
+) -> tuple[Placement, ...] | None:
     """The first placements that describe the tensor on every rank of the mesh. Collective over the mesh."""
-    candidates = list(_candidates(mesh, len(record.shape)))
-    fits = torch.tensor([_fits(tensor, record, mesh, each) for each in candidates], dtype=torch.int32)
-    fits = fits.to(mesh.device_type)
+    fit = [record is not None and _fits(tensor, record, mesh, each) for each in candidates]
+    fits = torch.tensor(fit, dtype=torch.int32, device=mesh.device_type)
     for dim in range(mesh.ndim):
         dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=mesh.get_group(dim))  # dim by dim: the whole mesh
     return next((each for each, fit in zip(candidates, fits.tolist(), strict=True) if fit), None)

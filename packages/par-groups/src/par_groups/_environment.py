@@ -66,13 +66,24 @@ def read_environment(
         return _explicit(get, rank, world_size, local_rank, address, port)
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _torchrun(get)
-    if "SLURM_PROCID" in variables and ("SLURM_STEP_NUM_TASKS" in variables or "SLURM_STEP_ID" in variables):
+    if _is_srun(variables):
         return _slurm(get)
     if "OMPI_COMM_WORLD_RANK" in variables:
         return _openmpi(get)
     return Launch(
         launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0
     )
+
+
+def launched_rank(variables: Mapping[str, str]) -> int:
+    """The rank that a launcher gave this process, whatever else it has not said; 0 without one."""
+    names = ("RANK", *(["SLURM_PROCID"] if _is_srun(variables) else []), "OMPI_COMM_WORLD_RANK")
+    given = next((variables[name] for name in names if name in variables), "0")
+    return int(given) if given.isdecimal() else 0
+
+
+def _is_srun(variables: Mapping[str, str]) -> bool:
+    return "SLURM_PROCID" in variables and ("SLURM_STEP_NUM_TASKS" in variables or "SLURM_STEP_ID" in variables)
 
 
 class _Variables:
@@ -160,9 +171,8 @@ def _openmpi(get: _Variables) -> Launch:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a SLURM node list, "gpu[003-007,12],login1" -> "gpu003"."""
-    head = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", hosts)
+    """The first host of a SLURM node list, "rack[1-2]node[03,07],login1" -> "rack1node03"."""
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     if head is None:
         raise ValueError(f"the node list {hosts!r} names no host; set MASTER_ADDR")
-    prefix, number, suffix = head.groups(default="")
-    return prefix + number + suffix
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", head.group())

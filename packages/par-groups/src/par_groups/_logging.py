@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ._environment import launched_rank
+
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that speaks on some ranks only, and says which rank speaks.
@@ -56,8 +58,8 @@ def get_logger(name: str, ranks: Collection[int] | None = (0,), file: str | Path
 
 
 def current_rank() -> int:
-    """The global rank: of the running world, else the launcher's RANK, else 0."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    """The global rank: of the running world, else the launcher's, else 0."""
+    return dist.get_rank() if dist.is_initialized() else launched_rank(os.environ)
 
 
 def _add_file(logger: logging.Logger, path: Path) -> None:

@@ -139,7 +139,9 @@ class ProcessGroups:
         if in_order != [leaf for leaf in self.topology.leaves(names) if leaf in in_order]:
             raise ValueError(f"mesh({names}): name the axes in the topology's order, slowest first")
         groups = [self[name] for name in names]
-        ranks = torch.tensor(self.ranks(names)).reshape([self.size(name) for name in names])
+        ranks = torch.empty([self.size(name) for name in names], dtype=torch.int64, device="cpu")
+        for rank in self.ranks(names):
+            ranks[tuple(self.topology.index(name, rank) for name in names)] = rank
         if len(names) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)

@@ -247,6 +247,7 @@ class Topology:
             for name, parts in self._parts.items()
         }
         new._parts = {**expanded, axis: tuple(inside.axes)}
+        new._check_views()
         return new
 
     def alias(self, name: str, axes: Axes) -> "Topology":
@@ -255,6 +256,7 @@ class Topology:
             raise ValueError(f"the name {name!r} is taken; axes and products are {self._names()}")
         new = self._like(self)
         new._parts = {**self._parts, name: self.leaves(axes)}
+        new._check_views()
         return new
 
     def declare(self, *axes: Axes) -> "Topology":
@@ -279,16 +281,9 @@ class Topology:
         """
         if name in self._views:
             raise ValueError(f"there is a view called {name!r} already; views are {sorted(self._views)}")
-        second = Topology(axes, self.world_size)
-        for axis, located in second._axes.items():
-            if axis in self._names() and self.blocks(axis) != second.blocks(axis):
-                mine = " x ".join(f"{each.size} ranks {each.stride} apart" for each in self.blocks(axis)) or "one rank"
-                raise ValueError(
-                    f"view {name!r}: its axis {axis!r} is {located.size} ranks {located.stride} apart, but {axis!r} of "
-                    f"this topology is {mine}; reorder or resize the axes, or rename this one"
-                )
         new = self._like(self)
-        new._views = {**self._views, name: second}
+        new._views = {**self._views, name: Topology(axes, self.world_size)}
+        new._check_views()
         return new
 
     # As text and as a picture
@@ -353,6 +348,16 @@ class Topology:
         return self.digest()
 
     # The parts
+
+    def _check_views(self) -> None:
+        for name, view in self._views.items():
+            for axis, located in view._axes.items():
+                if axis in self._names() and self.blocks(axis) != view.blocks(axis):
+                    mine = " x ".join(f"{each.size} ranks {each.stride} apart" for each in self.blocks(axis))
+                    raise ValueError(
+                        f"view {name!r}: its axis {axis!r} is {located.size} ranks {located.stride} apart, but "
+                        f"{axis!r} of this topology is {mine or 'one rank'}; reorder or resize the axes, or rename one"
+                    )
 
     def _names(self) -> list[str]:
         return [*self._axes, *self._parts]
