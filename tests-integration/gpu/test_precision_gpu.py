@@ -1,6 +1,6 @@
 """par-precision on a GPU: the same numbers as on the CPU, and no waiting for the host."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -97,6 +97,38 @@ def test_a_step_does_not_wait_for_the_host(precision):
                 optimizer.step()
         optimizer.zero_grad()
     assert loss.isfinite()
+
+
+def trained(sizes, weigh, precision, device="cuda", watched=no_syncs):
+    """A layer after four steps on 12 rows each, of which every loss has some; from the third on it is watched."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4).to(device)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    scale = 2.0**10 if precision == "fp16" else None  # so that no step is skipped
+    layer, optimizer = mixed(layer, sgd, precision, clip_norm=0.5, scale=scale)
+    for step in range(4):
+        watching = watched if step >= 2 else nullcontext
+        for part in randn(12, 8, seed=step).to(device).split(sizes):
+            loss = layer(part).square().mean()
+            with watching():
+                optimizer.backward(loss, weight=weigh(len(part), device))
+        with watching():
+            optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().cpu().float() for parameter in layer.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_losses_weigh_by_their_items_without_waiting(precision):
+    """Tolerance: in each of four steps, weights and gradients below 1 are rounded to the dtype."""
+    tolerance = 8 * torch.finfo(torch.float16 if precision == "fp16" else torch.float32).eps
+    expected = trained([12], lambda *_: None, precision)
+    for weigh in (lambda count, _: count, lambda count, device: torch.full((), float(count), device=device)):
+        found = trained([3, 8, 1], weigh, precision)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+    unweighed = trained([3, 8, 1], lambda *_: None, precision)
+    assert any((one - other).abs().max() > tolerance for one, other in zip(unweighed, expected, strict=True))
 
 
 @pytest.mark.skipif(not has_float8(), reason="this GPU has no float8 products")

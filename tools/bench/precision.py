@@ -39,6 +39,7 @@ class Contender:
         run: What is timed.
         holders: The tensors whose gradients are put back before.
         reference: Whether others are compared with it.
+        loss: Takes in the loss before, as a trainer does.
     """
 
     case: str
@@ -46,12 +47,14 @@ class Contender:
     run: Callable[[], object]
     holders: Sequence[Tensor]
     reference: bool = False
+    loss: Callable[[Tensor], object] = float
 
     def __post_init__(self) -> None:
         self._gradients = [(each, local(given).clone()) for each in self.holders if (given := each.grad) is not None]
 
     def prepare(self) -> None:
         """Puts the gradients back."""
+        self.loss(torch.zeros(()))
         for each, saved in self._gradients:
             if each.grad is not None:
                 local(each.grad).copy_(saved)
@@ -76,7 +79,8 @@ def main() -> None:
         "Small: 300 tensors, 150 of 32 x 32 and 150 of 32; large: 24 of 1024 x 1024; fp32. Flat: the same 300 under "
         "par-zero at stage 0. After backward: unscale, norm, clip to 1, fused AdamW and "
         "scale update, of the small ones; fp16 has fp32 masters, so casts of gradients and weights are in its step, "
-        f"and in the others' forward pass. {RANKS} gloo ranks, one thread each; times are those of the slowest rank."
+        f"and in the others' forward pass. What a clip of DTensors communicates is measured alone, too. "
+        f"{RANKS} gloo ranks, one thread each; times are those of the slowest rank."
     )
     write("precision", "Norm, clip and an fp16 step", rows, note)
 
@@ -97,6 +101,7 @@ def clipping() -> list[Contender]:
         )
         own = None if case != "clip, DTensors" else world
         found.append(Contender(case=case, name="par-precision", run=our_clip(tensors, own), holders=tensors))
+    found.append(Contender(case="clip, DTensors", name="its all-reduce alone", run=one_number(), holders=()))
     module = small()
     optimizer = AdamW(module.parameters(), fused=True)
     shard(module, optimizer, stage=0, group=group())
@@ -120,7 +125,7 @@ def after_backward() -> list[Contender]:
             optimizer = AdamW(module.parameters(), fused=True)
             _, ours = mixed(module, optimizer, precision, group=among, clip_norm=LIMIT, scale=SCALE)
             tensors = with_gradients(module, SCALE)
-            found.append(Contender(case=case, name=precision, run=ours.step, holders=tensors))
+            found.append(Contender(case=case, name=precision, run=ours.step, holders=tensors, loss=ours.scale))
     return found
 
 
@@ -167,6 +172,12 @@ def torch_clip(tensors: list[Tensor]) -> Callable[[], object]:
 def our_clip(tensors: list[Tensor], among: dist.ProcessGroup | None) -> Callable[[], object]:
     """Ours."""
     return lambda: clip_grad_norm_(tensors, LIMIT, among)
+
+
+def one_number() -> Callable[[], object]:
+    """What ours communicates."""
+    number = torch.zeros((), dtype=torch.float64)
+    return lambda: dist.all_reduce(number)
 
 
 def torch_step(tensors: list[Tensor], optimizer: Optimizer) -> Callable[[], object]:

@@ -1,5 +1,7 @@
 """Who counts what, from what tensors say of themselves."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,6 +50,17 @@ def test_dtensors_of_two_meshes_are_told_apart():
     tensors = [distribute_tensor(torch.zeros(4), mesh, [Replicate()]) for mesh in (both, own)]
     for _ in range(2):
         assert [ownership.of(each) is EVERYTHING for each in tensors] == [rank == 0, True]
+
+
+@pytest.mark.ranks(2)
+def test_what_was_found_of_a_dtensor_holds_for_one_group_alone():
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    tensor = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Replicate()])
+    for _ in range(2):
+        assert (Ownership(dist.group.WORLD).of(tensor) is EVERYTHING) is (dist.get_rank() == 0)
+        assert Ownership(alone).of(tensor) is EVERYTHING
+    for again in (copy.deepcopy(tensor), tensor.clone()):
+        assert (Ownership(dist.group.WORLD).of(again).of(again) == []) is (dist.get_rank() == 1)
 
 
 def test_without_a_world_everything_is_counted():

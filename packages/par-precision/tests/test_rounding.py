@@ -166,8 +166,8 @@ def test_updates_too_small_for_round_to_nearest_add_up():
 def random_numbers(seed, step, name, count=1 << 17):
     """The upper 16 bits of the hash, which are what bf16 takes."""
     keys = _rounding.keys_of(seed, step, name)
-    state = _rounding._spread(count, 1, keys[0], torch.device("cpu"))
-    _rounding._mix_(state, torch.empty_like(state), keys[1])
+    state = (torch.arange(count) * _rounding.SPREAD + keys[0]).to(torch.int32)
+    _rounding._mix_(state, torch.empty_like(state), torch.tensor(_rounding.signed(keys[1]), dtype=torch.int32))
     return (state >> 16) & 0xFFFF
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     record = recorded_sharding(tensor)
     if record is not None:
         return record
-    if isinstance(tensor, _HasSegments):
-        raise ValueError(f"this flat tensor packs {tensor.par_segments.names}; use segments_of(tensor)")
+    segments = _recorded_segments(tensor)
+    if segments is not None:
+        raise ValueError(f"this flat tensor packs {segments.names}; use segments_of(tensor)")
     if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
         from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only who has one pays the import
 
@@ -93,13 +93,6 @@ class Segments:
                 yield segment.name, box, box.of(flat)
 
 
-@runtime_checkable
-class _HasSegments(Protocol):
-    """A flat tensor with our record on it."""
-
-    par_segments: Segments
-
-
 def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
     """Notes what a flat tensor packs. Like `set_sharding`, it stays with this tensor object.
 
@@ -118,6 +111,11 @@ def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
 
 def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
     """What a flat tensor packs; an ordinary tensor packs itself, under `name`."""
-    if isinstance(tensor, _HasSegments):
-        return tensor.par_segments
-    return Segments([Segment(name, sharding_of(tensor))])
+    segments = _recorded_segments(tensor)
+    return Segments([Segment(name, sharding_of(tensor))]) if segments is None else segments
+
+
+def _recorded_segments(tensor: torch.Tensor) -> Segments | None:
+    """The record on a flat tensor, or None."""
+    record: Segments | None = getattr(tensor, "par_segments", None)
+    return record

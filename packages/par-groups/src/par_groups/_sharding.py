@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -124,13 +124,6 @@ class Sharding:
         return sum(box.numel for box in self.boxes if box.owns(rank, ranks))
 
 
-@runtime_checkable
-class _HasSharding(Protocol):
-    """A tensor with our record on it."""
-
-    par_sharding: Sharding
-
-
 def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
     """Attaches the record to a tensor. It stays with this tensor object: a copy or a view has none.
 
@@ -147,7 +140,8 @@ def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
 
 def recorded_sharding(tensor: "torch.Tensor") -> Sharding | None:
     """The record on a tensor, or None."""
-    return tensor.par_sharding if isinstance(tensor, _HasSharding) else None
+    record: Sharding | None = getattr(tensor, "par_sharding", None)
+    return record
 
 
 def whole(shape: Sequence[int], copies: Sequence[int]) -> Sharding:

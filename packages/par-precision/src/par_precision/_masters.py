@@ -58,7 +58,7 @@ class Masters(Weights):
     def __init__(
         self, module: nn.Module, optimizer: Optimizer, ownership: Ownership, *, accumulate: bool, bucket: int
     ) -> None:
-        self._optimizer, self._accumulate, self._bucket = optimizer, accumulate, bucket
+        self._optimizer, self._accumulate = optimizer, accumulate
         self._pairs: list[Pair] = []
         names = {parameter: name for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
@@ -67,6 +67,7 @@ class Masters(Weights):
             group["params"] = [each.master for each in pairs]
             self._pairs += pairs
         self._by_id = {id(each.parameter): each for each in self._pairs}
+        self._buckets = list(_buckets(self._pairs, bucket))
 
     def watch(self) -> None:
         """Follows gradients, and what is written to the parameters from outside. After the module was cast."""
@@ -80,25 +81,23 @@ class Masters(Weights):
     def gradients(self) -> Held:
         """Those there are, in their own dtype or added up in fp32."""
         for pair in self._pairs:
-            if pair.parameter.grad is not None:
+            if not self._accumulate or pair.parameter.grad is not None:
                 self._take(pair)
-            elif not self._accumulate:
-                pair.master.grad = None
-        return [(pair.counted, pair.master.grad) for pair in self._pairs if pair.master.grad is not None]
+        return [(pair.counted, gradient) for pair in self._pairs if (gradient := pair.master.grad) is not None]
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
         """Steps bucket by bucket: an optimizer passes over masters without a gradient."""
-        given = [(pair, gradient) for pair in self._pairs if (gradient := pair.master.grad) is not None]
-        buckets = list(_buckets(given, self._bucket))
+        buckets = [given for bucket in self._buckets if (given := _given(bucket))]
         if len(buckets) > 1:
-            self._hide(given)
+            for bucket in buckets:
+                _hide(bucket)
         for bucket in buckets:
             for pair, gradient in bucket:
                 pair.master.grad = gradient.float()
             change.apply_([pair.master for pair, _ in bucket])
             self._optimizer.step()
-            self._hide(bucket)
-        _copy_([pair.local for pair, _ in given], [pair.master for pair, _ in given])
+            _hide(bucket)
+            _copy_([pair.local for pair, _ in bucket], [pair.master for pair, _ in bucket])
 
     def zero_grad(self) -> None:
         """Drops the parameters' own."""
@@ -113,10 +112,6 @@ class Masters(Weights):
     def publish(self) -> None:
         """Rounds the masters to the parameters."""
         _copy_([pair.local for pair in self._pairs], [pair.master for pair in self._pairs])
-
-    def _hide(self, given: Sequence[Given]) -> None:
-        for pair, _ in given:
-            pair.master.grad = None
 
     @torch.no_grad()
     def _refresh(self, written: Sequence[Tensor]) -> None:
@@ -159,17 +154,27 @@ def _on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> Non
         parameter.requires_grad_(False)
 
 
-def _buckets(given: Sequence[Given], limit: int) -> Iterator[list[Given]]:
-    bucket: list[Given] = []
+def _buckets(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
+    """Pairs with fp32 gradients of so many bytes together, or one pair if it has more."""
+    bucket: list[Pair] = []
     size = 0
-    for pair, gradient in given:
-        if bucket and size + 4 * gradient.numel() > limit:
+    for pair in pairs:
+        if bucket and size + 4 * pair.master.numel() > limit:
             yield bucket
             bucket, size = [], 0
-        bucket.append((pair, gradient))
-        size += 4 * gradient.numel()
+        bucket.append(pair)
+        size += 4 * pair.master.numel()
     if bucket:
         yield bucket
+
+
+def _given(pairs: Sequence[Pair]) -> list[Given]:
+    return [(pair, gradient) for pair in pairs if (gradient := pair.master.grad) is not None]
+
+
+def _hide(given: Sequence[Given]) -> None:
+    for pair, _ in given:
+        pair.master.grad = None
 
 
 def _copy_(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ class Ownership:
         self.ranks = frozenset([self.rank] if group is None else dist.get_process_group_ranks(group))
         copies = {self.rank} if replicas is None else set(dist.get_process_group_ranks(replicas))
         self._plain = EVERYTHING if self.rank == min(copies & self.ranks, default=self.rank) else NOTHING
-        self._placed: dict[Any, Counted] = {}
+        self._placed: list[tuple[Any, Any, Counted]] = []  # meshes and placements; there are few
 
     def of(self, tensor: Tensor) -> Counted:
         """What is counted of a parameter's local tensor, or of its gradient's.
@@ -54,10 +54,12 @@ class Ownership:
         return found
 
     def _of_placed(self, tensor: Any) -> Counted:
-        placed = id(tensor.device_mesh), tensor.placements
-        found = self._placed.get(placed)
-        if found is None:  # the same for all that lie so, and it costs time to find
-            found = self._placed[placed] = self._recorded(tensor)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        for known, placed, found in self._placed:  # the same for all that lie so, and it costs time to find
+            if known is mesh and placed == placements:
+                return found
+        found = self._of_recorded(tensor, tensor._spec)
+        self._placed.append((mesh, placements, found))
         return found
 
     def _recorded(self, tensor: Tensor) -> Counted:

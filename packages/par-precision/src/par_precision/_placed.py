@@ -1,7 +1,7 @@
 """DTensors: what this rank has of them. Who has none does not import them."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -11,9 +11,7 @@ class Placed(Protocol):
 
     placements: tuple[Any, ...]
     device_mesh: Any
-
-    def to_local(self) -> Tensor:
-        """This rank's part."""
+    _local_tensor: Tensor
 
     def redistribute(self, *, placements: tuple[Any, ...]) -> Tensor:
         """The same, placed otherwise."""
@@ -29,8 +27,8 @@ def is_placed(tensor: object) -> TypeGuard[Placed]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if is_placed(tensor) else tensor
+    """This rank's part of a tensor, of which no graph is made: what `to_local()` returns then, after more looks."""
+    return tensor._local_tensor if is_placed(tensor) else tensor
 
 
 def local_gradient(tensor: Tensor) -> Tensor | None:
@@ -42,9 +40,9 @@ def local_gradient(tensor: Tensor) -> Tensor | None:
     gradient = tensor.grad
     if gradient is None or not is_placed(gradient):
         return gradient
-    placements = cast("Placed", tensor).placements
+    placements = tensor.placements  # type: ignore[attr-defined]  # only DTensors have such gradients
     if gradient.placements == placements:
-        return gradient.to_local()
+        return gradient._local_tensor
     tensor.grad = gradient.redistribute(placements=placements)
     return local_part(tensor.grad)
 

@@ -7,16 +7,16 @@ lower one. So the mean of many roundings is the value, and updates too small for
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from par_groups import Box, Segment, Segments, segments_of, whole
+from par_groups import Box, Segments, segments_of
 
-from ._placed import is_placed, local_part
+from ._placed import local_part
 
 Keys = tuple[int, int]
 """Two numbers below 2**32, of one tensor at one step."""
@@ -32,8 +32,7 @@ SPREAD = 0x9E3779B1
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
 
 
-@dataclass(frozen=True, kw_only=True)
-class Matrix:
+class Matrix(NamedTuple):
     """What is rounded at once.
 
     Args:
@@ -76,14 +75,7 @@ def stochastic_round_(target: Tensor, source: Tensor, seed: int, step: int, *, n
         C. Wellons' "lowbias32", keyed, without the last shift, since only upper bits of it are used.
     """
     _check(target, source)
-    round_segments_(target, source, packed(target, name), seed, step)
-
-
-def packed(tensor: Tensor, name: str) -> Segments:
-    """What a tensor packs. Most say nothing of themselves, which is quicker to see than to ask for."""
-    if is_placed(tensor) or "par_sharding" in tensor.__dict__ or "par_segments" in tensor.__dict__:
-        return segments_of(tensor, name)
-    return Segments([Segment(name, whole(tuple(tensor.shape), ()))])
+    round_segments_(target, source, segments_of(target, name), seed, step)
 
 
 @torch.no_grad()
@@ -94,7 +86,7 @@ def round_segments_(target: Tensor, source: Tensor, segments: Segments, seed: in
     for segment in segments:
         keys = keys_of(seed, step, segment.name)
         for box in segment.sharding.boxes:
-            for matrix in _matrices(box, segment.sharding.shape, box.of(into), box.of(given)):
+            for matrix in _matrices(box, segment.sharding.shape, into, given):
                 round_matrix_(matrix, keys)
 
 
@@ -121,32 +113,37 @@ def _rounds_on(tensor: Tensor) -> Callable[[Matrix, Keys], None]:
         from ._rounding_triton import round_matrix_  # noqa: PLC0415 - it imports Triton
 
         return round_matrix_
-    return _Tiles(tensor).round_
+    return round_in_tiles_
 
 
-def _matrices(box: Box, shape: Sequence[int], target: Tensor, source: Tensor) -> Iterator[Matrix]:
+def _matrices(box: Box, shape: tuple[int, ...], into: Tensor, given: Tensor) -> Iterator[Matrix]:
     """A box as matrices. Most are one, because dims that are one in memory and in the whole tensor are taken for one.
 
     Args:
-        box: Of the target.
+        box: Of both local tensors.
         shape: Of the whole tensor.
-        target: The box's view of it.
-        source: The box's view of it.
+        into: The local target.
+        given: The local source.
     """
+    whole = box.size == shape == into.shape and box.stride == into.stride()
+    if whole and into.is_contiguous() and given.is_contiguous():  # the usual one, quickly
+        yield Matrix(into.view(1, -1), given.view(1, -1), 0, (0, 1))
+        return
+    target, source = box.of(into), box.of(given)
     row_major = tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1][: len(shape)]
     begin = sum(start * step for start, step in zip(box.start, row_major, strict=True))
     *outer, rows, columns = _merged(zip(box.size, row_major, target.stride(), source.stride(), strict=True))
     for place in itertools.product(*(range(dim[0]) for dim in outer)):
-        first, into, given = (
+        first, target_first, source_first = (
             origin + sum(index * dim[which] for index, dim in zip(place, outer, strict=True))
             for which, origin in enumerate((begin, int(target.storage_offset()), int(source.storage_offset())), start=1)
         )
-        size, steps, into_strides, given_strides = zip(rows, columns, strict=True)
+        size, steps, target_strides, source_strides = zip(rows, columns, strict=True)
         yield Matrix(
-            target=target.as_strided(size, into_strides, into),
-            source=source.as_strided(size, given_strides, given),
-            first=first,
-            steps=(steps[0], steps[1]),
+            target.as_strided(size, target_strides, target_first),
+            source.as_strided(size, source_strides, source_first),
+            first,
+            (steps[0], steps[1]),
         )
 
 
@@ -161,45 +158,48 @@ def _merged(dims: Iterable[Dim]) -> list[Dim]:
     return [(1, 0, 0, 0)] * (2 - len(merged)) + merged
 
 
-class _Tiles:
-    """Rounds with torch's own operations, a tile at a time; all of the integers are int32 that wrap around.
-
-    Args:
-        target: Where the memory for a tile is.
-    """
-
-    def __init__(self, target: Tensor) -> None:
-        size = min(target.numel(), _TILE)
-        self._hash, self._spare = (torch.empty(size, dtype=torch.int32, device=target.device) for _ in range(2))
-
-    def round_(self, matrix: Matrix, keys: Keys) -> None:
-        """Rounds a matrix with a tensor's keys."""
-        rows, columns = matrix.target.shape
-        width = min(columns, _TILE)
-        height = max(1, _TILE // width)
-        right = _spread(width, matrix.steps[1], 0, matrix.target.device)[None]
-        for top, left in itertools.product(range(0, rows, height), range(0, columns, width)):
-            here = slice(top, top + height), slice(left, left + width)
-            target, source = matrix.target[here], matrix.source[here]
-            state, spare = (each[: target.numel()].view(target.shape) for each in (self._hash, self._spare))
-            start = (matrix.first + top * matrix.steps[0] + left * matrix.steps[1]) * SPREAD + keys[0]
-            below: Tensor | int = signed(start)
-            if target.shape[0] > 1:
-                below = _spread(target.shape[0], matrix.steps[0], start, target.device)[:, None]
-            torch.add(right[:, : target.shape[1]], below, out=state)
-            _mix_(state, spare, keys[1])
-            _round_tile_(target, source, state, spare)
+def round_in_tiles_(matrix: Matrix, keys: Keys) -> None:
+    """Rounds a matrix with a tensor's keys, by torch's own operations; all integers are int32 that wrap around."""
+    rows, columns = matrix.target.shape
+    width = min(columns, _TILE)
+    height = min(rows, max(1, _TILE // width))
+    counting = torch.arange(max(height, width), dtype=torch.int32, device=matrix.target.device)
+    scratch = [torch.empty(height, width, dtype=torch.int32, device=counting.device) for _ in range(2)]
+    key = counting.new_full((), signed(keys[1]))
+    for tile in _tiles(matrix, height, width):
+        below, across = tile.target.shape
+        state, spare = scratch if tile is matrix else (each[:below, :across] for each in scratch)
+        _begin_(state, counting, tile, keys[0])
+        _mix_(state, spare, key)
+        _round_tile_(tile.target, tile.source, state, spare)
 
 
-def _spread(size: int, step: int, first: int, device: torch.device) -> Tensor:
-    """What `size` indices, `step` apart, add to the state of the hash."""
-    return torch.arange(size, dtype=torch.int32, device=device).mul_(signed(step * SPREAD)).add_(signed(first))
+def _tiles(matrix: Matrix, height: int, width: int) -> Iterator[Matrix]:
+    """A matrix cut into such of that size, and smaller ones at its ends."""
+    rows, columns = matrix.target.shape
+    if (rows, columns) == (height, width):
+        yield matrix
+        return
+    for top, left in itertools.product(range(0, rows, height), range(0, columns, width)):
+        here = slice(top, top + height), slice(left, left + width)
+        first = matrix.first + top * matrix.steps[0] + left * matrix.steps[1]
+        yield Matrix(matrix.target[here], matrix.source[here], first, matrix.steps)
 
 
-def _mix_(state: Tensor, spare: Tensor, key: int) -> None:
-    """The hash of `index * SPREAD + first key`; its upper bits are the random number."""
+def _begin_(state: Tensor, counting: Tensor, tile: Matrix, key: int) -> None:
+    """The state of the hash before it is mixed: `index * SPREAD + key`."""
+    below, across = state.shape
+    down, right = (signed(step * SPREAD) for step in tile.steps)
+    start = counting.new_full((1, 1), signed(tile.first * SPREAD + key))
+    if below > 1:
+        start = torch.add(start, counting[:below, None], alpha=down)
+    torch.add(start, counting[:across], alpha=right, out=state)
+
+
+def _mix_(state: Tensor, spare: Tensor, key: Tensor) -> None:
+    """The hash of a state; its upper bits are the random number."""
     state.bitwise_xor_(_shift(state, 16, spare))
-    state.mul_(signed(_FIRST)).add_(signed(key))
+    torch.add(key, state, alpha=signed(_FIRST), out=state)
     state.bitwise_xor_(_shift(state, 15, spare))
     state.mul_(signed(_SECOND))
 

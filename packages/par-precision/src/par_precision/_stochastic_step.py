@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import Segment, Segments
+from par_groups import Segment, Segments, segments_of
 
-from ._rounding import DROPPED, packed, round_segments_
+from ._placed import local_part
+from ._rounding import DROPPED, round_segments_
 
 State = dict[str, Any]
 
@@ -97,7 +98,7 @@ def _pieces(optimizer: Optimizer, options: StochasticStep) -> Iterator[list[_Hel
     piece: list[_Held] = []
     size = 0
     for held in _with_gradients(optimizer, options.names or {}):
-        count = _local_numel(held.parameter)
+        count = local_part(held.parameter).numel()
         if piece and size + count > options.piece:
             yield piece
             piece, size = [], 0
@@ -112,13 +113,8 @@ def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterat
         given = group.get("param_names") or [f"param_groups.{number}.params.{i}" for i in range(len(group["params"]))]
         for name, parameter in list(zip(given, group["params"], strict=True)):
             if parameter.grad is not None:
-                segments = packed(parameter, names.get(parameter, name))
+                segments = segments_of(parameter, names.get(parameter, name))
                 yield _Held(parameter=parameter, group=number, segments=segments)
-
-
-def _local_numel(parameter: Tensor) -> int:
-    to_local = getattr(parameter, "to_local", None)
-    return parameter.numel() if to_local is None else to_local().numel()
 
 
 def _step_piece_(optimizer: Optimizer, piece: Sequence[_Held], step: int, options: StochasticStep) -> None:
