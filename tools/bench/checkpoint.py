@@ -7,6 +7,7 @@ save includes fsync, every load ends with the bytes in tensors that were there b
 
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ SHAPES = [(32000, 1024), *[(4096, 1024), (1024, 4096), (1024,)] * 12]
 CASES = ("1 rank", "2 ranks, rows", "2 ranks, replicas")
 
 State = dict[str, torch.Tensor]
+Act = TypeVar("Act")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,13 @@ class Bench:
         """Whether this rank could save everything by itself."""
         return not isinstance(next(iter(self.state.values())), DTensor)
 
-    def turn(self) -> None:
-        """Every contender once."""
-        for name, act in self.savers().items():
+    def turn(self, number: int) -> None:
+        """Every contender once, in another order each time: what ran right before matters to disk and caches."""
+        for name, act in shuffled(self.savers(), number):
             self.clear(name)
             self.measure(name, partial(act, self.folder / name))
         sources = {"par-checkpoint": "save: par-checkpoint", "pread, as many threads": "save: pwrite + fsync"}
-        for name, act in self.loaders().items():
+        for name, act in shuffled(self.loaders(), number):
             source = self.folder / sources.get(name, f"save: {name}")
             self.measure(f"load: {name}", partial(act, source))
             if name != "memcpy":
@@ -204,9 +207,10 @@ def main() -> None:
     size = sum(torch.Size(shape).numel() for shape in SHAPES) * 4 / 2**20
     note = (
         f"{len(SHAPES)} fp32 tensors, {size:.0f} MiB together; rows: each of 2 ranks holds half of every tensor, "
-        f"replicas: each holds all. {RUNS} turns of all contenders, every save into an empty folder with nothing left "
-        f"to write back, {THREADS} threads a rank for ours and for plain pwrite and pread. Saves include fsync. Ours "
-        "makes and checks a crc32c of every 4 MiB. Loads end in tensors that were there before; cold: the files are "
+        f"replicas: each holds all. {RUNS} turns of all contenders, each in an order of its own, every save into an "
+        f"empty folder with nothing left to write back, {THREADS} threads a rank for ours and for plain pwrite and "
+        "pread. Saves include fsync. Ours makes and checks a crc32c of every 4 MiB. Loads end in tensors that were "
+        "there before; cold: the files are "
         "not in the page cache. `ours is faster` is the median of the ratios within a turn: how many times as long the "
         "contender takes as ours does. `blocked` is the time that save keeps the trainer with async_=True, against "
         "our synchronous save; its first save, which makes the buffer, is a warm-up."
@@ -256,9 +260,14 @@ def run(case: str, number: int, folder: Path) -> dict[str, list[float]]:
         mesh = init_device_mesh("cpu", (2,))
         state = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in state.items()}
     bench = Bench(state=state, folder=folder, mirror={name: local(each).clone() for name, each in state.items()})
-    for _ in range(WARM_UPS + RUNS):
-        bench.turn()
+    for turn in range(WARM_UPS + RUNS):
+        bench.turn(turn)
     return {name: seconds[WARM_UPS:] for name, seconds in bench.samples.items()}
+
+
+def shuffled(items: Mapping[str, Act], turn: int) -> list[tuple[str, Act]]:
+    """All items in an order of this turn, the same on all ranks."""
+    return random.Random(turn).sample(list(items.items()), len(items))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -237,6 +237,33 @@ def test_deflated_entries_are_refused(tmp_path):
     refused(tmp_path, "is compressed", pc.CheckpointError)
 
 
+def vouch_for(path, **more):
+    """Makes the manifest agree with a model.pt that was replaced."""
+    data = (path / "model.pt").read_bytes()
+    fields = fields_of(path)
+    files = json.loads(fields["files"])
+    files["model.pt"] |= {"size": len(data), "crcs": f"{crc32c(data):08x}", "data_begin": 0, **more}
+    sealed(path, [*{**fields, "files": json.dumps(files)}.items()])
+
+
+def test_tensors_of_torch_style_lie_in_their_file_one_after_the_other(tmp_path):
+    path = tmp_path / "c"
+    pc.save(path, model=model(), style="torch")
+    whole = (path / "model.pt").read_bytes()
+    numel = b"K\x0ct"  # 12 elements of a storage, in the pickle
+    assert whole.count(numel) == 1
+    (path / "model.pt").write_bytes(whole.replace(numel, b"K\xf0t").replace(b"K\x03K\x04\x86", b"K\x3cK\x04\x86"))
+    vouch_for(path)
+    refused(path, "at bytes .* of", pc.CorruptError)
+    (path / "model.pt").write_bytes(whole)
+    vouch_for(path, data_begin=64, header_crc=f"{crc32c(whole[:64]):08x}")
+    refused(path, "said to begin at byte 64", pc.CorruptError)
+    for odd in (torch.zeros(4, 3).t(), torch.zeros(1).expand(3, 4), torch.zeros(3, 4).to_sparse()):
+        torch.save({"w": odd}, path / "model.pt")
+        vouch_for(path)
+        refused(path, "is not contiguous", pc.CheckpointError)
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_code_in_pickles_is_never_run(tmp_path, zipped):
     path, mark = tmp_path / "c", tmp_path / "mark"
@@ -246,13 +273,11 @@ def test_code_in_pickles_is_never_run(tmp_path, zipped):
     refused(path, "would run code", pc.CheckpointError)
     pc.save(tmp_path / "ours", model=model(), style="torch")
     torch.save(evil, tmp_path / "ours" / "model.pt", _use_new_zipfile_serialization=zipped)
-    data = (tmp_path / "ours" / "model.pt").read_bytes()
-    fields = fields_of(tmp_path / "ours")
-    files = json.loads(fields["files"])
-    files["model.pt"] |= {"size": len(data), "crcs": f"{crc32c(data):08x}"}
-    sealed(tmp_path / "ours", [*{**fields, "files": json.dumps(files)}.items()])
-    assert pc.verify(tmp_path / "ours") == []
-    refused(tmp_path / "ours", "would run code", pc.CheckpointError)
+    vouch_for(tmp_path / "ours")
+    why = "would run code" if zipped else "is a broken zip file"
+    [wrong] = pc.verify(tmp_path / "ours")
+    assert why in wrong
+    refused(tmp_path / "ours", why, pc.CheckpointError)
     assert not mark.exists()
 
 

@@ -5,9 +5,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
 from par_checkpoint import CorruptError, load, save, verify
+from par_checkpoint._files import BLOCK
+from par_checkpoint._local import LocalSource
 
 from .helpers import RUNS, make_model, train
 
@@ -100,6 +103,55 @@ def test_shards_meet_in_one_file_and_go_elsewhere(tmp_path):
             load(tmp_path / f"{source}0", model=other.model, optimizer=other.optimizer, group=other.group)
             after = other.whole()
             assert all(torch.equal(value, before[name]) for name, value in after.items()), (source, target)
+
+
+def test_ties_strangely_aligned_and_empty_tensors_come_back(tmp_path):
+    odd = torch.arange(7.0)[1:6]
+    weights = {
+        "a": torch.arange(5, dtype=torch.uint8),
+        "view": odd,
+        "b": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "c": torch.arange(6).view(2, 3).t(),
+        "z": torch.tensor([1 + 2j]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    weights["tied"] = weights["view"]
+    save(tmp_path / "c", model=weights, style="torch")
+    local = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in weights.items()}
+    load(tmp_path / "c", model=local)
+    assert all(torch.equal(local[name], each) for name, each in weights.items())
+
+
+def test_a_file_whose_list_was_changed_is_refused_before_anything_changes(tmp_path):
+    """Though the data is not compared with checksums, what tells where it lies always is."""
+    save(tmp_path / "c", model={"name": torch.arange(5.0)}, style="torch")
+    data = (tmp_path / "c" / "model.pt").read_bytes()
+    (tmp_path / "c" / "model.pt").write_bytes(data.replace(b"name", b"game"))
+    local = {"game": torch.zeros(5)}
+    with pytest.raises(CorruptError, match=r"block 0 of .*model\.pt"):
+        load(tmp_path / "c", model=local, verify="off")
+    assert not local["game"].any()
+
+
+@pytest.mark.ranks(2)
+def test_each_byte_is_read_once_by_all_together(tmp_path, monkeypatch):
+    """Of a file of several blocks, the two that torch keeps its list in are looked at once more, by the first rank."""
+    torch.manual_seed(0)
+    weights = {"w": torch.randn(3000, 1001), "v": torch.randn(123)}
+    save(tmp_path / "c", model=weights, style="torch")
+    mesh = init_device_mesh("cpu", (2,))
+    local = {name: distribute_tensor(torch.zeros_like(each), mesh, [Shard(0)]) for name, each in weights.items()}
+    asked, whole = [], LocalSource.read_into
+    monkeypatch.setattr(
+        LocalSource, "read_into", lambda self, begin, view: asked.append(len(view)) or whole(self, begin, view)
+    )
+    load(tmp_path / "c", model=local)
+    assert all(torch.equal(local[name].full_tensor(), each) for name, each in weights.items())
+    size = (tmp_path / "c" / "model.pt").stat().st_size
+    read = torch.tensor(sum(asked))
+    dist.all_reduce(read)
+    assert size <= read.item() < size + 3 * BLOCK
 
 
 @pytest.mark.ranks(2)

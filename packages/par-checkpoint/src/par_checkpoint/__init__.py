@@ -2,7 +2,7 @@
 
 from ._checkpoints import Checkpoints
 from ._convert import Convert, Part
-from ._errors import CheckpointError, CorruptError
+from ._errors import CheckpointError, CorruptError, ReplacedError
 from ._inspect import Contents, inspect, read
 from ._load import Report, load
 from ._options import LoadOptions, SaveOptions
@@ -20,6 +20,7 @@ __all__ = [
     "CorruptError",
     "LoadOptions",
     "Part",
+    "ReplacedError",
     "Report",
     "Save",
     "SaveOptions",

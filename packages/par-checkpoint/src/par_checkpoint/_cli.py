@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from ._convert_files import FORMATS, convert_checkpoint
 from ._directory import Place
-from ._errors import CheckpointError
+from ._errors import CheckpointError, ReplacedError
 from ._found import Found, look
 from ._inspect import Contents, inspect, read_found
 from ._steps import prune, read_manifest, step_of
 from ._storage import Folder, open_folder
+from ._unmixed import version_of
 from ._verify import verify
 
 
@@ -128,6 +129,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _diff(given: argparse.Namespace) -> int:
     folders = open_folder(given.a), open_folder(given.b)
+    before = [version_of(each) for each in folders]
     pair = [(folder, look(folder)) for folder in folders]
     different = 0
     for section in ("model", "optimizer") if given.optimizer else ("model",):
@@ -137,6 +139,8 @@ def _diff(given: argparse.Namespace) -> int:
             if line is not None:
                 _say(line)
                 different += 1
+    if before != [version_of(each) for each in folders]:
+        raise ReplacedError("one of the two was replaced while it was read; compare them when they rest")
     _say(f"{different} tensors differ" if different else "equal, tensor by tensor")
     return int(bool(different))
 

@@ -12,7 +12,8 @@ from ._found import look
 from ._inspect import read_found
 from ._pickled import load_object
 from ._save import save
-from ._storage import open_folder
+from ._storage import Folder, open_folder
+from ._unmixed import unmixed
 
 FORMATS = ("huggingface", "torch", "dcp")
 
@@ -66,6 +67,11 @@ def _tensors(source: str) -> dict[str, torch.Tensor]:
     if (Path(source) / ".metadata").is_file():
         return dict(_flat(_read_dcp(source)))
     folder = open_folder(source)
+    return unmixed(folder, lambda: _read(folder))
+
+
+def _read(folder: Folder) -> dict[str, torch.Tensor]:
+    """All tensors of the model in a checkpoint."""
     found = look(folder)
     tensors = {name: read_found(folder, found, name) for name in found.places("model")}
     return {**tensors, **{name: tensors[stored] for name, stored in found.tied.items()}}

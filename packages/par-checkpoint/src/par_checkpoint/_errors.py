@@ -11,6 +11,10 @@ class CorruptError(CheckpointError):
     """Bytes on disk are not what was written: a truncated file, a flipped bit, a header or manifest that lies."""
 
 
+class ReplacedError(CheckpointError):
+    """A checkpoint was replaced while it was read, again and again, or removed."""
+
+
 def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) -> str:
     """What is said of a block that is not what was written."""
     text = f"block {number} of {file!r} (from byte {begin}) is corrupt: its checksum is wrong"

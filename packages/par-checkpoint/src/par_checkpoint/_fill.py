@@ -23,7 +23,6 @@ from ._read import Reading, read_blocks, wrong_join
 from ._shards import parse_size
 from ._storage import Folder
 from ._targets import OptimizerTargets, Targets, set_scalars_
-from ._verify import check_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +129,20 @@ def _blocks(found: Found, tensors: Sequence[Held]) -> tuple[list[File], list[Blo
 
 
 def _file(found: Found, section: str, name: str, placed: Sequence[tuple[int, int, int]]) -> File:
-    header = found.directories[section].headers[name]
-    record = None if found.manifest is None else found.manifest.files[name]
+    if found.manifest is None:
+        header = found.directories[section].headers[name]
+        begin, size, block = header.data_begin, header.data_begin + header.data_size, BLOCK
+    else:
+        record = found.manifest.files[name]
+        begin, size, block = record.data_begin, record.size, record.block
     return File(
         name=name,
         section=section,
         header=b"",
-        data_begin=header.data_begin,
-        size=header.data_begin + header.data_size,
+        data_begin=begin,
+        size=size,
         placed=tuple(sorted(placed, key=lambda each: each[1:])),
-        block=BLOCK if record is None else record.block,
+        block=block,
     )
 
 
@@ -152,16 +155,10 @@ def _crcs(filling: Filling) -> Mapping[str, Sequence[int]]:
 
 
 def _copy_pickled(filling: Filling, entries: Iterable[Entry]) -> None:
-    """Copies from files that torch.load maps: every rank takes its boxes."""
-    folder, found = filling.folder, filling.found
-    for section, names in found.pickled.items():
+    """Copies from others' files that torch.load maps: every rank takes its boxes."""
+    for section, names in filling.found.pickled.items():
         mine = [entry for entry in entries if section_of(entry.key) == section]
-        if not mine:
-            continue
-        if filling.options.verify != "off" and found.manifest is not None:
-            for name in names:
-                check_file(folder, name, found.manifest.files[name])
-        tensors = tensors_of(folder, section, names)
+        tensors = tensors_of(filling.folder, names) if mine else {}
         for entry in mine:
             with torch.no_grad():
                 for box in entry.sharding.boxes:

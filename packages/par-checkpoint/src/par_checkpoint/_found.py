@@ -15,10 +15,10 @@ from ._files import STEMS
 from ._finish import INDEX, SIDE_FILE
 from ._index import decode_index
 from ._manifest import MANIFEST, Manifest, blocks_of, decode_manifest
-from ._pickled import load_object, load_pickle
+from ._pickled import load_pickle
 from ._storage import Folder
 from ._tagged import decode
-from ._torch_style import OBJECTS
+from ._torch_style import OBJECTS, read_places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Found:
 
     Args:
         manifest: Ours; None in a folder of somebody else's.
-        directories: By section: its safetensors files.
-        pickled: By section: the files that torch.load opens, where there are no others.
+        directories: By section: where its tensors lie.
+        pickled: By section: others' files that torch.load opens, where there are no better ones.
         whole: By section: dtype and shape of the tensors in those.
         side: Tensors of scheduler, extra and param groups.
     """
@@ -98,7 +98,9 @@ def look(
     optimizer = _has_optimizer(folder, manifest, wanted=optimizer)
     side = _side(folder, manifest)
     if manifest is not None and manifest.style == "torch":
-        return _found_objects(folder, manifest, side, sizes, wanted=[("model", model), ("optimizer", optimizer)])
+        wanted = [section for section, want in (("model", model), ("optimizer", optimizer)) if want]
+        directories = {section: _read_object(folder, manifest, section) for section in wanted}
+        return Found(manifest=manifest, directories=directories, side=side)
     directories = {}
     if model:
         directories["model"] = read_directory(folder, variant=variant, manifest=manifest)
@@ -108,7 +110,7 @@ def look(
     pickled = {section: each.pickles for section, each in directories.items() if each.pickles}
     for section in pickled:
         del directories[section]
-    whole = {section: _places(tensors_of(folder, section, names)) for section, names in pickled.items()}
+    whole = {section: _whole(tensors_of(folder, names)) for section, names in pickled.items()}
     return Found(manifest=manifest, directories=directories, pickled=pickled, whole=whole, side=side)
 
 
@@ -133,55 +135,29 @@ def _check_pickled(folder: Folder, directories: Iterable[Directory]) -> None:
             check_index(decode_index(folder.read(each.index), path), names, path)
 
 
-def tensors_of(folder: Folder, section: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The tensors of files that torch.load opens, mapped from disk where they can be.
+def tensors_of(folder: Folder, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The tensors of a model's files that torch.load opens, mapped from disk where they can be.
 
     Args:
         folder: A local one.
-        section: "model": a mapping of tensors. "optimizer": a state dict with names in place of numbers.
         names: The files.
     """
     found: dict[str, torch.Tensor] = {}
     for name in names:
-        path = _local_path(folder, name)
-        if section == "model":
-            found.update(load_pickle(path))
-        else:
-            state = _state_of(load_object(path), name)
-            found.update(
-                {
-                    f"{parameter}.{slot}": value
-                    for parameter, slots in state.items()
-                    for slot, value in slots.items()
-                    if isinstance(value, torch.Tensor)
-                }
-            )
+        found.update(load_pickle(_local_path(folder, name)))
     return found
 
 
-def _state_of(value: object, name: str) -> Mapping[str, Mapping[str, object]]:
-    state = value.get("state") if isinstance(value, Mapping) else None
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{name!r} is no optimizer's state: it has no mapping 'state'; take another checkpoint")
-    return state
+def _read_object(folder: Folder, manifest: Manifest, section: str) -> Directory:
+    """A section in torch style."""
+    name = OBJECTS[section]
+    if name not in manifest.files:
+        raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
+    places = read_places(folder, section, manifest.files[name])
+    return Directory({key: place for key, place in places.items() if key not in manifest.tied}, (), {}, None)
 
 
-def _found_objects(
-    folder: Folder,
-    manifest: Manifest,
-    side: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, int],
-    wanted: list[tuple[str, bool]],
-) -> Found:
-    pickled = {section: (OBJECTS[section],) for section, want in wanted if want}
-    for (name,) in pickled.values():
-        if name not in sizes:
-            raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
-    whole = {section: _places(tensors_of(folder, section, names)) for section, names in pickled.items()}
-    return Found(manifest=manifest, pickled=pickled, whole=whole, side=side)
-
-
-def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
     return {
         name: Place(file="", dtype=each.dtype, shape=tuple(each.shape), begin=0, end=0)
         for name, each in tensors.items()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -16,6 +17,7 @@ from ._coverage import row_major
 from ._directory import Place
 from ._found import Found, look, tensors_of
 from ._storage import Folder, Source, open_folder
+from ._unmixed import unmixed
 
 Path = str | PathLike[str]
 
@@ -68,8 +70,13 @@ def inspect(path: Path) -> Contents:
     Raises:
         CheckpointError: There is none.
         CorruptError: Headers, index or manifest are not what was written.
+        ReplacedError: It was replaced while it was read, again and again.
     """
     folder = open_folder(path)
+    return unmixed(folder, partial(_contents, folder))
+
+
+def _contents(folder: Folder) -> Contents:
     found = look(folder)
     manifest = found.manifest
     return Contents(
@@ -100,9 +107,10 @@ def read(path: Path, name: str, box: Box | None = None) -> torch.Tensor:
     Raises:
         KeyError: There is no such tensor.
         ValueError: A box that leaves the tensor.
+        ReplacedError: It was replaced while it was read, again and again.
     """
     folder = open_folder(path)
-    return read_found(folder, look(folder), name, box)
+    return unmixed(folder, lambda: read_found(folder, look(folder), name, box))
 
 
 def read_found(folder: Folder, found: Found, name: str, box: Box | None = None) -> torch.Tensor:
@@ -119,7 +127,7 @@ def read_found(folder: Folder, found: Found, name: str, box: Box | None = None) 
         raise ValueError(f"the box at {start} of size {size} leaves {name!r}, which has shape {place.shape}")
     if section in found.pickled:
         index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-        return tensors_of(folder, section, found.pickled[section])[name][index].clone()
+        return tensors_of(folder, found.pickled[section])[name][index].clone()
     tensor = torch.empty(size, dtype=place.dtype)
     with closing(folder.open(place.file)) as source:
         _read_box(source, place, start, tensor)

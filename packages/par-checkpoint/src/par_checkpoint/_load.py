@@ -20,10 +20,12 @@ from ._fill import Filling, fill_
 from ._found import Found, look
 from ._optimizer import Naming
 from ._options import LoadOptions, timeout_of, with_keywords
+from ._ranks import Ranks
 from ._restore import Restore
 from ._session import session_of
 from ._storage import Folder, open_folder
 from ._targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets
+from ._unmixed import unmixed_by, version_of
 from ._verify import check_blocks, check_same
 
 Path = str | PathLike[str]
@@ -98,7 +100,8 @@ def load(  # noqa: PLR0913 - what, where, with whom, how
     """Fills a model, an optimizer and a scheduler from a checkpoint of any topology, ours or another's. Collective.
 
     Existence, names, shapes, dtypes, sizes, headers, index and manifest are checked on all ranks before anything
-    changes; every block of data is checked while it is read, unless `verify` says otherwise.
+    changes; every block of data is checked while it is read, unless `verify` says otherwise. Where a save replaces the
+    checkpoint meanwhile, what is loaded is wholly the old or wholly the new one.
 
     Args:
         path: The folder, or a URL. Also any Hugging Face folder: one file, shards with an index, or pytorch_model.bin.
@@ -117,32 +120,63 @@ def load(  # noqa: PLR0913 - what, where, with whom, how
         ValueError, TypeError: What the caller gave; on every rank, nothing has changed.
         CheckpointError: There is no such checkpoint, or it does not fit; on every rank, nothing has changed.
         CorruptError: Bytes are not what was written. If the message does not say otherwise, nothing has changed.
+        ReplacedError: It was replaced while it was read, again and again; what was being loaded is undefined.
     """
     session = session_of(group, timeout_of(options, keywords))
     ranks = session.ranks
     session.settle("wait")
-    chosen, folder = ranks.agree(lambda: (with_keywords(options, LoadOptions, keywords), open_folder(path)))
+
+    def opened() -> tuple[tuple[LoadOptions, Folder], str | None]:
+        chosen, folder = with_keywords(options, LoadOptions, keywords), open_folder(path)
+        return (chosen, folder), version_of(folder) if ranks.rank == 0 else None
+
+    (chosen, folder), versions = ranks.share(opened)
+    into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
+    report, _ = unmixed_by(
+        lambda: ranks.on_first(lambda: version_of(folder)),
+        lambda: _load(into, folder, ranks, chosen),
+        versions[0],
+        folder.url,
+        checked=lambda outcome: outcome[1],
+    )
+    return report
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Into:
+    """What the caller gave to be filled."""
+
+    model: Model | None
+    optimizer: Optimizer | None
+    scheduler: object
+    strict: bool
+
+
+def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tuple[Report, bool]:
+    """Loads what is there now, and tells whether all of it was compared with checksums."""
+    model = into.model
     found = ranks.on_first(
-        lambda: look(folder, model=model is not None, optimizer=optimizer is not None, variant=chosen.variant)
+        lambda: look(folder, model=model is not None, optimizer=into.optimizer is not None, variant=options.variant)
     )
 
     def match() -> tuple[_Wanted, _Word]:
-        wanted = _match(found, chosen, model=model, optimizer=optimizer, scheduler=scheduler)
-        return wanted, _word(found, wanted, layout_names(chosen.layout, model))
+        folder.recover()  # the first rank may have seen it replaced since this one has looked
+        wanted = _match(found, options, into)
+        return wanted, _word(found, wanted, layout_names(options.layout, model))
 
     wanted, every = ranks.share(match)
     check_layout([each.layout for each in every])
     report = _report(found, every)
-    if strict:
+    if into.strict:
         _check_strict(folder, report)
     wanted.restore.match([each.groups for each in every])
     same = {pair for each in every for pair in each.same}
     if same:
         ranks.on_first(lambda: check_same(folder, found, same))
-    if chosen.verify == "full":
-        check_blocks(folder, found, ranks, chosen.threads)
+    if options.verify == "full":
+        check_blocks(folder, found, ranks, options.threads)
     filling = Filling(
-        ranks=ranks, folder=folder, found=found, options=chosen, near=len({each.host for each in every}) == 1
+        ranks=ranks, folder=folder, found=found, options=options, near=len({each.host for each in every}) == 1
     )
     if any(each.fills[0] for each in every):
         fill_(wanted.model, filling)
@@ -151,14 +185,12 @@ def load(  # noqa: PLR0913 - what, where, with whom, how
     if any(each.fills[1] for each in every):
         fill_(wanted.optimizer, filling)
     wanted.restore.apply_()
-    return report
+    return report, found.manifest is not None and options.verify != "off"
 
 
-def _match(
-    found: Found, options: LoadOptions, *, model: Model | None, optimizer: Optimizer | None, scheduler: object
-) -> _Wanted:
+def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
     """What this rank fills, and with what."""
-    wanted = _Wanted()
+    model, optimizer, wanted = into.model, into.optimizer, _Wanted()
     named = None
     if model is not None:
         wanted.model = model_targets(model, found.places("model"), options, found.tied)
@@ -172,7 +204,7 @@ def _match(
         )
         wanted.optimizer = optimizer_targets(optimizer, naming, slots)
         named = optimizer, naming
-    wanted.restore = Restore.of(found, model=model, optimizer=named, scheduler=scheduler, targets=wanted.optimizer)
+    wanted.restore = Restore.of(found, model=model, optimizer=named, scheduler=into.scheduler, targets=wanted.optimizer)
     return wanted
 
 

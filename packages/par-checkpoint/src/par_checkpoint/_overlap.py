@@ -20,7 +20,7 @@ _FEW = 16  # boxes that are sooner looked at one by one than as tensors
 
 
 class Holders:
-    """One tensor's holders, ready to be asked.
+    """One tensor's holders, ready to be asked; what is asked of many tensors that are held as a whole costs little.
 
     Args:
         held: The tensor.
@@ -29,24 +29,57 @@ class Holders:
 
     def __init__(self, held: Held, rank: int) -> None:
         self.held = held
-        self.strides = row_major(held.shape)
-        self.stops = held.starts + held.sizes
-        counts = (stop - start for start, stop in pairwise(held.first))
-        numbers = [box for box, count in enumerate(counts) for _ in range(count)]
-        self.box = torch.tensor(numbers, dtype=torch.int64)  # of each of held.ranks
-        self.mine = self.box[held.ranks == rank].tolist()
         self.whole = len(held) == 1 and tuple(held.sizes[0].tolist()) == held.shape
-        strides = torch.tensor(self.strides, dtype=torch.int64)
-        first, last = (held.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)  # in row-major order
-        self.flat = bool((last - first + 1 == held.sizes.prod(1)).all())  # every box is one run of elements
-        self._first = first.tolist()
-        self._reached = last.cummax(0).values.tolist()  # by each box and all before it
+        self.strides = row_major(held.shape)
+        self._rank = rank
         self._corners: dict[int, tuple[list[int], list[int]]] = {}
+
+    @cached_property
+    def stops(self) -> torch.Tensor:
+        """One past the last index of each box."""
+        return self.held.starts + self.held.sizes
+
+    @cached_property
+    def box(self) -> torch.Tensor:
+        """Which box each of `held.ranks` holds."""
+        counts = (stop - start for start, stop in pairwise(self.held.first))
+        return torch.tensor([box for box, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
+
+    @cached_property
+    def mine(self) -> list[int]:
+        """The boxes of the rank."""
+        found: list[int] = self.box[self.held.ranks == self._rank].tolist()
+        return found
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether every box is one run of elements."""
+        return self.whole or bool((self._ends[1] - self._ends[0] + 1 == self.held.sizes.prod(1)).all())
+
+    @cached_property
+    def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the last element of each box, in row-major order."""
+        strides = torch.tensor(self.strides, dtype=torch.int64)
+        return (self.held.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """The first element of each box."""
+        found: list[int] = self._ends[0].tolist()
+        return found
+
+    @cached_property
+    def _reached(self) -> list[int]:
+        """The last element of each box and all before it."""
+        found: list[int] = self._ends[1].cummax(0).values.tolist()
+        return found
 
     def within(self, start: int, stop: int) -> "Overlap":
         """Who holds how much of the row-major elements start .. stop - 1."""
-        low = bisect_left(self._reached, start)  # outside of low .. high - 1 no box reaches into them
-        high = max(low, bisect_left(self._first, stop))
+        low, high = 0, 1
+        if not self.whole:  # outside of low .. high - 1 no box reaches into them
+            low = bisect_left(self._reached, start)
+            high = max(low, bisect_left(self._first, stop))
         rectangles = tuple(_rectangles(self.held.shape, start, stop))
         return Overlap(holders=self, low=low, high=high, count=stop - start, rectangles=rectangles)
 

@@ -1,13 +1,18 @@
 """Files of torch.save, never with more trust than `weights_only` needs."""
 
+import io
 import pickle
 import zipfile
 from pathlib import Path
+from typing import IO, Any, cast
 
 import torch
+from crc32c import crc32c
 
-from ._errors import CheckpointError
+from ._errors import CheckpointError, CorruptError, corrupt_block
 from ._header import corrupt
+from ._manifest import FileRecord
+from ._storage import Source
 
 _ZIP = b"PK\x03\x04"
 
@@ -24,7 +29,15 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: Something else than a flat dict of tensors, what weights_only refuses, or deflated data.
         CorruptError: A broken file.
     """
-    found = load_object(path)
+    return flat_tensors(load_object(path), str(path))
+
+
+def flat_tensors(found: object, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict without extra state.
+
+    Raises:
+        CheckpointError: Anything else.
+    """
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors; save model.state_dict()")
     found = {name: each for name, each in found.items() if not str(name).endswith("_extra_state")}
@@ -46,11 +59,99 @@ def load_object(path: Path) -> object:
     """
     with path.open("rb") as file:
         zipped = file.read(len(_ZIP)) == _ZIP
-    if zipped:
-        _check_stored(path)
+        if zipped:
+            _check_stored(file, str(path))
+    return _load(path, str(path), map_location="cpu", mmap=zipped)
+
+
+def load_outline(source: Source, record: FileRecord, path: str) -> object:
+    """What torch style wrote, its tensors on the meta device: none of their data is read.
+
+    Args:
+        source: The file.
+        record: What the manifest says of it; every block that is read is checked.
+        path: Its name, for messages.
+
+    Raises:
+        CheckpointError: What weights_only refuses, or deflated data.
+        CorruptError: A broken file.
+    """
+    if record.data_begin:
+        raise corrupt(path, f"has no header, but its data is said to begin at byte {record.data_begin}")
+    file = _Checked(source, record, path)
+    _check_stored(file, path)
+    file.seek(0)
+    return _load(file, path, map_location="meta")
+
+
+def place_of(tensor: torch.Tensor, record: FileRecord, path: str) -> tuple[int, int]:
+    """First byte of a tensor of an outline in its file, and one past the last.
+
+    Raises:
+        CheckpointError: Its elements do not follow each other there.
+        CorruptError: It leaves the file.
+    """
+    width, shape = tensor.element_size(), tuple(tensor.shape)
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise CheckpointError(f"{path} holds a tensor of shape {shape} that is not contiguous; save it anew")
+    begin = cast("int", tensor.untyped_storage()._checkpoint_offset) + int(tensor.storage_offset()) * width
+    end = begin + tensor.numel() * width
+    if begin % width or end > record.size:
+        raise corrupt(path, f"has a tensor of shape {shape} at bytes {begin} to {end} of {record.size}")
+    return begin, end
+
+
+class _Checked(io.RawIOBase):
+    """A file to read anywhere, whose blocks are checked as they come; the last three stay in memory.
+
+    Args:
+        source: The file.
+        record: What the manifest says of it.
+        path: Its name, for messages.
+    """
+
+    def __init__(self, source: Source, record: FileRecord, path: str) -> None:
+        self._source, self._record, self._path = source, record, path
+        self._at = 0
+        self._blocks: dict[int, memoryview] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._record.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view, done = memoryview(buffer).cast("B"), 0
+        while done < len(view) and self._at < self._record.size:
+            number, begin = divmod(self._at, self._record.block)
+            part = self._block(number)[begin : begin + len(view) - done]
+            view[done : done + len(part)] = part
+            self._at, done = self._at + len(part), done + len(part)
+        return done
+
+    def _block(self, number: int) -> memoryview:
+        if number not in self._blocks:
+            begin = number * self._record.block
+            block = memoryview(bytearray(min(self._record.block, self._record.size - begin)))
+            self._source.read_into(begin, block)
+            if crc32c(block) != self._record.crcs[number]:
+                raise CorruptError(corrupt_block(self._path, number, begin, []))
+            self._blocks = {**dict(list(self._blocks.items())[-2:]), number: block}
+        return self._blocks[number]
+
+
+def _load(file: Path | IO[bytes] | io.RawIOBase, path: str, **options: Any) -> object:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except (OSError, MemoryError):
+        return torch.load(cast("IO[bytes]", file), weights_only=True, **options)
+    except (OSError, MemoryError, CorruptError):
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -58,21 +159,21 @@ def load_object(path: Path) -> object:
             f"torch.load(weights_only=False) and save its tensors anew"
         ) from error
     except Exception as error:  # a broken pickle can fail in any way
-        raise corrupt(str(path), f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
+        raise corrupt(path, f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
 
 
-def _check_stored(path: Path) -> None:
+def _check_stored(file: IO[bytes] | io.RawIOBase, path: str) -> None:
     """Refuses what would be more in memory than on disk."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise corrupt(str(path), f"is a broken zip file ({error})") from error
+        raise corrupt(path, f"is a broken zip file ({error})") from error
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise CheckpointError(
                 f"{path}: entry {entry.filename!r} is compressed, {entry.file_size} bytes in {entry.compress_size}, "
                 "which torch.save never does; save it anew with torch.save where you trust it"
             )
-    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+    if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):
         raise CheckpointError(f"{path}: its entries overlap, which torch.save never does; do not trust it")

@@ -143,7 +143,7 @@ class Planner:
         """
         for block in blocks:
             shares = list(self._shares(block))
-            parts = self._parts(shares, block) if self._has_no_copies(shares) else []
+            parts = self._parts(shares, block) if not self._alone and self._has_no_copies(shares) else []
             for part, reader, pieces in parts:
                 self._take(part, reader, pieces)
             shares = [share for share in shares if share.overlap.boxes]

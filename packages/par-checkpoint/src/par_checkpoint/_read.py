@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +122,9 @@ class _Reader:
         self._sources.close()
 
     def _wait(self, jobs: Sequence[Future[None]]) -> None:
+        wait(jobs)  # for all at once, after an error too: the files are closed next
         for job in jobs:
-            error = job.exception()  # waits, after an error too: the files are closed next
-            self.error = self.error or error
+            self.error = self.error or job.exception()
 
     def _exchange(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
         local = self._reading.local

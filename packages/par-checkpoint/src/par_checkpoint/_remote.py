@@ -12,8 +12,7 @@ at any kill the old or the new is whole and known to be:
 Who reads takes the target, unless it has no sound manifest and a marked `.old-*` is beside it: then that, and as it is
 a copy that nobody changes, a reader never writes. Who saves puts the marked one back first.
 
-There are no locks: of two savers to one path the last one wins, and the other one fails. Who reads what is being
-replaced may find that files disappear, and tries again.
+There are no locks: of two savers to one path the last one wins, and the other one fails.
 """
 
 import contextlib
@@ -50,6 +49,14 @@ class RemoteFolder:
 
     def recover(self) -> None:
         self._readable = None
+
+    def version(self) -> str | None:
+        path = f"{self._where()}/{MANIFEST}"
+        self.fs.invalidate_cache()
+        try:
+            return f"{path} {self.fs.ukey(path)}"
+        except FileNotFoundError:
+            return None
 
     def exists(self) -> bool:
         return bool(self.files(self._where()))

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import torch.distributed as dist
 
@@ -10,6 +11,7 @@ from ._errors import CheckpointError, CorruptError
 from ._manifest import MANIFEST, Manifest, decode_manifest
 from ._owned import remnant_of
 from ._storage import Folder, open_folder
+from ._unmixed import unmixed
 
 
 def step_name(step: int) -> str:
@@ -118,8 +120,8 @@ def read_manifest(folder: Folder) -> Manifest | None:
 
 def _latest(root: str | os.PathLike[str]) -> str | None:
     for _, folder, _ in _steps(open_folder(root)):
-        folder.recover()
-        if read_manifest(folder) is not None:
+        manifest = unmixed(folder, partial(read_manifest, folder), checked=lambda manifest: manifest is not None)
+        if manifest is not None:
             return folder.url
     return None
 

@@ -71,6 +71,9 @@ class Folder(Protocol):
     def recover(self) -> None:
         """Makes the old checkpoint visible again if a save died while it swapped; called before reading."""
 
+    def version(self) -> str | None:
+        """What is another one as soon as the manifest is another file; None if there is none."""
+
     def exists(self) -> bool:
         """Whether anything is there; an empty folder is nothing."""
 

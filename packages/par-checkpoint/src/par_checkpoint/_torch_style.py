@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import IO, Any, cast
 
@@ -10,12 +11,15 @@ from crc32c import crc32c
 
 from ._bytes import bytes_of
 from ._collect import Content
+from ._directory import Place
 from ._entry import name_of
+from ._errors import CheckpointError
 from ._files import BLOCK
 from ._manifest import FileRecord
+from ._pickled import flat_tensors, load_outline, place_of
 from ._prepare import Prepared
 from ._ranks import attempt
-from ._storage import Writer
+from ._storage import Folder, Writer
 from ._tagged import decode
 from ._write import Work, write_blocks
 
@@ -31,6 +35,40 @@ def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str,
     records, error = attempt(lambda: _write_all(prepared, work, content, memory))
     work.ranks.raise_first(error)
     return {name: record for each in work.ranks.gather(records or {}) for name, record in each.items()}
+
+
+def read_places(folder: Folder, section: str, record: FileRecord) -> dict[str, Place]:
+    """Where the tensors of a section lie in its file, without reading their data.
+
+    Args:
+        folder: The checkpoint's.
+        section: "model" or "optimizer".
+        record: What the manifest says of the file.
+
+    Raises:
+        CheckpointError, CorruptError: It is not what was written.
+    """
+    name = OBJECTS[section]
+    path = f"{folder.url}/{name}"
+    with closing(folder.open(name)) as source:
+        outline = load_outline(source, record, path)
+    tensors = flat_tensors(outline, path) if section == "model" else _slots(outline, path)
+    return {
+        key: Place(name, each.dtype, tuple(each.shape), *place_of(each, record, path)) for key, each in tensors.items()
+    }
+
+
+def _slots(outline: object, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of an optimizer's state dict that has names in place of numbers."""
+    state = outline.get("state") if isinstance(outline, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} is no optimizer's state: it has no mapping 'state'; take another checkpoint")
+    return {
+        f"{parameter}.{slot}": value
+        for parameter, slots in state.items()
+        for slot, value in slots.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memory") -> dict[str, FileRecord]:

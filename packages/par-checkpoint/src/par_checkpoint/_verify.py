@@ -18,6 +18,7 @@ from ._found import Found, check_sizes, look, tensors_of
 from ._manifest import MANIFEST, FileRecord, blocks_of, decode_manifest
 from ._ranks import Ranks, attempt
 from ._storage import Folder, open_folder
+from ._unmixed import unmixed
 
 Range = tuple[int, int, int]
 """Number, first byte and one past the last byte of a block."""
@@ -32,9 +33,17 @@ def verify(path: str | PathLike[str], deep: bool = True) -> list[str]:
 
     Returns:
         What is wrong, each in words: empty for a checkpoint that is whole.
+
+    Raises:
+        ReplacedError: It was replaced while it was read, again and again.
     """
     folder = open_folder(path)
-    found, error = attempt(partial(_look, folder))
+    return unmixed(folder, partial(_wrong, folder, deep=deep))
+
+
+def _wrong(folder: Folder, *, deep: bool) -> list[str]:
+    """What is wrong with a checkpoint."""
+    found, error = attempt(partial(look, folder))
     if error is not None:
         if not isinstance(error, CheckpointError | OSError):
             raise error
@@ -47,12 +56,6 @@ def verify(path: str | PathLike[str], deep: bool = True) -> list[str]:
     for name, record in found.manifest.files.items():
         wrong += [describe(folder, found, name, each) for each in wrong_blocks(folder, name, record, threads=2)]
     return wrong
-
-
-def _look(folder: Folder) -> Found:
-    """Everything but the insides of files that torch.load opens: their checksums are looked at first."""
-    found = look(folder, model=False, optimizer=False)
-    return found if found.manifest is not None and found.manifest.style == "torch" else look(folder)
 
 
 def _wrong_alone(folder: Folder, *, deep: bool) -> list[str]:
@@ -89,13 +92,6 @@ def check_blocks(folder: Folder, found: Found, ranks: Ranks, threads: int) -> No
                 raise CorruptError(f"{describe(folder, found, name, bad[0])}. Nothing was changed")
 
     ranks.agree(check)
-
-
-def check_file(folder: Folder, name: str, record: FileRecord) -> None:
-    """Raises CorruptError unless a file is what was written."""
-    bad = wrong_blocks(folder, name, record, threads=1)
-    if bad:
-        raise CorruptError(f"block {bad[0][0]} of {folder.url}/{name} is corrupt: its checksum is wrong")
 
 
 def wrong_blocks(
@@ -152,7 +148,7 @@ def check_same(folder: Folder, found: Found, pairs: Iterable[tuple[str, str]]) -
         CheckpointError: They differ: which of them is right, nobody can tell.
     """
     pairs, places = sorted(pairs), found.places("model")
-    pickled = tensors_of(folder, "model", found.pickled["model"]) if pairs and "model" in found.pickled else None
+    pickled = tensors_of(folder, found.pickled["model"]) if pairs and "model" in found.pickled else None
     for first, second in pairs:
         if pickled is None:
             equal = _equal(folder, places[first], places[second])

@@ -160,6 +160,7 @@ class _Writing:
     def finish(self) -> tuple[list[Crc], BaseException | None]:
         """Waits for everything, makes it durable."""
         crcs: list[Crc] = []
+        wait(self._jobs)
         for job in self._jobs:
             error = job.exception()
             self._note(error)
