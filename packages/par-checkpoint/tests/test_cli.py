@@ -117,3 +117,35 @@ def test_errors_are_one_line(tmp_path, capsys):
 def test_a_config_reaches_the_folder(tmp_path, model):
     par_checkpoint.save(tmp_path / "c", model=model, config={"model_type": "x", "width": 7})
     assert json.loads((tmp_path / "c/config.json").read_text()) == {"model_type": "x", "width": 7}
+
+
+def test_corrupt_bytes_are_neither_converted_nor_compared(saved, tmp_path, capsys):
+    save(tmp_path / "good", model={"0.weight": torch.zeros(7, 5)})
+    data = bytearray((saved / "model.safetensors").read_bytes())
+    data[-3] ^= 1
+    (saved / "model.safetensors").write_bytes(data)
+    for arguments in (["convert", str(saved), str(tmp_path / "new")], ["diff", str(tmp_path / "good"), str(saved)]):
+        assert main(arguments) == 1
+        assert "block 0 of" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_that_is_no_json_is_wrong(tmp_path, model, capsys):
+    save(tmp_path / "c", model=model, config={"width": 7})
+    assert main(["verify", str(tmp_path / "c")]) == 0
+    (tmp_path / "c/config.json").write_text('{"width": ')
+    assert main(["verify", str(tmp_path / "c")]) == 1
+    assert "config.json" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_early_is_no_error(saved):
+    command = f"{sys.executable} -m par_checkpoint ls --tensors {saved} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_paths_that_are_there_and_paths_that_are_not_are_named(saved, tmp_path, capsys):
+    assert main(["convert", str(saved), str(saved)]) == 1
+    assert "exists; choose another path" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path / "nope")]) == 1
+    assert "there is no folder" in capsys.readouterr().err

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from ._convert_files import FORMATS, convert_checkpoint
 from ._directory import Place
 from ._errors import CheckpointError, ReplacedError
-from ._found import Found, look
+from ._found import Found
 from ._inspect import Contents, inspect, read_found
 from ._steps import prune, read_manifest, step_of
 from ._storage import Folder, open_folder
 from ._unmixed import version_of
-from ._verify import verify
+from ._verify import look_closely, verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,12 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         code: int = given.run(given)
-    except (CheckpointError, OSError, ValueError, TypeError, ImportError) as error:
-        sys.stderr.write(f"par-checkpoint {given.command}: {error}\n")
-        return 1 if isinstance(error, CheckpointError | OSError) else 2
+        sys.stdout.flush()
     except BrokenPipeError:  # of `par-checkpoint ls ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (CheckpointError, OSError, ValueError, TypeError, ImportError) as error:
+        sys.stderr.write(f"par-checkpoint {given.command}: {error}\n")
+        return 1 if isinstance(error, CheckpointError | OSError) else 2
     return code
 
 
@@ -130,7 +131,7 @@ def _verify(given: argparse.Namespace) -> int:
 def _diff(given: argparse.Namespace) -> int:
     folders = open_folder(given.a), open_folder(given.b)
     before = [version_of(each) for each in folders]
-    pair = [(folder, look(folder)) for folder in folders]
+    pair = [(folder, look_closely(folder)) for folder in folders]
     different = 0
     for section in ("model", "optimizer") if given.optimizer else ("model",):
         mine, theirs = (found.places(section) for _, found in pair)
@@ -168,6 +169,8 @@ def _convert(given: argparse.Namespace) -> int:
 
 
 def _prune(given: argparse.Namespace) -> int:
+    if not open_folder(given.root).exists():
+        raise FileNotFoundError(f"there is no folder {given.root!r}; give the one that holds the step directories")
     removed = prune(given.root, keep_last=given.keep_last, keep_every=given.keep_every, dry_run=given.dry_run)
     for path in removed:
         _say(f"{'would remove' if given.dry_run else 'removed'} {path}")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ._errors import CheckpointError
-from ._found import look
 from ._inspect import read_found
 from ._pickled import load_object
 from ._save import save
 from ._storage import Folder, open_folder
 from ._unmixed import unmixed
+from ._verify import look_closely
 
 FORMATS = ("huggingface", "torch", "dcp")
 
@@ -33,20 +33,20 @@ def convert_checkpoint(
 
     Raises:
         ValueError: An unknown format or dtype.
-        CheckpointError: The source cannot be read.
+        CheckpointError: The source cannot be read, or is corrupt.
         FileExistsError: The target is there.
     """
     if to not in FORMATS:
         raise ValueError(f"format {to!r}; it can be {', '.join(map(repr, FORMATS))}")
     cast = _dtype(dtype)
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target!r} exists; choose another path")
     tensors = _tensors(source)
     if to != "dcp":
         save(target, model=tensors, style=to, dtype=cast, max_shard_size=max_shard_size)
         return
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: PLC0415 - slow to import
 
-    if os.path.lexists(target):
-        raise FileExistsError(f"{target!r} exists; choose another path")
     state = {name: each.to(cast) if cast and each.is_floating_point() else each for name, each in tensors.items()}
     save_dcp(state, checkpoint_id=target, no_dist=True)
 
@@ -72,7 +72,7 @@ def _tensors(source: str) -> dict[str, torch.Tensor]:
 
 def _read(folder: Folder) -> dict[str, torch.Tensor]:
     """All tensors of the model in a checkpoint."""
-    found = look(folder)
+    found = look_closely(folder)  # corrupt bytes must not get new checksums
     tensors = {name: read_found(folder, found, name) for name in found.places("model")}
     return {**tensors, **{name: tensors[stored] for name, stored in found.tied.items()}}
 

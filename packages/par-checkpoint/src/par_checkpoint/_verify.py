@@ -15,6 +15,7 @@ from ._directory import Place
 from ._errors import CheckpointError, CorruptError, corrupt_block
 from ._files import BLOCK
 from ._found import Found, check_sizes, look, tensors_of
+from ._header import parse_object
 from ._manifest import MANIFEST, FileRecord, blocks_of, decode_manifest
 from ._ranks import Ranks, attempt
 from ._storage import Folder, open_folder
@@ -50,12 +51,20 @@ def _wrong(folder: Folder, *, deep: bool) -> list[str]:
         return _wrong_alone(folder, deep=deep) or [str(error)]
     if found is None or found.manifest is None:
         return [f"{folder.url!r} has no manifest: it was not saved here, so there are no checksums to compare with"]
+    wrong = _wrong_config(folder)
     if not deep:
-        return []
-    wrong = []
+        return wrong
     for name, record in found.manifest.files.items():
         wrong += [describe(folder, found, name, each) for each in wrong_blocks(folder, name, record, threads=2)]
     return wrong
+
+
+def _wrong_config(folder: Folder) -> list[str]:
+    """What is wrong with the model's config, which people edit: it has no checksum, but must be JSON."""
+    if "config.json" not in folder.sizes():
+        return []
+    _, error = attempt(lambda: parse_object(folder.read("config.json"), f"{folder.url}/config.json"))
+    return [] if error is None else [str(error)]
 
 
 def _wrong_alone(folder: Folder, *, deep: bool) -> list[str]:
@@ -74,6 +83,17 @@ def _wrong_alone(folder: Folder, *, deep: bool) -> list[str]:
                 for each in wrong_blocks(folder, name, record, threads=2)
             ]
     return wrong
+
+
+def look_closely(folder: Folder) -> Found:
+    """What a checkpoint holds, after every byte was compared with its checksum, where there are some.
+
+    Raises:
+        CorruptError: Naming blocks and tensors.
+    """
+    found = look(folder)
+    check_blocks(folder, found, Ranks(None, 0), threads=2)
+    return found
 
 
 def check_blocks(folder: Folder, found: Found, ranks: Ranks, threads: int) -> None:
