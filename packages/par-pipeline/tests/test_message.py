@@ -5,7 +5,7 @@ import torch
 
 from par_pipeline._errors import Failure
 from par_pipeline._message import HEADER, Header, encode, encode_failure, promised
-from par_pipeline._structure import flatten
+from par_pipeline._structure import aligned, flatten
 
 CPU = torch.device("cpu")
 VALUES = [
@@ -52,6 +52,17 @@ def test_what_is_new_but_fits_comes_in_one_message():
     assert torch.equal(found, torch.ones(3))
     assert messages == 1
     assert received(torch.ones(2000), large)[1] == 2
+
+
+def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_own():
+    value = (torch.arange(123) / 7, torch.ones(17, dtype=torch.bfloat16), torch.arange(15))
+    tensors, signature = flatten(value, border=torch.bfloat16)
+    assert flatten(value, signature, torch.bfloat16)[1] is signature
+    assert signature.size == aligned(2 * 123) + aligned(2 * 17) + aligned(8 * 15)
+    (message,) = encode(signature, tensors, signature, CPU)
+    assert len(message) == promised(signature)
+    _, found = Header(message).decode(None, signature)
+    assert_same(tuple(found), (value[0].bfloat16().float(), *value[1:]))
 
 
 def test_a_failure_has_the_promised_length_and_its_words():

@@ -133,6 +133,39 @@ def test_autocast_may_be_switched_on_after_a_step(name):
                 torch.testing.assert_close(one.grad, other.grad, rtol=2e-2 if on else 1e-5, atol=1e-3 if on else 1e-6)
 
 
+class Travelled(torch.autograd.Function):
+    """A border between ranks in bfloat16, both ways."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.bfloat16().to(gradient.dtype)
+
+
+@some
+@pytest.mark.ranks(2)
+def test_a_border_dtype_rounds_what_travels_between_ranks_and_nothing_else(name):
+    schedule = SCHEDULES[name](2, 5)
+    stages = stages_of(schedule)
+    reference = copied(stages)
+    run = pipeline(stages, schedule, border_dtype=torch.bfloat16)
+    crossed = []
+    for number, stage in enumerate(reference):
+        crossed.append(stage)
+        if number + 1 < schedule.stages and schedule.rank_of(number) != schedule.rank_of(number + 1):
+            crossed.append(Travelled.apply)
+    for step in range(2):
+        x, y = data(17, seed=step)
+        loss = run.step(x, target=y).loss
+        expected = serial(crossed, x.tensor_split(5), y.tensor_split(5), order=backward_order(schedule))
+        assert_gradients(stages, reference, schedule, exact=name in WHOLE)
+        if run.is_last:
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
 class Nested(nn.Module):
     """Takes and gives a dict in a tuple, with None, plain values and integers; uses only a part of what it gets."""
 

@@ -58,15 +58,17 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
-    weight, bias = module.weight, module.bias
+    own: dict[str, Any] = module._parameters  # looking them up through the module takes longer
+    weight, bias = own["weight"], own["bias"]
     if not torch.is_grad_enabled():
         return functional.linear(x, weight, bias)
-    if not x.requires_grad or _are_saved_tensors_hooked():
+    has_node = x.requires_grad or (bias is not None and bias.requires_grad)
+    if not has_node or _are_saved_tensors_hooked():
         return _Linear.apply(x, weight, bias, put_off)  # type: ignore[no-any-return, no-untyped-call]
     y = functional.linear(x, weight.detach(), bias)
     x, node = x.detach(), y.grad_fn
     if node is None:
-        raise RuntimeError("the output of a linear layer has no gradient, though its input has one")
+        raise RuntimeError("the output of a linear layer has no gradient, though its input or bias has one")
     # A hook before the node costs tiny layers a third less time than a function of Python's in its place.
     node.register_prehook(lambda gradients: put_off(Product.of_linear(weight, x, gradients[0])))
     return y

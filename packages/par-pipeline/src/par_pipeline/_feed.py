@@ -24,15 +24,13 @@ class Feed:
         inputs: Of the first stage, by microbatch; empty on ranks that do not run it.
         kwargs: Of every stage of this rank, by microbatch.
         targets: Of the loss, by microbatch; empty without.
+        rows: Of each microbatch, as far as this rank can tell.
     """
 
     inputs: list[Arguments] = field(default_factory=list)
     kwargs: list[dict[str, Any]] = field(default_factory=list)
     targets: list[Any] = field(default_factory=list)
-
-    def rows(self) -> list[int | None]:
-        """The rows of each microbatch, as far as this rank can tell."""
-        return [rows_of(each) for each in self.targets or self.inputs or self.kwargs]
+    rows: list[int | None] = field(default_factory=list)
 
 
 def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, how: Split) -> Feed:
@@ -46,21 +44,21 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
         given = [(arguments(each), {}) for each in split(inputs[0], microbatches, how)]
     elif inputs:
         given = [(each, {}) for each in split(inputs, microbatches, how)]
-    feed = Feed(
-        inputs=given,
-        kwargs=split(kwargs, microbatches, how) if kwargs else [{}] * microbatches,
-        targets=[] if target is None else split(target, microbatches, how),
-    )
-    for number, (arg, of_target) in enumerate(zip(feed.inputs, feed.targets, strict=False)):
-        if isinstance(target, Tensor) and rows_of(arg) not in (None, rows_of(of_target)):
-            raise ValueError(
-                f"microbatch {number} has {rows_of(arg)} rows of inputs, but {rows_of(of_target)} of the target; give "
-                "inputs and target of one batch"
-            )
-    return feed
+    named = split(kwargs, microbatches, how) if kwargs else [{}] * microbatches
+    targets = [] if target is None else split(target, microbatches, how)
+    rows = [rows_of(each) for each in given or named]
+    of_targets = [rows_of(each) for each in targets]
+    if given and isinstance(target, Tensor):
+        for number, (one, other) in enumerate(zip(rows, of_targets, strict=True)):
+            if one not in (None, other):
+                raise ValueError(
+                    f"microbatch {number} has {one} rows of inputs, but {other} of the target; give inputs and target "
+                    "of one batch"
+                )
+    return Feed(inputs=given, kwargs=named, targets=targets, rows=of_targets or rows)
 
 
-def shares(feed: Feed, microbatches: int, weight: Weight | None, group: dist.ProcessGroup | None) -> list[Tensor]:
+def shares(feed: Feed, weight: Weight | None, group: dist.ProcessGroup | None) -> list[float]:
     """What each microbatch's loss counts, so that their sum is the loss of the batch.
 
     By default a microbatch counts by its rows, so that means over rows become the mean over the batch; where this rank
@@ -68,7 +66,6 @@ def shares(feed: Feed, microbatches: int, weight: Weight | None, group: dist.Pro
 
     Args:
         feed: Of the rank with the last stage.
-        microbatches: Their number.
         weight: Instead of rows.
         group: The ranks over which gradients are averaged. The weights are then summed over them (all-reduce of one
             number), so that the averaged gradient is that of one device with all batches.
@@ -76,10 +73,9 @@ def shares(feed: Feed, microbatches: int, weight: Weight | None, group: dist.Pro
     if weight is not None:
         weights = [float(weight(each)) for each in feed.targets]
     else:
-        rows = feed.rows() or [None] * microbatches
-        weights = [1.0 if each is None else float(each) for each in rows]
+        weights = [1.0 if each is None else float(each) for each in feed.rows]
     total = torch.tensor(sum(weights), dtype=torch.float64)
     if group is not None:
         dist.all_reduce(total, group=group)
         total /= dist.get_world_size(group)
-    return [torch.tensor(each, dtype=torch.float64) / total for each in weights]
+    return (torch.tensor(weights, dtype=torch.float64) / total).tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._errors import Failure
-from ._structure import Signature, aligned
+from ._structure import ALIGNMENT, Signature, aligned
 
 HEADER = 512
 _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the first byte
@@ -51,27 +51,25 @@ def encode(
         expected: What the receiver expects.
         device: Of the messages.
     """
+    parts = _parts(signature, tensors, device)
     if signature is expected or signature == expected:
-        return [_joined([_header(Kind.EXPECTED, 0, signature.size), *_parts(tensors)], device)]
+        return [torch.cat([_header(Kind.EXPECTED, 0, signature.size, device=device), *parts])]
     description = pickle.dumps(signature)
-    rest = [_padded(description), *_parts(tensors)]
+    rest = [_padded(description, device), *parts]
     size = aligned(len(description)) + signature.size
     room = promised(expected) - HEADER - size
     if room >= 0:
-        header = _header(Kind.WHOLE, len(description), signature.size)
-        return [_joined([header, *rest, torch.zeros(room, dtype=torch.uint8)] if room else [header, *rest], device)]
-    header = _header(Kind.FOLLOWED, len(description), signature.size)
-    return [
-        _joined([header, torch.zeros(promised(expected) - HEADER, dtype=torch.uint8)], device),
-        _joined(rest, device),
-    ]
+        header = _header(Kind.WHOLE, len(description), signature.size, device=device)
+        return [torch.cat([header, *rest, _zeros(room, device)])]
+    header = _header(Kind.FOLLOWED, len(description), signature.size, device=device)
+    return [torch.cat([header, _zeros(promised(expected) - HEADER, device)]), torch.cat(rest)]
 
 
 def encode_failure(failure: Failure, expected: Signature | None, device: torch.device) -> Tensor:
     """The message that a rank sends for everything it owes, when its step has failed."""
     data = pickle.dumps(tuple(failure))
-    header = _header(Kind.FAILED, len(data), 0, data)
-    return _joined([header, torch.zeros(promised(expected) - HEADER, dtype=torch.uint8)], device)
+    header = _header(Kind.FAILED, len(data), 0, data, device)
+    return torch.cat([header, _zeros(promised(expected) - HEADER, device)])
 
 
 class Header:
@@ -79,68 +77,66 @@ class Header:
 
     Args:
         message: As received.
+
+    Attributes:
+        second: Bytes of the message that follows; 0: none does.
+        failure: What another rank says went wrong.
     """
 
     def __init__(self, message: Tensor) -> None:
-        self.kind, self.description, self.body = int(message[0]), 0, 0
-        if self.kind != Kind.EXPECTED:  # which is looked at no further: it is the usual case, and reading costs time
-            _, self.description, self.body = message[: _FIELDS.size].view(torch.int64).tolist()
-        self._message = message
+        self._message, self._description = message, 0
+        self.second = 0
+        self.failure: Failure | None = None
+        kind = message[0].item()
+        if kind != Kind.EXPECTED:  # which is looked at no further: it is the usual case, and reading costs time
+            self._read_fields(kind)
 
-    @property
-    def second(self) -> int:
-        """Bytes of the message that follows; 0: none does."""
-        return aligned(self.description) + self.body if self.kind == Kind.FOLLOWED else 0
-
-    @property
-    def failure(self) -> Failure | None:
-        """What another rank says went wrong."""
-        if self.kind != Kind.FAILED:
-            return None
-        return Failure(*pickle.loads(_read(self._message, _FIELDS.size, self.description)))  # noqa: S301 - from a rank of ours
+    def _read_fields(self, kind: float) -> None:
+        _, self._description, body = self._message[: _FIELDS.size].view(torch.int64).tolist()
+        if kind == Kind.FOLLOWED:
+            self.second = aligned(self._description) + body
+        elif kind == Kind.FAILED:
+            self.failure = Failure(*pickle.loads(_read(self._message, _FIELDS.size, self._description)))  # noqa: S301 - from a rank of ours
 
     def decode(self, second: Tensor | None, expected: Signature | None) -> tuple[Signature, list[Tensor]]:
-        """The signature and the tensors, which are views of the message."""
+        """The signature and the tensors, which are views of the message where they were sent in their own dtype."""
         rest, start = (self._message, HEADER) if second is None else (second, 0)
         signature: Signature | None = expected
-        if self.description:
-            signature = pickle.loads(_read(rest, start, self.description))  # noqa: S301 - from a rank of ours
+        if self._description:
+            signature = pickle.loads(_read(rest, start, self._description))  # noqa: S301 - from a rank of ours
         if signature is None:
             raise RuntimeError("a message of unknown signature came without one; this is a bug of par-pipeline")
-        start += aligned(self.description)
+        start += aligned(self._description)
         tensors = []
         for spec in signature.specs:
-            tensors.append(rest[start : start + spec.bytes].view(spec.dtype).view(spec.shape))
+            tensors.append(rest[start : start + spec.bytes].view(spec.sent).view(spec.shape).to(spec.dtype))
             start += aligned(spec.bytes)
         return signature, tensors
 
 
-def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors' bytes, each followed by what aligns the next."""
     parts = []
-    for tensor in tensors:
-        parts.append(tensor.detach().reshape(-1).view(torch.uint8))
-        gap = -tensor.nbytes % aligned(1)
+    for tensor, spec in zip(tensors, signature.specs, strict=True):
+        parts.append(tensor.detach().to(device, spec.sent).reshape(-1).view(torch.uint8))
+        gap = -spec.bytes % ALIGNMENT
         if gap:
-            parts.append(torch.zeros(gap, dtype=torch.uint8, device=tensor.device))
+            parts.append(_zeros(gap, device))
     return parts
 
 
-def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    if any(part.device != device for part in parts):
-        parts = [part.to(device) for part in parts]
-    return torch.cat(tuple(parts))
-
-
 @lru_cache(maxsize=128)
-def _header(kind: Kind, description: int, body: int, data: bytes = b"") -> Tensor:
-    return torch.frombuffer(
-        bytearray(_FIELDS.pack(kind, description, body) + data).ljust(HEADER, b"\0"), dtype=torch.uint8
-    )
+def _header(kind: Kind, description: int, body: int, data: bytes = b"", device: torch.device | None = None) -> Tensor:
+    data = (_FIELDS.pack(kind, description, body) + data).ljust(HEADER, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _padded(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data).ljust(aligned(len(data)), b"\0"), dtype=torch.uint8)
+def _padded(data: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(data).ljust(aligned(len(data)), b"\0"), dtype=torch.uint8).to(device)
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def _read(source: Tensor, start: int, size: int) -> bytes:

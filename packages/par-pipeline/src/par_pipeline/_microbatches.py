@@ -84,4 +84,5 @@ def merge(parts: Sequence[Any]) -> Any:
 
 def rows_of(value: Any) -> int | None:
     """The number of rows of a microbatch: of its first tensor with dims."""
-    return next((len(each) for each in tensors_of(value) if each.dim()), None)
+    tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
+    return next((len(each) for each in tensors if each.dim()), None)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._structure import tensors_of
+
 Key = tuple[int, int]  # stage and microbatch
 
 
@@ -89,11 +91,11 @@ class Activations:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def free_(self, received: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def free_(self, received: Sequence[Tensor], output: Any) -> None:
         """Frees the memory of what a stage received, unless it is resident or given on."""
         if self._offload is None or (self._offload.store is to_host and all(each.is_cpu for each in received)):
             return
-        needed = {_address(each) for each in outputs}.union(*self._resident.values())
+        needed = {_address(each) for each in tensors_of(output)}.union(*self._resident.values())
         for each in received:
             if _address(each) not in needed:
                 each.untyped_storage().resize_(0)

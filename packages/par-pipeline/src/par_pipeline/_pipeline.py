@@ -60,11 +60,13 @@ class PipelineOptions:
         offload: Where activations wait for their backward; default: where they are made.
         broadcast_loss: Whether every rank gets the loss.
         complete: Called with a stage's number when its gradients are complete, to begin their reduction.
+        border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
+            ranks; they arrive in the dtype that they had. Default: they travel as they are.
         ahead: Bytes of receives that are posted ahead.
         timeout: Seconds after which a rank that waits for another one gives up.
 
     Raises:
-        ValueError: A timeout or a number of bytes that is not positive.
+        ValueError: A timeout or a number of bytes that is not positive, or a border_dtype that is not floating point.
     """
 
     loss_fn: Loss | None = None
@@ -75,12 +77,15 @@ class PipelineOptions:
     offload: Offload | None = None
     broadcast_loss: bool = False
     complete: Callable[[int], None] | None = None
+    border_dtype: torch.dtype | None = None
     ahead: int = 1 << 28
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if not self.timeout > 0 or not self.ahead > 0:
             raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
+        if self.border_dtype is not None and not self.border_dtype.is_floating_point:
+            raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
 
 
 class Pipeline:
@@ -137,6 +142,7 @@ class Pipeline:
             loss_fn=self.options.loss_fn,
             complete=self.options.complete,
             activations=Activations(self.options.offload, self.stages.values()),
+            border=self.options.border_dtype,
         )
 
     @property
@@ -251,7 +257,7 @@ class Pipeline:
         options, microbatches = self.options, self.schedule.microbatches
         run.feed = make_feed(inputs, kwargs, target, microbatches, options.split)
         if self.is_last and options.loss_fn is not None:
-            run.shares = shares(run.feed, microbatches, options.weight, options.weight_group)
+            run.shares = shares(run.feed, options.weight, options.weight_group)
         run.execute()
         self._parts.wire.end(together=not run.training)
 

@@ -1,7 +1,7 @@
 """One step of one rank: a loop over its actions."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ class Parts:
         loss_fn: On the rank that runs it.
         complete: Called with a stage's number when its gradients are complete.
         activations: Where they wait.
+        border: The widest dtype of what other ranks are sent.
     """
 
     stages: Mapping[int, Stage]
@@ -56,6 +57,7 @@ class Parts:
     loss_fn: Loss | None
     complete: Callable[[int], None] | None
     activations: Activations
+    border: torch.dtype | None
 
 
 @dataclass(kw_only=True)
@@ -80,31 +82,28 @@ class Run:
     training: bool
     keep_outputs: bool
     feed: Feed = field(default_factory=Feed)
-    shares: list[Tensor] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     action: Action | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     recorded: list[Recorded] = field(default_factory=list)
     _local: dict[Message, Contents] = field(default_factory=dict)
-    _autocast: str = ""
+    _as_forward: AbstractContextManager[object] = field(default_factory=nullcontext)
+    _finals: set[int] = field(default_factory=set)
 
     def execute(self) -> None:
         """Runs all actions."""
-        parts, self._autocast = self.parts, _autocast()
+        parts, self._as_forward = self.parts, _without_autocast()
         with ExitStack() as during:
             during.enter_context(torch.enable_grad() if self.training else torch.no_grad())
             if self.training:
+                self._finals = {self._final(number) for number in parts.stages}
                 for number, sync in parts.syncs.items():
                     if not self._reduces_anyway(number):
                         during.enter_context(sync.held())
                 during.enter_context(parts.split.active())
             for position, instruction in enumerate(self.program.instructions):
-                first = position == 0
-                if first and instruction.takes is not None:  # while it waits anyway
-                    parts.wire.post()
                 self._do(position, instruction)
-                if first and instruction.takes is None:  # when the next stage has something to do
-                    parts.wire.post()
 
     def _reduces_anyway(self, number: int) -> bool:
         """Whether a stage's only backward pass is the rank's only one: what is held back costs memory and overlap."""
@@ -112,17 +111,18 @@ class Run:
         return alone and number not in self.parts.split.stages and not self.parts.syncs[number].waits_for_all
 
     def _do(self, position: int, instruction: Instruction) -> None:
-        op, number, _ = self.action = instruction.action
+        self.action = action = instruction.action
         taken = None if instruction.takes is None else self._take(instruction.takes, instruction.source)
         start = perf_counter()
-        if op == FORWARD:
+        final = position in self._finals
+        if action.op == FORWARD:
             self._forward(instruction, taken)
         else:
-            with torch.autocast(self._autocast, enabled=False) if self._autocast else nullcontext():
-                self._backward(position, instruction, taken)
-        self.recorded.append(Recorded(instruction.action, start, perf_counter()))
-        if op != FORWARD and position == self._final(number) and self.parts.complete is not None:
-            self.parts.complete(number)
+            with self._as_forward:
+                self._backward(instruction, taken, final)
+        self.recorded.append(Recorded(action, start, perf_counter()))
+        if final and self.parts.complete is not None:
+            self.parts.complete(action.stage)
 
     # Forward
 
@@ -138,11 +138,11 @@ class Run:
         if number == self.parts.last:
             outputs = self._finish(microbatch, output)
         else:
-            outputs, stage.output = flatten(output, stage.output)
+            outputs, stage.output = flatten(output, stage.output, self.parts.border)
             self._give(instruction, (stage.output, outputs))
         if self.training:
             stage.keep(microbatch, leaves, outputs)
-            activations.free_(leaves, tensors_of(output))
+            activations.free_(leaves, output)
 
     def _arguments(
         self, microbatch: int, taken: Contents | None
@@ -175,17 +175,14 @@ class Run:
         """Of the batch, where the last stage is."""
         if not self.losses:
             return None
-        return torch.stack([(loss * self._share(i, loss)).squeeze() for i, loss in sorted(self.losses.items())]).sum()
-
-    def _share(self, microbatch: int, like: Tensor) -> Tensor:
-        return self.shares[microbatch].to(like).reshape(like.shape)
+        losses = torch.stack([self.losses[i].reshape(()) for i in range(len(self.losses))])
+        return (losses * torch.tensor(self.shares, dtype=torch.float64).to(losses)).sum()
 
     # Backward
 
-    def _backward(self, position: int, instruction: Instruction, taken: Contents | None) -> None:
+    def _backward(self, instruction: Instruction, taken: Contents | None, final: bool) -> None:
         op, number, microbatch = instruction.action
         stage, split, sync = self.parts.stages[number], self.parts.split, self.parts.syncs[number]
-        final = position == self._final(number)
         if op != INPUT_GRAD or number not in split.stages:
             self.parts.activations.done((number, microbatch))
         if number not in split.stages:
@@ -224,13 +221,14 @@ class Run:
         if taken is not None:
             gradients: Gradients = border(*taken)[0]
             return gradients
-        loss = self.losses[microbatch]
-        return (self._share(microbatch, loss),) if self.parts.stages[number].has_outputs(microbatch) else ()
+        if not self.parts.stages[number].has_outputs(microbatch):
+            return ()
+        return (torch.full_like(self.losses[microbatch], self.shares[microbatch]),)
 
     def _give_back(self, instruction: Instruction, gradients: Gradients) -> None:
         if instruction.gives is not None:
             stage = self.parts.stages[instruction.action.stage]
-            tensors, stage.gradient = flatten(gradients, stage.gradient)
+            tensors, stage.gradient = flatten(gradients, stage.gradient, self.parts.border)
             self._give(instruction, (stage.gradient, tensors))
 
     def _final(self, number: int) -> int:
@@ -253,8 +251,9 @@ class Run:
             self.parts.wire.give(message, target, contents)
 
 
-def _autocast() -> str:
-    """The type of device that the caller casts on; "" if none. A backward runs in the types of its forward instead."""
+def _without_autocast() -> AbstractContextManager[object]:
+    """For a backward, which runs in the types of its forward whatever the caller casts."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return next((kind for kind in kinds if torch.is_autocast_enabled(kind)), "")
+    on = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
+    return nullcontext() if on is None else torch.autocast(on, enabled=False)

@@ -20,13 +20,15 @@ class TensorSpec(NamedTuple):
         shape: Its sizes.
         device: The type of its device, such as "cpu".
         requires_grad: Whether a gradient is wanted for it.
-        bytes: Of its elements.
+        sent: The dtype in which it is sent.
+        bytes: Of its elements in that dtype.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
     requires_grad: bool
+    sent: torch.dtype
     bytes: int
 
 
@@ -68,12 +70,15 @@ class Signature(NamedTuple):
         return pytree.tree_map(leaves.__getitem__, pickle.loads(self.structure))  # noqa: S301 - from a rank of ours
 
 
-def flatten(value: Any, like: Signature | None = None) -> tuple[list[Tensor], Signature]:
+def flatten(
+    value: Any, like: Signature | None = None, border: torch.dtype | None = None
+) -> tuple[list[Tensor], Signature]:
     """The tensors of a value, in order, and its signature.
 
     Args:
         value: Any.
         like: A signature that it may have, which is then quicker.
+        border: The widest dtype in which real floating-point tensors are sent; None: as they are.
 
     Raises:
         TypeError: An object that holds tensors where nobody can see them.
@@ -97,14 +102,20 @@ def flatten(value: Any, like: Signature | None = None) -> tuple[list[Tensor], Si
     size = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor):
+            sent = border if border is not None and _is_wider(leaf.dtype, border) else leaf.dtype
+            held = leaf.numel() * sent.itemsize
             described.append(
-                TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.device.type, leaf.requires_grad, leaf.nbytes)
+                TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.device.type, leaf.requires_grad, sent, held)
             )
             tensors.append(leaf)
-            size += aligned(leaf.nbytes)
+            size += aligned(held)
         else:
             described.append(Plain(_pickled(leaf)))
     return tensors, Signature(structure, tuple(described), size)
+
+
+def _is_wider(dtype: torch.dtype, border: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > border.itemsize
 
 
 def _looks_like(value: Any, leaf: TensorSpec | Plain) -> bool:

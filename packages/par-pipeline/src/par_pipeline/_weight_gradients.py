@@ -2,8 +2,9 @@
 
 For the time of a step every parameter is replaced by a stand-in, a leaf that shares its memory, so that the first half
 of a backward leaves the parameters alone. Linear and convolution layers put off the product that gives their weight's
-gradient; whatever else has parameters computes its small gradients in the first half, and they are kept. The second
-half computes what was put off and brings everything to the parameters in one pass, so that their hooks fire once.
+gradient, as does any layer that calls its `weight_grad_hook`. Whatever else has parameters computes their gradients in
+the first half, and they are kept: small ones of norms and biases, but also those of a float8 product. The second half
+computes what was put off and brings everything to the parameters in one pass, so that their hooks fire once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,8 +59,8 @@ class SplitBackward:
         self._modules = modules
         self._later: dict[tuple[int, int], Later] = {}  # by stage and microbatch
         self._products: list[WeightGradient] = []
-        self._parameters: dict[Tensor, nn.Parameter] = {}  # by stand-in
-        self._stand_ins: dict[int, list[Tensor]] = {}  # by stage
+        self._parameters: dict[int, nn.Parameter] = {}  # by the id of a stand-in: hashing tensors takes longer
+        self._pairs: dict[int, list[tuple[Tensor, nn.Parameter]]] = {}  # by stage: stand-ins and parameters
         self._heard: set[int] = set()
 
     @contextmanager
@@ -73,7 +74,7 @@ class SplitBackward:
             for each in reversed(undo):
                 each()
             self._parameters.clear()
-            self._stand_ins.clear()
+            self._pairs.clear()
             self._later.clear()
             self._products = []
 
@@ -89,9 +90,9 @@ class SplitBackward:
                 stand_in = parameter.detach().requires_grad_()
                 stand_in.__dict__.update(parameter.__dict__)
                 stand_ins.setdefault(parameter, stand_in)
-        self._parameters = {stand_in: parameter for parameter, stand_in in stand_ins.items()}
+        self._parameters = {id(stand_in): parameter for parameter, stand_in in stand_ins.items()}
         for stage, module in self._modules.items():
-            self._stand_ins[stage] = [stand_ins[each] for each in module.parameters() if each in stand_ins]
+            self._pairs[stage] = [(stand_ins[each], each) for each in module.parameters() if each in stand_ins]
         for each in {each for module in self._modules.values() for each in module.modules()}:
             self._replace_in(each, stand_ins, undo)
 
@@ -103,7 +104,7 @@ class SplitBackward:
             if parameter in stand_ins:
                 own[name] = stand_ins[parameter]
                 undo.append(partial(own.__setitem__, name, parameter))
-        if own.get("weight") not in self._parameters:
+        if id(own.get("weight")) not in self._parameters:
             return
         if hasattr(module, "weight_grad_hook"):
             before = module.__dict__.get("weight_grad_hook")
@@ -120,7 +121,7 @@ class SplitBackward:
 
     def keep(self, stage: int, microbatch: int) -> None:
         """After the first half of a backward."""
-        kept = [(each, each.grad) for each in self._stand_ins[stage] if each.grad is not None]
+        kept = [(each, each.grad) for each, _ in self._pairs[stage] if each.grad is not None]
         for stand_in, _ in kept:
             stand_in.grad = None
         self._later[stage, microbatch] = Later(self._products, kept)
@@ -129,7 +130,7 @@ class SplitBackward:
     def ends(self, stage: int) -> list[Tensor]:
         """Tensors that every parameter of a stage leads to."""
         with torch.enable_grad():
-            return [self._parameters[each].flatten()[:1] for each in self._stand_ins[stage]]
+            return [parameter.flatten()[:1] for _, parameter in self._pairs[stage]]
 
     @torch.no_grad()
     def finish(self, stage: int, microbatch: int, *, every: bool = False) -> None:
@@ -151,7 +152,7 @@ class SplitBackward:
 
     def _add_in_place(self, product: WeightGradient) -> bool:
         """Saves a temporary and a pass over it, where nobody waits for the gradient."""
-        total = self._parameters[product.weight].grad
+        total = self._parameters[id(product.weight)].grad
         if total is None or product.operands is None or product.operands[0].dtype != total.dtype:
             return False
         left, right = product.operands
@@ -160,10 +161,10 @@ class SplitBackward:
 
     def _deliver(self, stage: int, heard: bool, every: bool) -> None:
         parameters, gradients = [], []
-        for stand_in in self._stand_ins[stage]:
+        for stand_in, parameter in self._pairs[stage]:
             gradient = torch.zeros_like(stand_in) if every and stand_in.grad is None else stand_in.grad
             if gradient is not None:
-                parameters.append(self._parameters[stand_in])
+                parameters.append(parameter)
                 gradients.append(gradient)
                 stand_in.grad = None
         if heard or any(each.is_sparse for each in gradients):
@@ -190,13 +191,15 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-    old = [(parameter.grad, gradient) for parameter, gradient in zip(parameters, gradients, strict=True)]
+    totals, more = [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient
-    totals = [(total, gradient) for total, gradient in old if total is not None]
+        else:
+            totals.append(parameter.grad)
+            more.append(gradient)
     if totals:
-        torch._foreach_add_([total for total, _ in totals], [gradient for _, gradient in totals])
+        torch._foreach_add_(totals, more)
 
 
 def _restore(module: nn.Module, name: str, before: object) -> None:

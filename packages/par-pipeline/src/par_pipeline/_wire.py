@@ -1,8 +1,8 @@
 """Messages between the ranks of a pipeline.
 
 To each neighbour there is one communicator for what goes to higher ranks and one for what goes to lower ones, so that a
-send never waits behind a receive. All receives of a step are posted at its start, in the order in which the peer sends,
-as far as a budget of bytes allows; each further one when an earlier one has arrived.
+send never waits behind a receive. All receives of a step from one peer are posted, in the order in which it sends, when
+this rank first waits for it, as far as a budget of bytes allows; each further one when an earlier one has arrived.
 """
 
 import uuid
@@ -86,12 +86,7 @@ class Wire:
         for peer, arrivals in program.arrivals.items():
             if peer not in self._channels:
                 self._channels[peer] = self._connect(peer)
-            self._channels[peer].begin(arrivals, program.consumed)
-
-    def post(self) -> None:
-        """Posts the receives of a step, as far as the budget allows; until then one is posted for each rank."""
-        for channel in self._channels.values():
-            channel.post(self._ahead // len(self._channels))
+            self._channels[peer].begin(arrivals, program.consumed, self._ahead // len(program.arrivals))
 
     def _connect(self, peer: int) -> "Channel":
         up, down, up_second, down_second = self._lanes
@@ -170,60 +165,69 @@ class Channel:
         self._device, self._timeout = device, timeout
         self._gives = {STATUS: NOTHING}  # what the peer expects of each message, and ...
         self._takes = {STATUS: NOTHING}  # ... this rank
-        self._posted: deque[tuple[Arrival, Tensor, Any]] = deque()
+        self._posted: deque[tuple[Arrival, Signature | None, Tensor, Any]] = deque()
         self._room = 0
         self._heard = False
         self._told: list[tuple[Tensor, Any]] = []
 
-    def begin(self, arrivals: tuple[Arrival, ...], consumed: dict[Message, int]) -> None:
-        """Begins a step. What higher ranks said at the end of the last one may still be on its way."""
+    def begin(self, arrivals: tuple[Arrival, ...], consumed: dict[Message, int], room: int) -> None:
+        """Begins a step. What higher ranks said at the end of the last one may still be on its way.
+
+        Args:
+            arrivals: What the peer sends.
+            consumed: See `Program`.
+            room: Bytes of receives that may be posted ahead.
+        """
         self._coming = deque(arrivals)
         self._consumed = consumed
         self._arrived: dict[Message, Contents] = {}
         self._given: set[Message] = set()
         self._sending: deque[tuple[int, list[tuple[Tensor, Any]]]] = deque()
-        self.post(0)
+        self._room = room
+        if not self._posted:
+            self._post()
 
-    def post(self, room: int | None = None) -> None:
-        """Posts receives while there is room, and one always.
+    def _post(self) -> None:
+        """Posts the next receive."""
+        arrival = self._coming.popleft()
+        expected = self._takes.get(arrival.message)
+        size = promised(expected)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._posted.append((arrival, expected, buffer, self._receives[0].recv([buffer], self._peer, 0)))
+        self._room -= size
 
-        Args:
-            room: Bytes, from now on.
-        """
-        self._room = self._room if room is None else room
+    def _post_ahead(self) -> None:
+        """Posts receives while there is room, and one always."""
         while self._coming and (not self._posted or self._room > 0):
-            arrival = self._coming.popleft()
-            size = promised(self._takes.get(arrival.message))
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._posted.append((arrival, buffer, self._receives[0].recv([buffer], self._peer, 0)))
-            self._room -= size
+            self._post()
 
     def take(self, message: Message) -> Contents:
         """Waits for a message, and so for all that were sent before it."""
+        self._post_ahead()  # it would wait anyway
         while message not in self._arrived:
-            arrival, header, second = self._receive()
-            failure = header.failure
-            if failure is not None:
-                raise PeerFailed(failure)
-            contents = header.decode(second, self._takes.get(arrival.message))
-            self._takes[arrival.message] = contents[0]
+            arrival, expected, header, second = self._receive()
+            if header.failure is not None:
+                raise PeerFailed(header.failure)
+            contents = header.decode(second, expected)
+            if contents[0] is not expected:
+                self._takes[arrival.message] = contents[0]
             self._arrived[arrival.message] = contents
             self._settle(arrival.position)
         return self._arrived.pop(message)
 
-    def _receive(self) -> tuple[Arrival, Header, Tensor | None]:
-        """The next message that the peer sends."""
-        arrival, buffer, work = self._posted.popleft()
+    def _receive(self) -> tuple[Arrival, Signature | None, Header, Tensor | None]:
+        """The next message that the peer sends, and what it was expected to be."""
+        arrival, expected, buffer, work = self._posted.popleft()
         self._wait(work)
-        self._room += len(buffer)
+        self._room += promised(expected)
         header = Header(buffer)
         self._heard = header.failure is not None
         second = None
         if header.second:
             second = torch.empty(header.second, dtype=torch.uint8, device=self._device)
             self._wait(self._receives[1].recv([second], self._peer, 1))
-        self.post()
-        return arrival, header, second
+        self._post_ahead()
+        return arrival, expected, header, second
 
     def give(self, message: Message, contents: Contents) -> None:
         """Begins to send a message."""
