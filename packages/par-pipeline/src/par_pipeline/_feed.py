@@ -58,7 +58,9 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
     return Feed(inputs=given, kwargs=named, targets=targets, rows=of_targets or rows)
 
 
-def shares(feed: Feed, weight: Weight | None, group: dist.ProcessGroup | None) -> list[float]:
+def shares(
+    feed: Feed, weight: Weight | None, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> list[float]:
     """What each microbatch's loss counts, so that their sum is the loss of the batch.
 
     By default a microbatch counts by its rows, so that means over rows become the mean over the batch; where this rank
@@ -69,12 +71,13 @@ def shares(feed: Feed, weight: Weight | None, group: dist.ProcessGroup | None) -
         weight: Instead of rows.
         group: The ranks over which gradients are averaged. The weights are then summed over them (all-reduce of one
             number), so that the averaged gradient is that of one device with all batches.
+        device: That the group serves.
     """
     if weight is not None:
         weights = [float(weight(each)) for each in feed.targets]
     else:
         weights = [1.0 if each is None else float(each) for each in feed.rows]
-    total = torch.tensor(sum(weights), dtype=torch.float64)
+    total = torch.tensor(sum(weights), dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(total, group=group)
         total /= dist.get_world_size(group)

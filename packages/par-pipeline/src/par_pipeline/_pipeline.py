@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from par_groups import agree
+
 from ._actions import WEIGHT_GRAD
 from ._compile import Program, compile_program
 from ._errors import Failure, PeerFailed, PipelineError
@@ -257,7 +259,8 @@ class Pipeline:
         options, microbatches = self.options, self.schedule.microbatches
         run.feed = make_feed(inputs, kwargs, target, microbatches, options.split)
         if self.is_last and options.loss_fn is not None:
-            run.shares = shares(run.feed, options.weight, options.weight_group)
+            group = options.weight_group
+            run.shares = shares(run.feed, options.weight, group, _device_of(self.group if group is None else group))
         run.execute()
         self._parts.wire.end(together=not run.training)
 
@@ -304,18 +307,12 @@ def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.Process
 def _agree(problem: Exception | None, schedule: Schedule, has_loss: bool, group: dist.ProcessGroup) -> list[bool]:
     """Raises on every rank if any has a problem, or if they have different schedules. All-gather of small objects."""
     digest = hashlib.sha256(repr([[str(each) for each in actions] for actions in schedule.ranks]).encode()).hexdigest()
-    mine = ("" if problem is None else f"{type(problem).__name__}: {problem}", digest, has_loss)
-    every: list[tuple[str, str, bool]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    if problem is not None:
-        raise problem
-    for rank, (text, _, _) in enumerate(every):
-        if text:
-            raise ValueError(f"rank {rank}: {text}")
-    different = [rank for rank, (_, theirs, _) in enumerate(every) if theirs != every[0][1]]
+    every = agree(problem, (digest, has_loss), group)
+    first = next(iter(every))
+    different = [rank for rank, (theirs, _) in every.items() if theirs != every[first][0]]
     if different:
-        raise ValueError(f"ranks {different} have another schedule than rank 0; make the same one on all ranks")
-    return [each for _, _, each in every]
+        raise ValueError(f"ranks {different} have another schedule than rank {first}; make the same one on all ranks")
+    return [theirs for _, theirs in every.values()]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import Box, Sharding, gradients, set_sharding, sharding_of, whole, written_
+from par_groups import Box, Sharding, agree, gradients, set_sharding, sharding_of, whole, written_
 
 
 class Shared:
@@ -46,7 +46,7 @@ class Shared:
     ) -> None:
         self._parameters, self._group, self._optimizer = dict(parameters), group, optimizer
         records = [_record(each, replicas) for each in self._parameters.values()]
-        every = self._gathered(
+        every = self._told(
             [(str(each.dtype), record) for each, record in zip(parameters.values(), records, strict=True)]
         )
         self._holders = [rank for rank, theirs in enumerate(every) if theirs]
@@ -96,7 +96,7 @@ class Shared:
 
     def _check_cuts(self, views: Sequence[Sequence[tuple[Box, Tensor]]]) -> None:
         """Once: all holders have the same parts."""
-        every = self._gathered([[(box.start, box.size) for box, _ in each] for each in views])
+        every = self._told([[(box.start, box.size) for box, _ in each] for each in views])
         for rank in self._holders:
             if every[rank] != every[self._holders[0]]:
                 raise ValueError(
@@ -125,11 +125,9 @@ class Shared:
             work.wait()
         return every
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        """All-gather of small objects over the group."""
-        every: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(every, mine, group=self._group)
-        return every
+    def _told(self, mine: Any) -> list[Any]:
+        """What each rank of the group says."""
+        return list(agree(None, mine, self._group).values())
 
 
 def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Sharding:

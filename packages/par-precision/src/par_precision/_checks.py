@@ -1,21 +1,18 @@
 """What `mixed` checks before it changes anything, the same on every rank."""
 
 from collections.abc import Iterator
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, segments_of
+from par_groups import Sharding, agree, segments_of
 
 from ._optimizer import MixedOptimizer
 from ._ownership import Ownership
 from ._placed import is_placed
 from ._precisions import check_device, precision_of
-
-T = TypeVar("T")
 
 ATTRIBUTE = "par_precision"  # where the user's optimizer keeps the one around it
 
@@ -116,23 +113,10 @@ def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sha
                     yield segment.name + mesh, segment.sharding
 
 
-def agree(problem: Exception | None, text: str, group: dist.ProcessGroup | None) -> None:
+def check_alike(problem: Exception | None, text: str, group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if any has a problem, or if they chose differently."""
-    every = [text]
-    if group is not None:
-        said = f"!{type(problem).__name__}: {problem}" if problem else text
-        every = _gathered(said, group)
-    if problem is not None:
-        raise problem
-    for rank, each in zip(dist.get_process_group_ranks(group) if group is not None else [0], every, strict=True):
-        if each.startswith("!"):
-            raise ValueError(f"rank {rank}: {each[1:]}")
-        if each != every[0]:
-            raise ValueError(f"rank {rank} chose {each}, and the first rank {every[0]}; give all ranks the same")
-
-
-def _gathered(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What each rank of a group says; all-gather of small objects."""
-    every: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    return [each for each in every if each is not None]
+    every = agree(problem, text, *([] if group is None else [group]))
+    first = next(iter(every))
+    for rank, each in every.items():
+        if each != every[first]:
+            raise ValueError(f"rank {rank} chose {each}, and rank {first} {every[first]}; give all ranks the same")

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from par_groups import check_owned
 
-from ._checks import ATTRIBUTE, agree, check, check_cut, is_own, recorded
+from ._checks import ATTRIBUTE, check, check_alike, check_cut, is_own, recorded
 from ._clip import check_max_norm
 from ._float8 import convert_to_float8_
 from ._masters import Masters
@@ -109,7 +109,7 @@ def mixed(
         check_cut(optimizer, ownership)
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
-    agree(problem, _described(precision, options), group)
+    check_alike(problem, _described(precision, options), group)
     if group is not None:
         check_owned(recorded(module, optimizer), group)
     device = device_of(list(module.parameters()), group)
