@@ -12,6 +12,7 @@ from par_layers import (
     reduce_scatter_to,
     scatter_to,
 )
+from par_layers._collectives import reduce_from_
 from par_testing import count_collectives
 
 from .helpers import numbers
@@ -123,6 +124,35 @@ def test_the_input_is_left_as_it_was():
     assert torch.equal(x, before)
 
 
+@pytest.mark.ranks([1, 2])
+def test_a_scattered_part_is_a_copy():
+    for dim in (0, 1):
+        x = numbers(*SHAPE).requires_grad_()
+        part = scatter_to(x, dist.group.WORLD, dim)
+        assert part.untyped_storage().nbytes() == part.numel() * part.element_size()  # it keeps no more alive
+        part += 1
+        assert torch.equal(x, numbers(*SHAPE))
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_sum_overwrites_a_temporary_that_nobody_can_see():
+    group, ranks, rank = dist.group.WORLD, range(dist.get_world_size()), dist.get_rank()
+    total = sum(of(each, *SHAPE) for each in ranks)
+    x = of(rank, *SHAPE).requires_grad_()
+    temporary = x * 1
+    y = reduce_from_(temporary, group)
+    torch.testing.assert_close(y, total, rtol=1e-12, atol=1e-12)
+    assert y.data_ptr() == temporary.data_ptr()
+    y.backward(total)
+    assert torch.equal(x.grad, total)
+    seen = of(rank, *SHAPE)
+    with count_collectives() as counted:  # a dispatch mode
+        y = reduce_from_(seen, group)
+    torch.testing.assert_close(y, total, rtol=1e-12, atol=1e-12)
+    assert torch.equal(seen, of(rank, *SHAPE))
+    assert [event.op for event in counted.events] == ["all_reduce"]
+
+
 @pytest.mark.ranks(2)
 def test_a_dim_that_does_not_divide_is_named_before_anything_is_sent():
     group, x = dist.group.WORLD, numbers(3, 5)
@@ -138,6 +168,7 @@ def test_a_dim_that_does_not_divide_is_named_before_anything_is_sent():
 @pytest.mark.ranks(2)
 def test_gradients_of_gradients_are_refused():
     x = numbers(4).requires_grad_()
-    (gradient,) = torch.autograd.grad((copy_to(x, dist.group.WORLD) ** 3).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    for function in (copy_to, reduce_from, lambda x, group: reduce_from_(x * 1, group)):
+        (gradient,) = torch.autograd.grad((function(x, dist.group.WORLD) ** 3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()

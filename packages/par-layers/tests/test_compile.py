@@ -26,3 +26,12 @@ def test_a_1d_block_is_one_graph_that_computes_the_same(sequence_parallel):
             block.zero_grad()
         for eager, compiled in zip(*results, strict=True):
             torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)  # a graph may sum in another order
+
+
+def test_the_losses_of_one_device_are_one_graph():
+    layers, logits = layer_set(None), torch.randn(2, 8, 13)
+    target = torch.arange(16).view(2, 8) % 13
+    for function in (layers.cross_entropy, layers.accuracy):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        here, there = compiled(logits, target, classes=13), function(logits, target, classes=13)
+        torch.testing.assert_close(here, there, rtol=1e-6, atol=0)  # fp32, perhaps summed in another order

@@ -19,6 +19,9 @@ def test_column_after_column_is_caught_in_three_dimensions():
             ValueError, match="given an activation of another layout than it takes: cut by batch over weight x input"
         ):
             second(torch.nn.functional.gelu(first(x)))
+        with pytest.raises(ValueError, match="given an activation of another layout than it takes"):
+            second(x=first(x))
+        assert torch.equal(back(x=first(x=x)), back(first(x)))
         with pytest.raises(ValueError, match="mixes activations"):
             x + first(x)
         with pytest.raises(ValueError, match="cross_entropy was given"):

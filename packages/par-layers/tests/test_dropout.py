@@ -87,3 +87,13 @@ def test_the_dtype_stays_and_gradients_are_masked():
 def test_p_out_of_range(p):
     with pytest.raises(ValueError, match=f"p is {p}"):
         layer_set(None).Dropout(p)
+
+
+def test_the_key_is_drawn_on_the_cpu_whatever_the_default_device_is():
+    x = numbers(4, 4)
+    torch.manual_seed(1)
+    expected = layer_set(None).Dropout(0.5)(x)
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        found = layer_set(None).Dropout(0.5)(x)
+    assert torch.equal(found, expected)

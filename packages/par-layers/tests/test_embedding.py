@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 
 from par_groups import sharding_of
@@ -48,6 +49,49 @@ def test_padding_is_told_by_the_global_id():
                 rows = range(box.start[0], box.start[0] + box.size[0])
                 zero = [row for row in rows if not box.of(parallel.weight.detach())[row - rows.start].any()]
                 assert zero == [row for row in rows if row == padding_id]
+
+
+class Tied(nn.Module):
+    """A table that is looked up and classifies."""
+
+    def __init__(self, layers, vocabulary, padding_id):
+        super().__init__()
+        self.layers, self.vocabulary = layers, vocabulary
+        self.table = layers.VocabEmbedding(vocabulary, 16, padding_id=padding_id)
+        self.classifier = layers.VocabClassifier(16, vocabulary, tied=self.table)
+
+    def forward(self, ids, target):
+        return self.layers.cross_entropy(self.classifier(self.table(ids)), target, classes=self.vocabulary)
+
+
+@pytest.mark.ranks(SIZES)
+def test_a_classifier_that_shares_the_table_trains_the_padding_row():
+    ids, target = integers(13, 8, 4), integers(13, 8, 4, seed=7)
+    for padding_id in (0, 5, 12):
+        ids[0, :2] = padding_id
+        one = Tied(layer_set(None), 13, padding_id)
+        expected = trained(filled(one), ids, target)
+        assert one.table.weight[padding_id].any()  # no longer zero, so that looking it up gives something
+        for mode in modes():
+            parallel = filled(Tied(mode.layers, 13, padding_id))
+            losses = trained(parallel, ids, target, mode.groups)
+            torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)  # sums in another order
+            reason = f"{mode.tensor}: sums in another order"
+            assert_equal_to_one_device(parallel, one, rtol=1e-10, atol=1e-10, reason=reason)
+
+
+def trained(model, ids, target, groups=None):
+    """The losses of four steps."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(ids, target)
+        loss.backward()
+        if groups is not None:
+            PartialGradients(model, groups).handle_gradient()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 @pytest.mark.ranks([2, 4, 8])

@@ -5,7 +5,9 @@ import pytest
 from .helpers import modes
 
 OF_1D = [
-    (lambda layers: layers.ColumnLinear(16, 18), "18 units of 1 features do not divide by 4 ranks"),
+    (lambda layers: layers.ColumnLinear(16, 18), "18 units of 1 features .* by 4 ranks .*; use 20 features$"),
+    (lambda layers: layers.ColumnLinear(16, 18, blocks=[15, 3]), "15 units .*; use 16 features$"),
+    (lambda layers: layers.ColumnLinear(16, 24, unit=8), "3 units of 8 .*; use 32 features$"),
     (lambda layers: layers.RowLinear(18, 16), "in_features is 18, .* by 4 ranks .*; use 20"),
     (lambda layers: layers.Linear(16, 18), "out_features is 18, .* by 4 ranks .*; use 20"),
     (lambda layers: layers.ColumnLinear(16, 16, unit=3), "block of 16 features .* units of 3"),
@@ -17,9 +19,17 @@ OF_1D = [
     (lambda layers: layers.VocabEmbedding(8, 16, padding_id=-1), "padding_id is -1; .* 0 to 7"),
 ]
 
+# More units than ranks, so nothing is copied, though the config allows copies.
+WITH_COPIES = [
+    (lambda layers: layers.ColumnLinear(16, 5), "5 units .*; use 8 features$"),
+    (lambda layers: layers.ColumnLinear(16, 6), "6 units .*; use 8 features$"),
+    (lambda layers: layers.ColumnLinear(16, 23, blocks=[15, 4, 4]), "15 units .*; use 16 features$"),
+    (lambda layers: layers.local_heads(6), "6 units .*; use 8 features$"),
+]
+
 OF_A_SQUARE = [
     (lambda layers: layers.ColumnLinear(15, 16), "in_features is 15, .* by 2 ranks .*; use 16"),
-    (lambda layers: layers.ColumnLinear(16, 15), "15 units .* 2 ranks"),
+    (lambda layers: layers.ColumnLinear(16, 15), "15 units .* 2 ranks .*; use 16 features$"),
     (lambda layers: layers.RowLinear(15, 16), "in_features is 15, .* by 2 ranks"),
     (lambda layers: layers.RowLinear(16, 15), "out_features is 15, .* by 2 ranks"),
     (lambda layers: layers.Linear(15, 16), "in_features is 15, .* by 2 ranks"),
@@ -55,6 +65,8 @@ def assert_refused(mode, cases):
 def test_sizes_in_1d_and_on_a_square():
     for mode in modes([{"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}]):
         assert_refused(mode, OF_1D)
+    for mode in modes([{"mode": "1d", "kv_heads": 1}, {"mode": "1d", "kv_heads": 2}]):
+        assert_refused(mode, WITH_COPIES)
     for mode in modes([{"mode": "2d"}, {"mode": "2.5d", "depth": 1}]):
         assert_refused(mode, OF_A_SQUARE)
 

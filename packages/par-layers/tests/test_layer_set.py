@@ -38,6 +38,22 @@ def test_auto_takes_the_mode_and_the_options_of_the_topology():
         assert layer_set("auto", groups).mode is None
 
 
+@pytest.mark.ranks([1, 2])
+def test_auto_needs_a_mode_where_there_is_something_to_cut():
+    world = dist.get_world_size()
+    for topology in (Topology({"data": 1, "tensor": world}), Topology.from_order("tp-dp", tp=world, dp=1)):
+        with ProcessGroups(topology) as groups:
+            if world == 1:
+                assert layer_set("auto", groups).mode is None
+                continue
+            with pytest.raises(ValueError, match=r"'tensor' has 2 ranks, .* no mode .* layer_set\('1d', groups\)"):
+                layer_set("auto", groups)
+            assert layer_set("1d", groups).ColumnLinear(4, 6).weight.shape == (3, 4)
+            assert layer_set(None, groups).ColumnLinear(4, 6).weight.shape == (6, 4)
+    with ProcessGroups(Topology({"data": world})) as groups:
+        assert layer_set("auto", groups).mode is None
+
+
 @pytest.mark.ranks([1, 4])
 def test_a_wrong_mode_or_option_is_named():
     world = dist.get_world_size()

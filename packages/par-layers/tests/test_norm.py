@@ -60,6 +60,24 @@ def test_bfloat16_is_computed_in_fp32():
             torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=2**-8)
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch tells that it is not fused
+@pytest.mark.ranks([1, 4, 8])
+def test_fp32_weights_leave_bfloat16_activations_as_they_are():
+    x = numbers(8, 4, 16, dtype=torch.bfloat16)
+    for mode in modes():
+        for name in ("LayerNorm", "RMSNorm"):
+            one = filled(Scaled(getattr(layer_set(None), name)(16)), torch.float32)
+            norm = filled(Scaled(getattr(mode.layers, name)(16)), torch.float32)
+            mine = mode.layers.split(x).detach().requires_grad_()
+            y = norm(mine)
+            assert y.dtype == one(x).dtype == torch.bfloat16
+            # Where features are cut, the normal is rounded to 8 bits, too, before it is multiplied by a weight up to 3.
+            torch.testing.assert_close(mode.layers.gather(y), one(x), rtol=2**-7, atol=2**-6)
+            y.sum().backward()
+            assert mine.grad.dtype == torch.bfloat16
+            assert norm.norm.weight.grad.dtype == torch.float32
+
+
 @pytest.mark.ranks(4)
 def test_the_record_says_where_gradients_are_partial():
     for mode in modes():

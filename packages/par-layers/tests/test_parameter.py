@@ -97,27 +97,6 @@ def test_a_pipeline_stage_is_no_copy_of_another():
         check_owned([(f"stages.{stage}.{name}", sharding_of(each)) for name, each in model.named_parameters()])
 
 
-def test_a_prefix_stands_for_the_rest_of_the_name():
-    layers = layer_set(None)
-    whole = nn.ModuleDict({"stage": nn.ModuleDict({"linear": layers.Linear(4, 4)})})
-    part = nn.ModuleDict({"linear": layers.Linear(4, 4)})
-    initialize(whole, seed=3)
-    initialize(part, seed=3, prefix="stage.")
-    assert torch.equal(whole["stage"]["linear"].weight, part["linear"].weight)
-    initialize(part, seed=4, prefix="stage.")
-    assert not torch.equal(whole["stage"]["linear"].weight, part["linear"].weight)
-
-
-def test_parameters_that_are_not_ours():
-    model = nn.ModuleDict({"ours": layer_set(None).Linear(4, 4), "torchs": nn.Linear(4, 4)})
-    before = model["torchs"].weight.clone()
-    initialize(model, seed=3)
-    assert torch.equal(model["torchs"].weight, before)
-    model["lost"] = nn.Linear(4, 4, device="meta")
-    with pytest.raises(ValueError, match=r"'lost.weight' is on the meta device and has no init rule"):
-        initialize(model, seed=3)
-
-
 def test_rules():
     layers = layer_set(None)
     model = nn.ModuleDict(
@@ -135,13 +114,3 @@ def test_rules():
     assert (weights["constant"] == 3.0).all()
     assert 0.09 < weights["default"].abs().max() <= 0.1  # 1 / sqrt(100), as torch.nn.Linear
     assert not torch.equal(model["default"].bias, model["normal"].bias)
-
-
-@pytest.mark.ranks(2)
-def test_without_a_seed_the_weights_are_zeros_with_their_records():
-    for mode in modes():
-        linear = mode.layers.ColumnLinear(4, 6)
-        initialize(linear, seed=None)
-        assert not linear.weight.is_meta
-        assert linear.weight.eq(0).all()
-        assert sharding_of(linear.weight).shape == (6, 4)

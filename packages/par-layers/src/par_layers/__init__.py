@@ -12,10 +12,11 @@ from ._collectives import (
 )
 from ._cost import Cost, LinearShape, NormShape, TableShape, TransformerShape, cost
 from ._grid import Grid
+from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
 from ._layout import Layout
 from ._modes import register_layer_set
-from ._parameter import constant, initialize, normal, uniform
+from ._parameter import constant, normal, uniform
 from ._partial_gradients import PartialGradients
 from ._rules import Cut, Product, Rules
 from ._weight_gradient import WeightGradient

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ._arithmetic import in_autocast_dtype
@@ -12,12 +12,13 @@ from ._embedding import VocabEmbedding, padded
 from ._grid import Grid
 from ._layout import check_features
 from ._linear import check_divides
+from ._parallel_layer import ParallelLayer
 from ._parameter import Init, Rows, make_parameter, uniform
 from ._rules import Rules
 from ._weight_gradient import Hook, weight_and_hook
 
 
-class Classifier(nn.Module):
+class Classifier(ParallelLayer):
     """Whole logits of few classes: each rank multiplies its features, and the partial sums are added.
 
     Args:
@@ -49,7 +50,7 @@ class Classifier(nn.Module):
         return logits if bias is None else logits + bias
 
 
-class VocabClassifier(nn.Module):
+class VocabClassifier(ParallelLayer):
     """Logits over a vocabulary that is cut as a column layer's features are; padded logits are -inf.
 
     Args:

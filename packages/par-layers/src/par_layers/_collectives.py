@@ -25,12 +25,12 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Te
 
 
 def start_all_reduce_(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """All-reduce of a contiguous temporary, which is overwritten where it lies: no copy, and little dispatch.
+    """All-reduce of a contiguous temporary, which is overwritten if nobody can see it: no copy, and little dispatch.
 
     Returns:
         A function that waits for it and gives the sum.
     """
-    if torch.compiler.is_compiling():  # a graph decides itself what to overwrite
+    if not unseen():
         started = start_all_reduce(x, group)
         return lambda: finish(started)
     work = group.allreduce([x])
@@ -40,6 +40,15 @@ def start_all_reduce_(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tenso
         return x
 
     return finished
+
+
+def unseen() -> bool:
+    """Whether nobody else can hold what an operation has just given, so that it may be overwritten.
+
+    A graph decides itself what to overwrite. A dispatch mode may have kept the result of an operation, as selective
+    activation checkpointing does, and a collective that overwrites it does not even change its version.
+    """
+    return not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -103,6 +112,14 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _pair(x, lambda t: finish(start_all_reduce(t, group)), lambda g: g)
 
 
+def reduce_from_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`reduce_from` of a contiguous temporary, which is overwritten if nobody can see it."""
+    if not unseen():
+        return reduce_from(x, group)
+    summed: Tensor = _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
+    return summed
+
+
 def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """All-gather along `dim`; backward: this rank's part of the gradient, which all ranks have alike."""
     dim %= x.dim()
@@ -110,10 +127,10 @@ def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's part along `dim` of what all ranks have alike; backward: all-gather."""
+    """A copy of this rank's part along `dim` of what all ranks have alike; backward: all-gather."""
     dim %= x.dim()
     _check_divides(x, group, dim)
-    return _pair(x, lambda t: _own_part(t, group, dim), lambda g: all_gather_on(g, group, dim))
+    return _pair(x, lambda t: _own_part(t, group, dim).clone(), lambda g: all_gather_on(g, group, dim))
 
 
 def all_gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -164,6 +181,20 @@ class _Pair(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.way_back(gradient), None, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    """All-reduce in place; backward: identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.mark_dirty(x)
+        return start_all_reduce_(x, group)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return gradient, None
 
 
 def swap(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:

@@ -22,6 +22,7 @@ from ._collectives import (
     start_reduce_scatter,
     start_reduce_scatter_on,
 )
+from ._product_1d import save_operands
 from ._weight_gradient import Hook, WeightGradient
 
 
@@ -58,8 +59,8 @@ class Cube:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cube: Cube, hook: Hook | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.cube, ctx.hook = cube, hook
+        save_operands(ctx, x, weight)
         gathering_x = start_all_gather(x, cube.gather)  # [B/d, ..., K/d]
         gathering_weight = start_all_gather(weight, cube.weight)  # [N/d, K/d]
         whole_weight = finish_all_gather_on(gathering_weight, cube.weight, cube.weight_dim)

@@ -47,13 +47,15 @@ def watched(module: M, takes: "Mark | None", gives: "Mark | None") -> M:
         gives: The mark of its output; None does not mark it.
     """
 
-    def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(check(each, takes, type(module).__name__) for each in inputs)
+    def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        who = type(module).__name__
+        plain = {name: check(each, takes, who) for name, each in named.items()}
+        return tuple(check(each, takes, who) for each in inputs), plain
 
     def after(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
         return output if gives is None else mark(output, gives)
 
-    module.register_forward_pre_hook(before)
+    module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
     return module
 

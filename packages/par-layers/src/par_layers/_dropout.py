@@ -36,7 +36,7 @@ class Dropout(nn.Module):
         """[batch, ..., features] in the layout to the same."""
         if not self.training or self.p == 0.0:
             return x
-        key = int(torch.randint(2**31, ()).item())  # on the CPU generator: no wait for a device
+        key = int(torch.randint(2**31, (), device="cpu").item())  # of the CPU generator: no wait
         keep = hashed(self._places(x), key) >= int(self.p * 2**_BITS)
         return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
 

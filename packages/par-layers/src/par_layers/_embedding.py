@@ -1,21 +1,23 @@
 """Embeddings: from whole ids, or whole images, to the residual layout."""
 
 import math
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ._collectives import all_gather_to, reduce_from, reduce_scatter_to
 from ._grid import Axes, Grid
 from ._layout import Layout, part
 from ._linear import check_divides
+from ._parallel_layer import ParallelLayer
 from ._parameter import Init, Rows, constant, make_parameter, normal, uniform
 from ._product_1d import SEQUENCE
 from ._rules import Rules
 
 
-class Embedding(nn.Module):
+class Embedding(ParallelLayer):
     """A table whose features alone are cut; for small vocabularies.
 
     Args:
@@ -42,7 +44,7 @@ class Embedding(nn.Module):
         return functional.embedding(cut_tokens(ids, self._layout, self._grid), self.weight)
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(ParallelLayer):
     """A table that is cut over the vocabulary too; a vocabulary that does not divide is padded.
 
     Each rank looks up the ids of its own rows, the rest gives zeros, and the partial sums are added where they meet.
@@ -52,7 +54,8 @@ class VocabEmbedding(nn.Module):
         features: Of the whole activation.
         rules: Of the mode.
         grid: Where this rank is.
-        padding_id: An id whose row is zero and stays so, or None.
+        padding_id: An id whose row is drawn as zero and gets no gradient from here, or None. A classifier that shares
+            the table trains it, as with torch.nn.Embedding's padding_idx.
         init: How the table is filled; default: normal(1), as torch.nn.Embedding.
     """
 
@@ -77,7 +80,7 @@ class VocabEmbedding(nn.Module):
         inside = rules.vocabulary + rules.vocabulary_gathered
         sum_over = tuple(axis for axis in rules.residual.batch if axis not in inside)
         init = init or normal(1.0)
-        fill = init if padding_id is None else _with_zero_row(init, padding_id)
+        fill = init if padding_id is None else _WithZeroRow(init, padding_id)
         self.weight = make_parameter([rows], [(features, rules.residual.features)], grid, fill, sum_over)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -113,11 +116,14 @@ class VocabEmbedding(nn.Module):
 
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of this rank's part of the table, zeros for ids elsewhere."""
-        local = ids - self._grid.index(self._rules.vocabulary) * table.shape[0]
-        elsewhere = (local < 0) | (local >= table.shape[0])
-        if self.padding_id is not None:
-            elsewhere = elsewhere | (ids == self.padding_id)
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), table)
+        here = table.shape[0]
+        first = self._grid.index(self._rules.vocabulary) * here
+        local = ids - first
+        elsewhere = (local < 0) | (local >= here)
+        padding = None if self.padding_id is None else self.padding_id - first
+        if padding not in range(here):
+            padding = None
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), table, padding)
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
@@ -125,7 +131,7 @@ class VocabEmbedding(nn.Module):
         return f"{self.vocabulary}, {self.features}"
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(ParallelLayer):
     """Adds a learned vector for every position.
 
     Args:
@@ -154,7 +160,7 @@ class PositionEmbedding(nn.Module):
         return x + self.weight[first : first + here]
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(ParallelLayer):
     """Cuts images into patches, projects them, and puts a learned class token in front.
 
     Args:
@@ -222,9 +228,13 @@ def padded(length: int, parts: int) -> int:
     return math.ceil(length / parts) * parts
 
 
-def _with_zero_row(init: Init, row: int) -> Init:
-    def fill(whole: Tensor, generator: torch.Generator) -> None:
-        init(whole, generator)
-        whole[row] = 0.0
+@dataclass(frozen=True)
+class _WithZeroRow:
+    """An init that leaves one row at zero."""
 
-    return fill
+    init: Init
+    row: int
+
+    def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
+        self.init(whole, generator)
+        whole[self.row] = 0.0

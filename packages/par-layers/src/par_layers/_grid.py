@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -20,6 +21,13 @@ class Grid:
     def __init__(self, groups: ProcessGroups | None) -> None:
         self.groups = groups
         self.copies = lru_cache(maxsize=None)(self._copies)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: copies of a model work on the same ranks."""
+        return self
+
+    def __reduce__(self) -> tuple[type[Self], tuple[ProcessGroups | None]]:
+        return type(self), (self.groups,)
 
     @property
     def topology(self) -> Topology | None:

@@ -1,7 +1,7 @@
 """A layer set: the layers of one mode. A model is written once against it and runs in every mode."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +38,28 @@ def layer_set(
         **options: The mode's own, such as `sequence_parallel=True`.
 
     Raises:
-        ValueError: An unknown mode, an option that it does not take, or a topology without the mode's axes.
+        ValueError: An unknown mode, an option that it does not take, a topology without the mode's axes, or "auto"
+            where it has a tensor axis without a mode.
     """
     if mode == "auto":
-        mode, found = (None, {}) if groups is None else tensor_mode(groups)
+        mode, found = (None, {}) if groups is None else _mode_of(groups)
         options = {**found, **options}
     if mode is not None and groups is None:
         raise ValueError(f"mode {mode!r} needs live groups: layer_set({mode!r}, groups)")
     grid = Grid(groups)  # in mode None too: data-parallel replicas are copies
     return LayerSet(mode, grid, rules_of(mode, grid, options), debug=debug)
+
+
+def _mode_of(groups: ProcessGroups) -> tuple[str | None, dict[str, Any]]:
+    """The tensor mode of a topology, and its options; (None, {}) where there is nothing to cut."""
+    mode, options = tensor_mode(groups)
+    topology = groups.topology
+    if mode is None and "tensor" in (*topology.axes, *topology.products) and topology.size("tensor") > 1:
+        raise ValueError(
+            f"the axis 'tensor' has {topology.size('tensor')} ranks, but the topology names no mode for it, and 'auto' "
+            "must know how layers are cut; name one: layer_set('1d', groups)"
+        )
+    return mode, options
 
 
 class LayerSet:
@@ -60,6 +73,10 @@ class LayerSet:
         self.grid = grid
         self.rules = rules
         self.debug = debug
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: copies of a model are of the same layer set."""
+        return self
 
     # Layers; the names are torch's and Megatron's
 

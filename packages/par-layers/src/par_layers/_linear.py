@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._arithmetic import LinearFunction, in_autocast_dtype
 from ._grid import Axes, Grid
 from ._layout import Layout, check_features
+from ._parallel_layer import ParallelLayer
 from ._parameter import Init, Rows, make_parameter, uniform
 from ._rules import Cut, Product
 from ._weight_gradient import Hook, weight_and_hook
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(ParallelLayer):
     """A linear layer whose weight is cut over ranks; `LayerSet` makes it.
 
     Args:
@@ -101,17 +102,20 @@ def block_rows(out_features: int, blocks: int | Sequence[int], unit: int, axes: 
 def _rows_of_block(length: int, unit: int, axes: Axes, grid: Grid) -> Rows:
     if length % unit:
         raise ValueError(f"a block of {length} features does not divide into units of {unit}")
-    units = length // unit
-    for leading in range(len(axes), 0, -1):
-        if units % grid.size(axes[:leading]) == 0:
+    units, ranks = length // unit, grid.size(axes)
+    if units % ranks == 0:
+        return Rows(length=length, axes=axes)
+    for leading in range(len(axes) - 1, 0, -1):
+        if units < ranks and units % grid.size(axes[:leading]) == 0:
             return Rows(length=length, axes=axes[:leading], sum_over=axes[leading:])
-    ranks = grid.size(axes)
-    if not axes or ranks == 1:
-        return Rows(length=length)
-    raise ValueError(
-        f"{units} units of {unit} features do not divide by {ranks} ranks ({' x '.join(axes)}); for fewer key and "
-        f"value heads than ranks, say so in the config: tensor=dict(size={ranks}, mode='1d', kv_heads={units})"
-    )
+    if units < ranks and ranks % units == 0:
+        remedy = (
+            "for fewer key and value heads than ranks, say so in the config: "
+            f"tensor=dict(size={ranks}, mode='1d', kv_heads={units})"
+        )
+    else:
+        remedy = f"use {math.ceil(units / ranks) * ranks * unit} features"
+    raise ValueError(f"{units} units of {unit} features do not divide by {ranks} ranks ({' x '.join(axes)}); {remedy}")
 
 
 def check_divides(length: int, axes: Axes, grid: Grid, what: str) -> None:

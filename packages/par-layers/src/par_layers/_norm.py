@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -13,12 +13,13 @@ from ._collectives import finish, start_all_reduce
 from ._grid import Grid
 from ._layout import Layout, check_features
 from ._linear import check_divides
+from ._parallel_layer import ParallelLayer
 from ._parameter import Rows, constant, make_parameter
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class ParallelNorm(nn.Module):
+class ParallelNorm(ParallelLayer):
     """Normalises over features; with a mean it is LayerNorm, without RMSNorm. `LayerSet` makes it.
 
     Args:
@@ -40,7 +41,7 @@ class ParallelNorm(nn.Module):
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features, perhaps cut] to the same; under autocast fp32 at least."""
+        """[..., features, perhaps cut] to the same, in x's dtype; under autocast fp32 at least."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         check_features(x, weight.shape[0], self._layout, "a norm")
@@ -52,7 +53,7 @@ class ParallelNorm(nn.Module):
             return functional.rms_norm(x, (self.features,), weight, self.eps)
         normal: Tensor = _Normalise.apply(x, self._group, self.features, self.eps, self._mean)  # type: ignore[no-untyped-call]
         scaled = normal * weight
-        return scaled if bias is None else scaled + bias
+        return (scaled if bias is None else scaled + bias).to(x.dtype)  # weights may be wider
 
     def extra_repr(self) -> str:
         """Features, eps, and which of the two it is."""

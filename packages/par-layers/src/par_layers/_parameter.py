@@ -1,21 +1,19 @@
 """Parameters that hold one rank's part: on the meta device with a record and an init rule, until they are filled."""
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from par_groups import Box, Sharding, set_sharding, sharding_of
+from par_groups import Box, Sharding, set_sharding
 
 from ._grid import Axes, Grid
 
 Init = Callable[[Tensor, torch.Generator], object]
-"""Fills a whole parameter in place; it never sees how the parameter is cut."""
+"""Fills a whole parameter in place; it never sees how the parameter is cut. A value: it can be copied and pickled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,81 +67,49 @@ def make_parameter(
             )
         first, local = first + run.length, local + count
     parameter = nn.Parameter(torch.empty(sum(counts), *rest, device="meta"))
-    _attach(parameter, Sharding(shape, tuple(boxes)), init)
+    set_sharding(parameter, Sharding(shape, tuple(boxes)))
+    parameter.par_init = init  # type: ignore[attr-defined]  # a tensor takes attributes
     return parameter
-
-
-@runtime_checkable
-class _HasInit(Protocol):
-    """A parameter that knows how it is filled."""
-
-    par_init: Init
-
-
-def initialize(
-    model: nn.Module,
-    seed: int | None,
-    prefix: str = "",
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Fills the parameters of our layers, the same in every mode and on any number of ranks.
-
-    Each parameter has a generator of its own, seeded by (seed, name). The whole tensor is drawn on the CPU in fp32, and
-    this rank's part is kept: one parameter at a time, so that a model larger than one rank's memory can be built.
-    Parameters keep their identity. (`nn.Module.to_empty` makes new ones, without a record of how they are cut.)
-
-    Args:
-        model: Holds layers of ours; other parameters are left alone.
-        seed: The run's seed; None draws nothing and leaves zeros, for weights that are loaded next.
-        prefix: What comes before the names, where `model` is a part of a whole such as a pipeline stage.
-        device: Where to; default: the CPU.
-        dtype: Of the parameters; default: fp32.
-
-    Raises:
-        ValueError: A parameter on the meta device that is not ours, and so has no rule.
-    """
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, _HasInit):
-            if parameter.is_meta:
-                raise ValueError(f"parameter {name!r} is on the meta device and has no init rule; materialise it first")
-            continue
-        sharding = sharding_of(parameter)
-        local = torch.zeros(parameter.shape)  # padding stays zero
-        if seed is not None:
-            whole = torch.empty(sharding.shape)
-            parameter.par_init(whole, torch.Generator().manual_seed(_seed_of(seed, prefix + name)))
-            for box in sharding.boxes:
-                box.of(local).copy_(whole[box.slices])
-        filled = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
-        _attach(filled, sharding, parameter.par_init)
-        torch.utils.swap_tensors(parameter, filled)
 
 
 def normal(std: float) -> Init:
     """Normal around 0."""
-    return lambda whole, generator: whole.normal_(0.0, std, generator=generator)
+    return _Normal(std)
 
 
 def uniform(bound: float) -> Init:
     """Uniform in -bound .. bound."""
-    return lambda whole, generator: whole.uniform_(-bound, bound, generator=generator)
+    return _Uniform(bound)
 
 
 def constant(value: float) -> Init:
     """The same number everywhere."""
-    return lambda whole, _: whole.fill_(value)
+    return _Constant(value)
 
 
-def _attach(parameter: nn.Parameter, sharding: Sharding, init: Init) -> None:
-    set_sharding(parameter, sharding)
-    parameter.par_init = init  # type: ignore[attr-defined]  # a tensor takes attributes
+@dataclass(frozen=True)
+class _Normal:
+    std: float
+
+    def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
+        whole.normal_(0.0, self.std, generator=generator)
+
+
+@dataclass(frozen=True)
+class _Uniform:
+    bound: float
+
+    def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
+        whole.uniform_(-self.bound, self.bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: float
+
+    def __call__(self, whole: Tensor, _: torch.Generator) -> None:
+        whole.fill_(self.value)
 
 
 def _all_axes(axes: Axes, others: Sequence[tuple[int, Axes]]) -> Axes:
     return axes + tuple(itertools.chain.from_iterable(each for _, each in others))
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from par_groups import ProcessGroups, gradients
 
+from ._parallel_layer import check_records
+
 
 class PartialGradients:
     """A gradient handler: one all-reduce a step for each set of axes that some box is partial over.
@@ -22,9 +24,18 @@ class PartialGradients:
     def __init__(self, source: nn.Module | torch.optim.Optimizer, groups: ProcessGroups) -> None:
         self._source = source
         self._groups = groups
+        self._checked = False
 
     def handle_gradient(self) -> None:
-        """Sums, in place. Every rank of the tensor group must call it."""
+        """Sums, in place. Every rank of the tensor group must call it.
+
+        Raises:
+            RuntimeError: A parameter of our layers that does not say which sums it needs, as after FSDP2's
+                `fully_shard`.
+        """
+        if not self._checked and isinstance(self._source, nn.Module):
+            check_records(self._source)
+        self._checked = True
         partial: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
         for _, box, view in gradients(self._source):
             if box.sum_over:

@@ -20,10 +20,12 @@ from ._collectives import (
     finish,
     finish_all_gather_on,
     reduce_from,
+    reduce_from_,
     reduce_scatter_to,
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter_on,
+    unseen,
 )
 from ._weight_gradient import Hook, WeightGradient
 
@@ -96,16 +98,13 @@ class Row1D:
         partial = local_product(x, weight, None, hook, linear)
         if self.sequence:
             summed = reduce_scatter_to(partial, self.group, SEQUENCE)
-        elif linear is not None or torch.compiler.is_compiling():  # who knows who keeps the partial sums
+        elif linear is not None:  # who knows who keeps the partial sums
             summed = reduce_from(partial, self.group)
         else:
-            summed = self._reduced(partial)
-        return summed if bias is None else summed.add_(bias)  # nobody else has seen the sum
-
-    def _reduced(self, partial: Tensor) -> Tensor:
-        """All-reduce; backward: identity, which is what autograd does with an output that is overwritten unseen."""
-        start_all_reduce_(partial.detach(), self.group)()
-        return partial
+            summed = reduce_from_(partial, self.group)
+        if bias is None:
+            return summed
+        return summed.add_(bias) if unseen() else summed + bias
 
 
 class _Column(torch.autograd.Function):
@@ -115,8 +114,8 @@ class _Column(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: Hook | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.group, ctx.hook = group, hook
+        save_operands(ctx, x, weight)
         return functional.linear(x, weight, bias)
 
     @staticmethod
@@ -128,7 +127,8 @@ class _Column(torch.autograd.Function):
         summed = start_all_reduce_(rows.mm(weight), ctx.group) if needs_x else None
         of_weight = weight_gradient(rows, x, weight, ctx.hook) if needs_weight else None
         of_bias = rows.sum(0) if needs_bias else None
-        return None if summed is None else summed().view(x.shape), of_weight, of_bias, None, None
+        of_x = None if summed is None else summed().view(*gradient.shape[:-1], weight.shape[1])
+        return of_x, of_weight, of_bias, None, None
 
 
 class _SequenceColumn(torch.autograd.Function):
@@ -138,8 +138,8 @@ class _SequenceColumn(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: Hook | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.group, ctx.hook = group, hook
+        save_operands(ctx, x, weight)
         return functional.linear(all_gather_on(x, group, SEQUENCE), weight, bias)
 
     @staticmethod
@@ -174,6 +174,12 @@ class _Local(torch.autograd.Function):
         of_x = gradient @ weight if needs_x else None
         of_weight = weight_gradient(gradient, x, weight, ctx.hook) if needs_weight else None
         return of_x, of_weight, bias_gradient(gradient) if needs_bias else None, None
+
+
+def save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
+    """Saves of a product, whose first inputs these are, what its backward needs: with a frozen weight, not x."""
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x or ctx.hook is not None else None)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: Hook | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._arithmetic import LinearFunction, refuse
+from ._product_1d import save_operands
 from ._weight_gradient import Hook, WeightGradient
 
 
@@ -73,8 +74,8 @@ class Summa:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, square: Summa, hook: Hook | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.square, ctx.hook = square, hook
+        save_operands(ctx, x, weight)
         tokens = x.flatten(0, -2)
         product = x.new_zeros(tokens.shape[0], weight.shape[0])
         for _, x_block, w_block in square.blocks(tokens, weight):
@@ -86,18 +87,18 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        tokens, upstream, square = x.flatten(0, -2), gradient.flatten(0, -2), ctx.square
         needs_x, needs_weight = ctx.needs_input_grad[:2]
+        upstream, square = gradient.flatten(0, -2), ctx.square
         of_x = of_weight = None
         if needs_x and needs_weight and ctx.hook is None:
-            of_x, of_weight = _both_gradients(tokens, weight, upstream, square)
+            of_x, of_weight = _both_gradients(x.flatten(0, -2), weight, upstream, square)
         elif needs_x:
             of_x = _input_gradient(weight, upstream, square)
         elif needs_weight and ctx.hook is None:
-            of_weight = _weight_gradient(tokens, upstream, square)
+            of_weight = _weight_gradient(x.flatten(0, -2), upstream, square)
         if needs_weight and ctx.hook is not None:
-            ctx.hook(WeightGradient(weight, lambda: _weight_gradient(tokens, upstream, square)))
-        return None if of_x is None else of_x.unflatten(0, x.shape[:-1]), of_weight, None, None
+            ctx.hook(WeightGradient(weight, lambda: _weight_gradient(x.flatten(0, -2), upstream, square)))
+        return None if of_x is None else of_x.unflatten(0, gradient.shape[:-1]), of_weight, None, None
 
 
 def _both_gradients(x: Tensor, weight: Tensor, gradient: Tensor, square: Summa) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,10 @@ def _weight_gradient(x: Tensor, gradient: Tensor, square: Summa) -> Tensor:
 
 
 class _Reduction:
-    """Partial sums for every member of a group; each keeps the sum that is its own."""
+    """Partial sums for every member of a group; each keeps the sum that is its own.
+
+    Two reductions at most are in flight, so that the partial sums in memory do not grow with the group.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -137,6 +141,8 @@ class _Reduction:
 
     def start(self, partial: Tensor, member: int) -> None:
         """Starts the reduce to the group's rank `member`."""
+        if len(self._works) > 1:
+            self._works.pop(0).wait()
         root = dist.get_global_rank(self._group, member)
         work = dist.reduce(partial, root, group=self._group, async_op=True)  # sum, at the root alone
         if work is not None:

@@ -1,0 +1,101 @@
+"""What our layers have in common: their parameters keep their records, whatever torch puts in their place.
+
+A record (how the parameter is cut, and how it is filled) is an attribute of one tensor object, and torch's own ways
+with modules make new ones: `to_empty`, conversions, `load_state_dict(assign=True)`, copies.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from par_groups import Sharding, set_sharding
+
+from ._parameter import Init
+
+
+@runtime_checkable
+class HasInit(Protocol):
+    """A parameter that knows how it is cut and how it is filled."""
+
+    par_sharding: Sharding
+    par_init: Init
+
+
+class ParallelLayer(nn.Module):
+    """A layer whose parameters come from `make_parameter`."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Of `to_empty`, `to` and the like; a parameter that leaves the meta device stays the same object."""
+        before = dict(self._parameters)
+        abstract = {name for name, parameter in before.items() if parameter is not None and parameter.is_meta}
+        with _records_kept(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name in abstract:  # else a shared table would become two
+                old, new = before[name], self._parameters[name]
+                if old is not new:
+                    torch.utils.swap_tensors(old, new)
+                    self._parameters[name] = old
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with _records_kept(self):
+            super()._load_from_state_dict(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with tensors of its own; what says how they are cut, process groups among it, is shared."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        own = {key: copy.deepcopy(value, memo) for key, value in state.items() if isinstance(value, _COPIED)}
+        made.__setstate__({**state, **own})  # type: ignore[no-untyped-call]
+        for name, parameter in _with_records(self):
+            _put_back(made._parameters[name], parameter.shape, parameter.par_sharding, parameter.par_init)
+        return made
+
+
+def check_records(model: nn.Module, record: str = "par_sharding") -> None:
+    """Raises RuntimeError if a parameter of our layers has lost its record.
+
+    Args:
+        model: Holds layers of ours; other layers are left alone.
+        record: The attribute that is looked for.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelLayer):
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if not hasattr(parameter, record):
+                    raise RuntimeError(
+                        f"{name!r}, a {type(parameter).__name__} of shape {tuple(parameter.shape)}, is not the "
+                        "parameter that its layer was made with and does not say how it is cut over the tensor group. "
+                        "FSDP2's fully_shard over these layers is not supported: use par-zero. Parameters of your own "
+                        "need par_groups.set_sharding, and to be filled by you"
+                    )
+
+
+_COPIED = (Tensor, nn.Module, dict, list, set)  # by deepcopy; rules, grids, groups and functions are shared
+
+
+@contextmanager
+def _records_kept(module: nn.Module) -> Iterator[None]:
+    """Whatever parameters the module has afterwards have the records of those that it had."""
+    before = [(name, each.shape, each.par_sharding, each.par_init) for name, each in _with_records(module)]
+    try:
+        yield
+    finally:
+        for name, shape, sharding, init in before:
+            _put_back(module._parameters[name], shape, sharding, init)
+
+
+def _with_records(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, each) for name, each in module._parameters.items() if isinstance(each, HasInit))
+
+
+def _put_back(parameter: Tensor | None, shape: torch.Size, sharding: Sharding, init: Init) -> None:
+    """Unless it is no longer the local part that the record is about, such as a DTensor of a part of that."""
+    if parameter is not None and parameter.shape == shape and not hasattr(parameter, "placements"):
+        set_sharding(parameter, sharding)
+        parameter.par_init = init  # type: ignore[attr-defined]  # a tensor takes attributes
