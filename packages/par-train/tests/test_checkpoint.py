@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,11 +86,13 @@ def test_another_format_is_refused(saved):
         (Options(model=ModelOptions(width=32, layers=1, heads=2, context=8), seed=5), "digest", "model.width 16"),
         (Options(model=OPTIONS.model, seed=6), "digest", "seed 5, but the config says 6"),
         (OPTIONS, "another", "the text is not what"),
+        (replace(OPTIONS, precision="bf16"), "digest", "'fp32', which 'bf16' keeps in another dtype"),
     ],
 )
 def test_going_on_with_another_run_is_refused(saved, options, text, message):
     path, _, _, state = saved
     check_continues(path, OPTIONS, state, "digest")
+    check_continues(path, replace(OPTIONS, precision="bf16-amp"), state, "digest")
     with pytest.raises(UserError, match=message):
         check_continues(path, options, state, text)
 

@@ -149,6 +149,11 @@ def test_of_joined_ranks_the_master_speaks(folder, rank):
     assert "Traceback" not in done.stderr
 
 
+def test_a_number_of_ranks_that_others_have_not_started_is_refused(folder):
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert_one_line(without_torch(folder, "run", "--ranks=4", **world), "ranks is 4, but torchrun has started 2")
+
+
 def test_half_an_environment_is_named(folder):
     done = without_torch(folder, "run", RANK="0", WORLD_SIZE="2", MASTER_PORT="1")
     assert_one_line(done, "MASTER_ADDR")

@@ -89,6 +89,7 @@ def test_a_python_file_means_what_the_same_toml_means(tmp_path):
         ("seed = 3\n\ntrain = 1 / 0\nseed = 4", ["config.py, line 3", "ZeroDivisionError: division by zero"]),
         ("def _f():\n    return x\nseed = _f()", ["config.py, line 2", "NameError", "'x'"]),
         ("import no_such_module", ["config.py, line 1", "ModuleNotFoundError", "no_such_module"]),
+        ("seed = 3\nraise SystemExit(3)", ["config.py, line 2", "SystemExit: 3"]),
         ("trian = dict(steps=3)", ["'trian'", "did you mean 'train'"]),
         ("parallel = dict(data={1, 2})", ["parallel.data holds {1, 2} (set)", "lists and tables alone"]),
         ("gradient_handlers = [dict(type='a', f=print)]", ["gradient_handlers.f holds", "builtin_function"]),
@@ -107,6 +108,8 @@ def test_wrong_python_files_name_the_line_or_the_key(tmp_path, text, words):
     ("parallel", "words"),
     [
         ({"tensr": 2}, ["unknown key 'tensr'", "did you mean 'tensor'"]),
+        ({"tensor": {"size": 8, "mode": "1d"}}, ["model.heads 4 does not divide by 8 tensor ranks"]),
+        ({"tensor": {"size": 2, "mode": "1d", "kv_heads": 1}}, ["parallel.tensor has kv_heads", "drop it"]),
         ({"data": {"size": 2, "shards": 1}}, ["parallel['data'] has the unknown key 'shards'", "a size alone"]),
         ({"pipeline": {"sizes": 2}}, ["parallel['pipeline']", "without a size"]),
         ({"tensor": {"size": 2, "mod": "1d"}}, ["parallel['tensor'] has ['mod'] but no mode"]),
@@ -144,6 +147,8 @@ def test_parallel_is_a_free_dict(flags, parallel):
     [
         ({"train.step": "1"}, ["train.step", "did you mean 'train.steps'"]),
         ({"steps": "1"}, ["did you mean 'train.steps'"]),
+        ({"train": "5"}, ["train is a table", "train.steps"]),
+        ({"train.learning_rate": "9" * 400}, ["train.learning_rate"]),
         ({"xyzzy": "1"}, ["unknown key 'xyzzy'", "train.steps"]),
         ({"train.steps": "many"}, ["train.steps", "'many'", "a whole number"]),
         ({"train.steps": "0"}, ["train.steps", "0", "at least 1"]),

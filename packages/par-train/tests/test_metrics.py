@@ -1,6 +1,9 @@
 import json
+import resource
 import sys
 from types import ModuleType
+
+import pytest
 
 from par_train._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 
@@ -47,6 +50,35 @@ def test_a_line_cut_off_by_a_crash_is_forgotten(tmp_path):
     truncate_metrics(path, 9)
     write(path, [3])
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "loss": 1\xff}\n', b"\0" * 9, b"[1]\n", b"3\n", b'{"loss": 1}\n', b'{"step": null}\n']
+)
+def test_what_a_crash_spoils_ends_the_file(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    with path.open("ab") as file:
+        file.write(torn)
+    write(path, [4])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    truncate_metrics(path, 9)
+    write(path, [3])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
+    path, before = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = MetricsFile(path)
+    file.append(metrics(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))  # a file grows no further
+    try:
+        with pytest.raises(OSError, match=r"cannot write '.+/metrics\.jsonl': .+File too large"):
+            file.append(metrics(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    file.close()
 
 
 def test_the_curve_is_a_picture(tmp_path):

@@ -55,6 +55,7 @@ def test_defaults():
         ({"device_memory": ""}, "--device-memory is ''; it must be a size"),
         ({"flops": "fast"}, "--flops is 'fast'"),
         ({"efficiency": "nan"}, "--efficiency is nan"),
+        ({"efficiency": "5"}, "--efficiency is 5; it must be a part above 0, of 1 at most"),
         ({"latency": "-1"}, "--latency is -1"),
     ],
 )

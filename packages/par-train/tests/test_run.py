@@ -5,8 +5,12 @@ Over three ranks: a sum of two is the same in every order, and an even split of 
 
 import json
 import random
+import re
+import resource
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +52,8 @@ def test_files_and_words(reference):
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["tokens"] == 40 * 6 * 16
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint", "loss.png", "metrics.jsonl"]
+    files = [".par-train.lock", "checkpoint", "loss.png", "metrics.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == files
     for word in ("3 ranks", "parameters", "held out", "wrote reference/checkpoint", "wrote reference/loss.png"):
         assert word in done.stdout
     assert "step 40/40" in done.stderr
@@ -226,6 +231,79 @@ def test_a_killed_launcher_leaves_no_ranks(command, ranks_of):
     assert_no_ranks(ranks_of, process.pid, within=20)
     command.finish(process)
     assert par_train.load_model(command.folder / "killed" / "checkpoint")
+
+
+def test_a_killed_torchrun_leaves_no_ranks(command):
+    process = command.torchrun("orphans", TEST_SLEEP="0.1")
+    command.wait_for_steps("orphans", 2)
+    ranks = children_of(process.pid)
+    assert len(ranks) == 3
+    process.kill()
+    process.wait(timeout=10)
+    deadline = time.monotonic() + 20
+    while any(is_alive(rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [rank for rank in ranks if is_alive(rank)] == []
+    _, err = process.communicate()
+    assert "SIGTERM: saved after step" in err, err
+    assert par_train.load_model(command.folder / "orphans" / "checkpoint")
+
+
+def children_of(parent):
+    """The process ids of the children of all threads of a process."""
+    lists = Path(f"/proc/{parent}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
+def is_alive(process):
+    """Whether it has not ended; one that has, and nobody has asked for, has no command line."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
+
+
+def test_a_second_run_into_the_same_folder_is_refused(command):
+    first = command.train("shared", TEST_SLEEP="1")
+    command.wait_for_steps("shared", 1)
+    second = command.finish(command.train("shared", "--overwrite", "--seed=1", "--ranks=2"))
+    assert second.returncode == 2
+    refused = "par-train: error: rank 0: 'shared' is being written by another run (process "
+    assert second.stderr.startswith(refused), second.stderr
+    assert second.stderr.count("\n") == 1, second.stderr
+    first.send_signal(signal.SIGTERM)
+    done = command.finish(first)
+    assert done.returncode == 0, done.stderr
+    lines = read_lines(command.folder / "shared")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert json.loads((command.folder / "shared" / "checkpoint" / "config.json").read_text())["options"]["seed"] == 0
+
+
+def test_a_full_disk_is_one_line(command, ranks_of):
+    process = command.train("full", "--train.checkpoint_every=10", TEST_SLEEP="0.2")
+    command.wait_for_steps("full", 1)
+    for rank in ranks_of(process.pid):
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (8000, 8000))  # bytes: room for the metrics, not for weights
+    done = command.finish(process)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"par-train: rank \d failed: cannot write 'full/checkpoint': .*File too large", last), done.stderr
+    assert done.stderr.count("failed") == 1, done.stderr
+
+
+def test_a_corrupt_checkpoint_is_one_line(command, reference):
+    folder = command.folder / "corrupt"
+    shutil.copytree(reference[0], folder)
+    with (folder / "checkpoint" / "model.safetensors").open("r+b") as file:
+        file.seek(-10, 2)
+        file.write(b"\xff\x00\xff")
+    done = command.finish(command.train("corrupt", "--resume=auto", "--train.steps=44"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("par-train: rank "), done.stderr
+    assert "failed: " in done.stderr
+    assert "model.safetensors" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_torchrun_ranks_that_see_another_text_all_leave(command):

@@ -1,14 +1,15 @@
 """What only one rank can see, made known to all: they go on together, or all raise the same error."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
 import torch.distributed as dist
 
 from ._checkpoint import TrainingState, check_continues, find_state
-from ._checks import check_files
+from ._checks import check_files, check_output
 from ._errors import UserError
-from ._files import RunFiles
+from ._lock import lock_folder
 from ._options import Options
 from ._text import Text
 
@@ -35,14 +36,18 @@ class _Facts:
     step: int | None = None
 
 
-def find_start(options: Options, files: RunFiles) -> Start:
+def find_start(options: Options, held: ExitStack) -> Start:
     """Reads the text and the checkpoint that there may be, and compares them between the ranks.
+
+    Args:
+        options: The same on every rank.
+        held: Gets what the run must hold until its end: rank 0 locks the output folder.
 
     Raises:
         UserError: A rank cannot use what it found, or found something else than the others; on every rank.
     """
     try:
-        start = _look(options, files)
+        start = _look(options, held)
     except UserError as error:
         _compare(_Facts(error=str(error)))
         raise
@@ -51,11 +56,15 @@ def find_start(options: Options, files: RunFiles) -> Start:
     return start
 
 
-def _look(options: Options, files: RunFiles) -> Start:
+def _look(options: Options, held: ExitStack) -> Start:
+    if dist.get_rank() == 0:
+        check_output(options)  # makes the folder
+        held.enter_context(lock_folder(options.files))
     text = check_files(options)
-    state = None if options.resume == "no" else find_state(files.checkpoint)
+    checkpoint = options.files.checkpoint
+    state = None if options.resume == "no" else find_state(checkpoint)
     if state is not None:
-        check_continues(files.checkpoint, options, state, text.digest)
+        check_continues(checkpoint, options, state, text.digest)
     return Start(text=text, state=state)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from par_checkpoint import CheckpointError, inspect, load, save
-from par_precision import MixedOptimizer
+from par_precision import MixedOptimizer, precision_of
 
 from . import __version__
 from ._config import build_options, to_tree
@@ -130,7 +130,10 @@ def load_state(path: Path) -> TrainingState:
         ValueError: There is no checkpoint, or it cannot be read.
     """
     try:
-        return TrainingState(**inspect(path).extra)
+        extra = inspect(path).extra
+        if extra is None:
+            raise CheckpointError("it has no state of training")
+        return TrainingState(**extra)
     except (CheckpointError, OSError, TypeError) as error:
         if not path.exists():
             raise UserError(f"there is no checkpoint {str(path)!r}; give the folder of one") from None
@@ -140,7 +143,7 @@ def load_state(path: Path) -> TrainingState:
 def check_continues(path: Path, options: Options, state: TrainingState, text: str) -> None:
     """Makes sure that going on from the checkpoint is going on with the same run.
 
-    How long and how fast to train may change; the model, the seed and the text may not.
+    How long and how fast to train may change; the model, its dtype, the seed and the text may not.
 
     Raises:
         UserError: Something differs; the message names it.
@@ -155,6 +158,11 @@ def check_continues(path: Path, options: Options, state: TrainingState, text: st
                 f"the checkpoint {str(path)!r} has {key} {was}, but the config says {now}; set it back, or start anew "
                 f"with --overwrite"
             )
+    if precision_of(before.precision).weights != precision_of(options.precision).weights:
+        raise UserError(
+            f"the checkpoint {str(path)!r} has weights of precision {before.precision!r}, which {options.precision!r} "
+            "keeps in another dtype; set it back, or start anew with --overwrite"
+        )
     if state.text != text:
         raise UserError(
             f"the text is not what the checkpoint {str(path)!r} was trained on; bring the folder and [data] back, or "

@@ -33,6 +33,7 @@ def check_config(options: Options, world_size: int) -> Topology:
         topology = Topology.from_config(_with_tensor_size(options.parallel), world_size)
     except ValueError as error:
         raise UserError(str(error)) from None
+    _check_heads(options, topology)
     replicas = topology.size("data")
     if options.train.batch_size % replicas:
         near = max(1, round(options.train.batch_size / replicas)) * replicas
@@ -42,6 +43,18 @@ def check_config(options: Options, world_size: int) -> Topology:
         )
     _check_schedule(options, topology)
     return topology
+
+
+def _check_heads(options: Options, topology: Topology) -> None:
+    """That heads can be shared out, where a mode gives each rank some."""
+    tensor = options.parallel.get("tensor")
+    if isinstance(tensor, Mapping) and "kv_heads" in tensor:
+        raise UserError("parallel.tensor has kv_heads, but every head of this GPT has its own keys and values; drop it")
+    if isinstance(tensor, Mapping) and tensor.get("mode") == "1d" and options.model.heads % topology.size("tensor"):
+        raise UserError(
+            f"model.heads {options.model.heads} does not divide by {topology.size('tensor')} tensor ranks, which have "
+            "as many each; change one"
+        )
 
 
 def _check_schedule(options: Options, topology: Topology) -> None:

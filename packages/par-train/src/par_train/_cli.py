@@ -121,7 +121,7 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
     shown = "" if default == "" or default is False else f" (default: {default})"
     text = setting.help.replace("%", "%%") + shown
     if setting.kind is bool:
-        group.add_argument(flag, dest=setting.key, action="store_true", help=text)
+        group.add_argument(flag, dest=setting.key, action=argparse.BooleanOptionalAction, help=text)
     else:
         group.add_argument(flag, dest=setting.key, metavar=_metavar(setting.kind), help=text)
 

@@ -72,7 +72,7 @@ def _run_python(path: Path) -> dict[str, Any]:
     """The names that a Python file sets, without those with a leading underscore and what it imports or defines."""
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:  # the file's own mistake, whichever it is
+    except (Exception, SystemExit) as error:  # the file's own mistake, whichever it is
         places = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line, what = (error.lineno, error.msg) if isinstance(error, SyntaxError) and not places else (places[-1], error)
         raise UserError(f"the config file {path}, line {line}: {type(error).__name__}: {what}; mend it") from error
@@ -123,6 +123,9 @@ def unknown_key(key: str) -> UserError:
     """The error for a key that does not exist, with the nearest that does."""
     keys = [setting.key for setting in settings()]
     tables = [*SECTIONS, "parallel"]
+    inside = [each for each in [*keys, "parallel.data"] if each.startswith(f"{key}.")]
+    if inside:
+        return UserError(f"{key} is a table; set what is in it, such as {inside[0]}")
     by_name = {name.rpartition(".")[2]: name for name in keys}
     near = difflib.get_close_matches(key, [*keys, *tables], n=1)
     near = near or [by_name[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1)]
@@ -196,7 +199,7 @@ def _check_range(setting: Setting, value: Any) -> None:
         return
     low = -math.inf if setting.low is None else setting.low
     high = math.inf if setting.high is None else setting.high
-    if low <= value <= high and math.isfinite(value):
+    if low <= value <= high and (isinstance(value, int) or math.isfinite(value)):
         return
     limits = [f"at least {low:g}"] if math.isfinite(low) else []
     limits += [f"at most {high:g}"] if math.isfinite(high) else []

@@ -18,7 +18,9 @@ class Reported(Exception):  # noqa: N818 - not an error to handle, but the end o
 
 @contextmanager
 def one_traceback() -> Iterator[None]:
-    """Prints the traceback of the rank that fails first, and ends the others silently.
+    """Prints the failure of the rank that fails first, and ends the others silently.
+
+    A failed disk is said in a sentence, anything else with its traceback.
 
     Use it inside of the world, so that a rank speaks before it leaves its groups and the others fail too.
 
@@ -32,8 +34,18 @@ def one_traceback() -> Iterator[None]:
     except Exception as error:
         if _is_first():
             rank = read_environment(os.environ).rank
-            print(f"par-train: rank {rank} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            print(f"par-train: rank {rank} failed{_describe(error)}", file=sys.stderr, flush=True)
         raise Reported from error
+
+
+def _describe(error: Exception) -> str:
+    """What comes behind the rank: one sentence where the error names the file and what is wrong with it."""
+    from par_checkpoint import CheckpointError  # noqa: PLC0415 - this module is loaded before torch
+
+    nameless = isinstance(error, OSError) and error.strerror is not None and error.filename is None
+    if isinstance(error, CheckpointError | OSError) and not nameless:
+        return f": {error}"
+    return f"\n{traceback.format_exc()}"
 
 
 def _is_first() -> bool:

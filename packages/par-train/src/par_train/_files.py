@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +43,13 @@ class RunFiles:
         """The same step, simulated with the measured costs of its parts."""
         return self.folder / "pipeline-predicted.png"
 
+    @property
+    def lock(self) -> Path:
+        """What keeps two runs apart. It belongs to no run, and stays."""
+        return self.folder / ".par-train.lock"
+
     def present(self) -> list[Path]:
-        """Those that exist."""
+        """Those that a run has left."""
         every = (self.checkpoint, self.metrics, self.curve, self.measured, self.predicted)
         return [path for path in every if path.exists()]
 
@@ -58,10 +65,24 @@ class RunFiles:
 def write_file(path: Path, data: bytes) -> None:
     """Replaces a file in one move."""
     new = path.with_name(path.name + ".new")
-    new.write_bytes(data)
-    _sync(new)
-    new.replace(path)
-    _sync(path.parent)
+    with writing(path):
+        try:
+            new.write_bytes(data)
+            _sync(new)
+            new.replace(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Says of an error what could not be written: that the disk is full, the system tells without a name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot write {str(path)!r}: {error}") from error
 
 
 def _sync(path: Path) -> None:

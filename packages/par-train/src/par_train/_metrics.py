@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ._files import write_file
+from ._files import write_file, writing
 
 UNIFORM = math.log(256)
 """The loss of a model that thinks every byte equally likely, in nats."""
@@ -54,14 +54,16 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._events = _tensorboard(path)
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, metrics: Metrics) -> None:
         """Writes a line, so that a reader sees it at once."""
         line = metrics.to_json()
-        self._file.write(line + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(line + "\n")
+            self._file.flush()
         if self._events is not None:
             for name, value in json.loads(line).items():
                 if name != "step":
@@ -87,15 +89,18 @@ def _tensorboard(path: Path) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, up to one that a crash has cut off."""
+    """The lines of a metrics file, up to one that a crash has cut off or spoiled."""
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except ValueError:
             break
+        if not (isinstance(line, dict) and isinstance(line.get("step"), int)):
+            break
+        lines.append(line)
     return lines
 
 

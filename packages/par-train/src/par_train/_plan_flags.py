@@ -30,7 +30,7 @@ class PlanFlags:
         "X|auto",
         "peak operations a second of a device; auto: an H100's, 989e12, fp32 67e12, tf32 495e12, fp8 1979e12",
     )
-    efficiency: float = flag("0.5", "X", "part of the peak that the model reaches")
+    efficiency: float = flag("0.5", "PART", "part of the peak that the model reaches")
     bandwidth: float = flag("400GB", "SIZE", "bytes a second into a device from its node")
     network: float = flag("50GB", "SIZE", "bytes a second into a device from other nodes")
     latency: float = flag("10e-6", "SECONDS", "of each operation, before its first byte")
@@ -70,6 +70,8 @@ def _value(name: str, kind: str, text: str) -> Any:
         value = int(text) if kind == "N" else parse_size(text) if kind == "SIZE" else float(text)
     except ValueError:
         raise UserError(f"{name} is {text!r}; it must be {_EXPECTED[kind]}") from None
+    if kind == "PART" and value > 1:
+        raise UserError(f"{name} is {text}; it must be {_EXPECTED[kind]}")
     if not 0 < value < float("inf"):
         raise UserError(f"{name} is {text}; it must be above 0, and finite")
     return value
@@ -77,7 +79,7 @@ def _value(name: str, kind: str, text: str) -> Any:
 
 _EXPECTED = {
     "N": "a whole number",
-    "X": "a number, such as 0.4",
+    "PART": "a part above 0, of 1 at most, such as 0.4",
     "X|auto": "a number, such as 989e12, or auto",
     "SECONDS": "a number of seconds, such as 10e-6",
     "SIZE": "a size, such as 80GB or 80GiB",

@@ -30,7 +30,10 @@ def main(arguments: list[str]) -> NoReturn:
 
 def join(options: Options) -> NoReturn:
     """A rank that torchrun, SLURM or Open MPI started: this process, until its end."""
-    _leave(_live(options, catch_signals()))
+    stop = catch_signals()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which is the parent; the others' agents end their ranks
+        follow_launcher(stop, os.getppid())
+    _leave(_live(options, stop))
 
 
 def print_error(error: UserError) -> None:

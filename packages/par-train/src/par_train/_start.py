@@ -40,6 +40,10 @@ def run(options: Options) -> int:
     except ValueError as error:
         raise UserError(str(error)) from None
     if place.launcher != "single":
+        if options.ranks not in ("auto", place.world_size):
+            raise UserError(
+                f"ranks is {options.ranks}, but {place.launcher} has started {place.world_size}; leave it out"
+            )
         check_config(options, place.world_size)
         join(_after_restart(options))
     ranks = _rank_count(options)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ._checkpoint import TrainingState, save_checkpoint
 from ._checks import check_config
 from ._errors import UserError
 from ._failure import one_traceback
-from ._files import RunFiles
+from ._files import RunFiles, writing
 from ._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 from ._options import Options, learning_rate
 from ._report import make_progress, print_banner, print_summary
@@ -35,8 +36,8 @@ def train(options: Options, stop: Stop) -> int:
     with launch(device="cpu" if cpu else None) as environment, one_traceback():
         _set_threads(environment)
         topology = check_config(options, environment.world_size)
-        with ProcessGroups(topology) as groups:
-            start = find_start(options, options.files)
+        with ProcessGroups(topology) as groups, ExitStack() as held:
+            start = find_start(options, held)
             trainer = _make_trainer(options, start, groups, environment.device)
             if start.state is not None:
                 trainer.restore(options.files.checkpoint, start.state)
@@ -97,7 +98,9 @@ def _save(trainer: Trainer, start: Start, seconds: float) -> None:
         seconds=float(clock),
         text=start.text.digest,
     )
-    save_checkpoint(trainer.options.files.checkpoint, trainer.model, trainer.optimizer, trainer.options, state)
+    checkpoint = trainer.options.files.checkpoint
+    with writing(checkpoint):
+        save_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.options, state)
 
 
 class Master:
@@ -162,5 +165,7 @@ class Master:
 
 def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:
     """Draws a measured step, and the one that the schedule promises with its costs."""
-    timeline.draw(files.measured, f"{name}, measured, in seconds")
-    simulate(schedule, Costs.measured(timeline)).draw(files.predicted, f"{name}, predicted, in seconds")
+    with writing(files.measured):
+        timeline.draw(files.measured, f"{name}, measured, in seconds")
+    with writing(files.predicted):
+        simulate(schedule, Costs.measured(timeline)).draw(files.predicted, f"{name}, predicted, in seconds")
