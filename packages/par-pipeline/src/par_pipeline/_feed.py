@@ -77,8 +77,9 @@ def shares(
         weights = [float(weight(each)) for each in feed.targets]
     else:
         weights = [1.0 if each is None else float(each) for each in feed.rows]
-    total = torch.tensor(sum(weights), dtype=torch.float64, device=device)
+    total = torch.tensor(sum(weights), dtype=torch.float64)
     if group is not None:
-        dist.all_reduce(total, group=group)
-        total /= dist.get_world_size(group)
+        summed = total.to(device)
+        dist.all_reduce(summed, group=group)
+        total = summed.cpu() / dist.get_world_size(group)
     return (torch.tensor(weights, dtype=torch.float64) / total).tolist()

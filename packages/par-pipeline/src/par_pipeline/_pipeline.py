@@ -260,7 +260,7 @@ class Pipeline:
         run.feed = make_feed(inputs, kwargs, target, microbatches, options.split)
         if self.is_last and options.loss_fn is not None:
             group = options.weight_group
-            run.shares = shares(run.feed, options.weight, group, _device_of(self.group if group is None else group))
+            run.shares = shares(run.feed, options.weight, group, "cpu" if group is None else _device_of(group))
         run.execute()
         self._parts.wire.end(together=not run.training)
 

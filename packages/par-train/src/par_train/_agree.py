@@ -2,9 +2,10 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import cast
 
 import torch.distributed as dist
+
+from par_groups import agree
 
 from ._checkpoint import TrainingState, check_continues, find_state
 from ._checks import check_files, check_output
@@ -70,9 +71,7 @@ def _look(options: Options, held: ExitStack) -> Start:
 
 def _compare(mine: _Facts) -> None:
     """Raises what a rank has to complain about; a difference between ranks is everybody's complaint."""
-    gathered: list[_Facts | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)  # over the world, one small object a rank
-    every = cast("list[_Facts]", gathered)
+    every = list(agree(None, mine, None).values())
     for rank, facts in enumerate(every):
         if facts.error is not None:
             common = all(each.error == facts.error for each in every)
