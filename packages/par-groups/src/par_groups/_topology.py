@@ -119,7 +119,7 @@ class Topology:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return math.prod(axis.size for axis in self._axes.values())
+        return math.prod([axis.size for axis in self._axes.values()])
 
     @property
     def axes(self) -> dict[str, int]:
@@ -177,7 +177,7 @@ class Topology:
 
     def size(self, axes: Axes) -> int:
         """The number of ranks in each group over `axes`."""
-        return math.prod(axis.size for axis in self._located(axes))
+        return math.prod([axis.size for axis in self._located(axes)])  # a list: torch.compile traces no generator into C
 
     def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
         """The coordinates of a rank on every axis (of that view), slowest first."""

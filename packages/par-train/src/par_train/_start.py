@@ -130,10 +130,10 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 def _after_signal(number: signal.Signals, *, saved: bool) -> int:
-    """The launcher has forwarded the signal, and the ranks have left."""
+    """The launcher has forwarded the signal, and the ranks have left: before the first step, or their save failed."""
     if saved:
         return exit_code(number)
-    print(f"par-train: {number.name}: stopped before there was anything to save", file=sys.stderr)
+    print(f"par-train: {number.name}: stopped without saving", file=sys.stderr)
     return 128 + number
 
 
