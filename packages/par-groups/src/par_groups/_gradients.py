@@ -1,7 +1,6 @@
 """Where gradients and masters live: every gradient of an optimizer, and word of parameters written from outside."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -29,8 +28,9 @@ def gradients(
             own `.grad` would be absent or partly filled.
     """
     for name, tensor in _named(source):
-        if isinstance(tensor, _GradientElsewhere):
-            raise RuntimeError(f"the gradient of {name!r} lives in {tensor.par_gradient_elsewhere}; ask for that one's")
+        elsewhere = getattr(tensor, "par_gradient_elsewhere", None)
+        if elsewhere is not None:
+            raise RuntimeError(f"the gradient of {name!r} lives in {elsewhere}; ask for that one's")
         if tensor.grad is not None:
             yield from segments_of(tensor, name).views(_local(tensor.grad))
 
@@ -57,13 +57,6 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if to_local is None else to_local()
 
 
-@runtime_checkable
-class _GradientElsewhere(Protocol):
-    """A parameter whose gradient is gathered in another tensor."""
-
-    par_gradient_elsewhere: str
-
-
 def set_gradient_elsewhere(parameter: torch.Tensor, where: str) -> None:
     """Marks a parameter whose gradient must be read elsewhere.
 
@@ -81,7 +74,7 @@ class Registration:
         self._tensors = tuple(tensors)
         self.callback = callback
         for tensor in self._tensors:
-            if not isinstance(tensor, _HasRegistrations):
+            if not hasattr(tensor, "par_registrations"):
                 tensor.par_registrations = []  # type: ignore[attr-defined]  # a tensor takes attributes
             tensor.par_registrations.append(self)  # type: ignore[attr-defined]
 
@@ -90,13 +83,6 @@ class Registration:
         for tensor in self._tensors:
             tensor.par_registrations.remove(self)  # type: ignore[attr-defined]
         self._tensors = ()
-
-
-@runtime_checkable
-class _HasRegistrations(Protocol):
-    """A tensor somebody holds a master, a chunk or a cast copy of."""
-
-    par_registrations: list[Registration]
 
 
 def on_written(tensors: Iterable[torch.Tensor], callback: Written) -> Registration:
@@ -112,7 +98,8 @@ def written_(tensors: Iterable[torch.Tensor]) -> None:
     """
     called: dict[Registration, list[torch.Tensor]] = {}
     for tensor in tensors:
-        for registration in tensor.par_registrations if isinstance(tensor, _HasRegistrations) else ():
+        registrations: Sequence[Registration] = getattr(tensor, "par_registrations", ())
+        for registration in registrations:
             called.setdefault(registration, []).append(tensor)
     for registration, written in called.items():
         registration.callback(written)

@@ -177,7 +177,8 @@ class Topology:
 
     def size(self, axes: Axes) -> int:
         """The number of ranks in each group over `axes`."""
-        return math.prod([axis.size for axis in self._located(axes)])  # a list: torch.compile traces no generator into C
+        # A list, since torch.compile does not trace a generator into math.prod.
+        return math.prod([axis.size for axis in self._located(axes)])
 
     def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
         """The coordinates of a rank on every axis (of that view), slowest first."""
