@@ -15,6 +15,7 @@ from ._topology import Axes, Topology
 
 if TYPE_CHECKING:
     from ._agreement import agree
+    from ._backends import backend_of
     from ._dtensor import to_dtensor
     from ._gradients import gradients, on_written, set_gradient_elsewhere, written_
     from ._launch import Environment, launch
@@ -40,6 +41,7 @@ __all__ = [
     "Split",
     "Topology",
     "agree",
+    "backend_of",
     "check_owned",
     "cut",
     "get_logger",
@@ -60,6 +62,7 @@ __all__ = [
 
 _LATE = {
     "_agreement": ("agree",),
+    "_backends": ("backend_of",),
     "_dtensor": ("to_dtensor",),
     "_gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
     "_launch": ("Environment", "launch"),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._backends import backend_of
 from ._launch import accelerator_type, as_timedelta
 from ._topology import Axes, Axis, Topology
 
@@ -236,9 +237,8 @@ class ProcessGroups:
 
 def default_device() -> torch.device:
     """The device that the running world's collectives take: the accelerator if its backend runs, else the CPU."""
-    types = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
     accelerator = accelerator_type()
-    if accelerator in types:
+    if accelerator is not None and backend_of(None, accelerator) is not None:
         return torch.device(accelerator, torch.accelerator.current_device_index())
     return torch.device("cpu")
 
