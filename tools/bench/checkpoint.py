@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from _table import write
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -36,6 +37,7 @@ import par_checkpoint
 from par_checkpoint._bytes import bytes_of
 
 RUNS, WARM_UPS, THREADS, CHUNK = 10, 1, 2, 4 << 20
+STEP = 0.1  # seconds of compute between a save and the optimizer's step
 SHAPES = [(32000, 1024), *[(4096, 1024), (1024, 4096), (1024,)] * 12]
 CASES = ("1 rank", "2 ranks, rows", "2 ranks, replicas")
 
@@ -51,12 +53,14 @@ class Bench:
         state: What is saved, and loaded into: plain tensors or DTensors.
         folder: Where to.
         mirror: A second copy of this rank's bytes, for memcpy.
+        step: A training step without the optimizer's part.
         samples: By contender, seconds of every turn.
     """
 
     state: State
     folder: Path
     mirror: State
+    step: Callable[[], None]
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -83,7 +87,8 @@ class Bench:
         found: dict[str, Callable[[Path], float | None]] = {
             "save: par-checkpoint": self.save,
             "save: pwrite + fsync": self.write_plainly,
-            "blocked: par-checkpoint, async": self.save_async,
+            "blocked: par-checkpoint, async": partial(self.save_async, "blocking"),
+            "blocked: par-checkpoint, async, background copy": partial(self.save_async, "background"),
             "save: DCP": self.save_dcp,
             "save: DCP, Hugging Face files": self.save_hugging_face,
         }
@@ -127,9 +132,18 @@ class Bench:
         """Ours."""
         par_checkpoint.save(path, model=self.state, overwrite=True, threads=THREADS, progress=False)
 
-    def save_async(self, path: Path) -> float:
-        """Seconds that the trainer is blocked; the save is complete when this returns."""
-        saving = par_checkpoint.save(path, model=self.state, async_=True, threads=THREADS, progress=False)
+    def save_async(self, copy: str, path: Path) -> float:
+        """Seconds that the trainer is blocked, in the call and before the optimizer's step; ends when all is saved."""
+        model = {name: nn.Parameter(each) for name, each in self.state.items()}  # what changes only in a step
+        kinds = {"blocking": "beside async", "background": "beside async, background copy"}
+        if copy == "background":
+            self.measure("step: alone", self.step)
+        wait()
+        saving = par_checkpoint.save(path, model=model, async_=True, copy=copy, threads=THREADS, progress=False)
+        begin = time.perf_counter()
+        self.step()
+        self.samples.setdefault(f"step: {kinds[copy]}", []).append(time.perf_counter() - begin)
+        saving.wait_for_copy()
         saving.wait()
         return saving.blocked_seconds
 
@@ -212,8 +226,10 @@ def main() -> None:
         "pread. Saves include fsync. Ours makes and checks a crc32c of every 4 MiB. Loads end in tensors that were "
         "there before; cold: the files are "
         "not in the page cache. `ours is faster` is the median of the ratios within a turn: how many times as long the "
-        "contender takes as ours does. `blocked` is the time that save keeps the trainer with async_=True, against "
-        "our synchronous save; its first save, which makes the buffer, is a warm-up."
+        "contender takes as ours does. `blocked` is the time that save keeps the trainer with async_=True, in the call "
+        f"and before the optimizer's step, against our synchronous save; between the two are {STEP} s of forward and "
+        "backward passes on this machine's cores, `step`, against the same without a save. The first save, which makes "
+        "the buffer, is a warm-up."
     )
     write("checkpoint", "Saving and loading", rows, note)
 
@@ -236,14 +252,15 @@ def rows_of(case: str, samples: Mapping[str, list[float]]) -> list[dict[str, obj
     rows: list[dict[str, object]] = []
     for name, seconds in sorted(samples.items(), key=lambda each: each[0].partition(":")[0]):
         kind = name.partition(":")[0].replace("blocked", "save")
-        ratios = [it / ours for it, ours in zip(seconds, samples[f"{kind}: par-checkpoint"], strict=True)]
+        base = "step: alone" if kind == "step" else f"{kind}: par-checkpoint"
+        ratios = [it / ours for it, ours in zip(seconds, samples[base], strict=True)]
         rows.append(
             {
                 "case": case,
                 "what": name,
                 "median s": f"{statistics.median(seconds):.3f}",
                 "range s": f"{min(seconds):.3f} to {max(seconds):.3f}",
-                "GiB/s": f"{size / statistics.median(seconds):.2f}",
+                "GiB/s": "" if kind == "step" else f"{size / statistics.median(seconds):.2f}",
                 "ours is faster": f"{statistics.median(ratios):.2f}",
             }
         )
@@ -259,10 +276,26 @@ def run(case: str, number: int, folder: Path) -> dict[str, list[float]]:
     if case == "2 ranks, rows":
         mesh = init_device_mesh("cpu", (2,))
         state = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in state.items()}
-    bench = Bench(state=state, folder=folder, mirror={name: local(each).clone() for name, each in state.items()})
+    mirror = {name: local(each).clone() for name, each in state.items()}
+    bench = Bench(state=state, folder=folder, mirror=mirror, step=training_step())
     for turn in range(WARM_UPS + RUNS):
         bench.turn(turn)
     return {name: seconds[WARM_UPS:] for name, seconds in bench.samples.items()}
+
+
+def training_step() -> Callable[[], None]:
+    """Forward and backward passes of about `STEP` seconds on all ranks at a time."""
+    inputs, layer = torch.randn(1024, 1024), nn.Linear(1024, 1024)
+
+    def passes(count: int) -> None:
+        for _ in range(count):
+            layer(inputs).square().mean().backward()
+
+    passes(10)
+    wait()
+    begin = time.perf_counter()
+    passes(10)
+    return partial(passes, max(1, round(10 * STEP / (time.perf_counter() - begin))))
 
 
 def shuffled(items: Mapping[str, Act], turn: int) -> list[tuple[str, Act]]:

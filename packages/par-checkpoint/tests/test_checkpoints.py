@@ -63,3 +63,19 @@ def test_all_ranks_go_on_from_the_same(tmp_path):
     resumed = nn.Linear(4, 4)
     assert checkpoints.load(model=resumed).step == 20
     assert torch.equal(resumed.weight, model.weight)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_below_the_newest_is_refused_before_it_would_be_removed(tmp_path):
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(4, model=model)
+    with pytest.raises(ValueError, match="step 3 comes before step 4"):
+        checkpoints.save(3, model=model)
+    if dist.get_rank() == 0:
+        (tmp_path / "step-00000004").rename(tmp_path / "aside")
+    dist.barrier()
+    checkpoints.save(3, model=model)
+    assert checkpoints.latest() == checkpoints.path(3)

@@ -149,3 +149,46 @@ def test_paths_that_are_there_and_paths_that_are_not_are_named(saved, tmp_path, 
     assert "exists; choose another path" in capsys.readouterr().err
     assert main(["prune", str(tmp_path / "nope")]) == 1
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_diff_compares_exactly(tmp_path, capsys):
+    """Whole numbers that are one number as floats, imaginary parts, and dtypes that torch cannot compare."""
+    pairs = {
+        "int64": (torch.tensor([2**53]), torch.tensor([2**53 + 1])),
+        "uint64": (torch.tensor([2**63], dtype=torch.uint64), torch.tensor([2**63 + 1], dtype=torch.uint64)),
+        "complex64": (torch.tensor([1 + 1j]), torch.tensor([1 + 2j])),
+        "float8": (torch.tensor([1.0]).to(torch.float8_e4m3fn), torch.tensor([2.0]).to(torch.float8_e4m3fn)),
+        "bool": (torch.tensor([True]), torch.tensor([False])),
+        "nan": (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
+    }
+    for number, name in enumerate(("a", "b")):
+        save(tmp_path / name, model={dtype: pair[number] for dtype, pair in pairs.items()})
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert {line.partition(":")[0] for line in lines} == {"int64", "uint64", "complex64", "float8", "bool"}
+    assert last == "5 tensors differ"
+
+
+def test_an_interrupt_is_one_line(saved, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("par_checkpoint._cli.verify", interrupt)
+    assert main(["verify", str(saved)]) == 130
+    assert capsys.readouterr().err == "par-checkpoint verify: interrupted\n"
+
+
+def test_a_pickle_is_opened_once_for_all_its_tensors(tmp_path, capsys, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    torch.save({str(number): torch.ones(3) for number in range(20)}, tmp_path / "bin" / "pytorch_model.bin")
+    opened, original = [], torch.load
+
+    def counted(*args, **kwargs):
+        opened.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", counted)
+    assert main(["convert", str(tmp_path / "bin"), str(tmp_path / "a")]) == 0
+    assert len(opened) == 2, "one look, and one for the tensors"
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "bin")]) == 0
+    assert len(opened) == 4

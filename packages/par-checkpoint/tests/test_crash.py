@@ -214,12 +214,13 @@ def dies_in_time(tmp_path, mode, number, victim):
     saved(tmp_path / "first", OLD, async_=async_).wait()  # it connects, plans and allocates
     if overwrite:
         saved(path, OLD)
+    copy = ("blocking", "background")[number % 2]
     begin = time.monotonic()
-    saved(tmp_path / "second", OLD, async_=async_).wait()
+    saved(tmp_path / "second", OLD, async_=async_, copy=copy).wait()
     moment = (time.monotonic() - begin) * random.Random(f"{mode} {number}").random()
     if dist.get_rank() == victim:
         threading.Timer(moment, die).start()
-    survive(lambda: saved(path, NEW, overwrite=overwrite, async_=async_).wait())
+    survive(lambda: saved(path, NEW, overwrite=overwrite, async_=async_, copy=copy).wait())
     if dist.get_rank() == victim:
         die()
     check_after(root, (OLD if overwrite else None, NEW), process)

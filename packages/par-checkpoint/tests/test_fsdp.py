@@ -147,6 +147,20 @@ class Buffers(nn.Module):
         self.note = state
 
 
+@pytest.mark.ranks(2)
+def test_of_buffers_that_differ_the_first_rank_s_are_saved(tmp_path):
+    norms = [nn.BatchNorm1d(1100) for _ in range(3)]  # in different blocks, which different ranks write
+    model = nn.Sequential(*(each for norm in norms for each in (norm, nn.Linear(1100, 1100))))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    for norm in norms:
+        norm.running_mean.fill_(dist.get_rank())
+        norm.running_var.fill_(dist.get_rank())
+    save(tmp_path / "c", model=model)
+    load(tmp_path / "c", model=model)
+    assert not any(each.running_mean.any() or each.running_var.any() for each in norms)
+
+
 @pytest.mark.parametrize("style", ["huggingface", "torch"])
 def test_buffers_and_extra_state(style, tmp_path):
     note = {"scale": torch.tensor([1.5, 2.5]), 3: (1, "x"), "none": None}

@@ -294,6 +294,10 @@ def test_config_may_be_edited_by_hand(tmp_path):
     (path / "config.json").write_text('{"a": 2, "b": 3}')
     assert pc.verify(path) == []
     assert error_of(path, verify="full")[0] is None
+    (path / "config.json").unlink()
+    assert error_of(path)[0] is None, "whoever has the model needs no config"
+    [wrong] = pc.verify(path, deep=False)
+    assert "config.json is missing" in wrong
 
 
 def rows(rank, size, value=None):

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, CorruptError, load, save
+from par_checkpoint import CheckpointError, CorruptError, load, read, save
+from par_checkpoint import verify as check
 from par_checkpoint._ranks import Ranks
 from par_groups import on_written
 
-from .helpers import Pipeline2, make_model, rectangle, train
+from .helpers import Pipeline2, Tensor2, make_model, rectangle, train
 
 MIB4 = 1 << 20  # elements of float32 in a block
 
@@ -244,6 +245,22 @@ def test_gradients_and_hooks_stay(tmp_path):
     assert torch.equal(model[2].bias, make_model()[2].bias)
 
 
+@pytest.mark.ranks(2)
+def test_the_default_device_does_not_matter(tmp_path):
+    run, other = Tensor2(), Tensor2(1)
+    run.steps(range(2))
+    for style in ("huggingface", "torch"):
+        extra = [torch.ones(2)]
+        with torch.device("meta"):  # as torch.set_default_device("cuda") would
+            save(tmp_path / style, model=run.model, optimizer=run.optimizer, extra=extra, style=style)
+            report = load(tmp_path / style, model=other.model, optimizer=other.optimizer)
+            slot = read(tmp_path / style, "0.weight.exp_avg")
+            assert check(tmp_path / style) == []
+        assert report.extra[0].tolist() == [1, 1]
+        assert all(torch.equal(one, two) for one, two in zip(run.whole().values(), other.whole().values(), strict=True))
+        assert torch.equal(slot, run.whole()["0.weight.exp_avg"])
+
+
 def test_a_tensor_of_several_blocks_and_its_neighbours(tmp_path):
     torch.manual_seed(0)
     model = nn.ParameterDict({"small": torch.randn(3), "large": torch.randn(3 * MIB4 + 5), "next": torch.randn(2, 2)})
@@ -251,3 +268,12 @@ def test_a_tensor_of_several_blocks_and_its_neighbours(tmp_path):
     other = nn.ParameterDict({name: torch.zeros_like(value) for name, value in model.items()})
     load(tmp_path / "c", model=other, verify="full")
     assert all(torch.equal(other[name], value) for name, value in model.items())
+
+
+def test_autograd_learns_that_weights_were_loaded(tmp_path):
+    model = nn.Linear(3, 2)
+    save(tmp_path / "c", model=model)
+    loss = model(model(torch.ones(1, 3)).expand(1, 2)[:, :1].expand(1, 3)).sum()
+    load(tmp_path / "c", model=model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

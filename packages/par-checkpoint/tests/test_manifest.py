@@ -29,6 +29,7 @@ def manifest(**changes):
         "scheduler": {"$counter": [[1, 2]]},
         "extra": "\ud800ü\n",
         "step": 100,
+        "beside": ("config.json",),
     }
     return Manifest(**{**fields, **changes})
 
@@ -131,7 +132,17 @@ def test_a_header_is_not_read_into_memory_beyond_its_limit():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"style": 1}, {"step": 1.5}, {"step": True}, {"files": []}, {"tied": []}, {"tied": {"a": 1}}, {"more": 1}],
+    [
+        {"style": 1},
+        {"step": 1.5},
+        {"step": True},
+        {"files": []},
+        {"tied": []},
+        {"tied": {"a": 1}},
+        {"beside": "a"},
+        {"beside": ["../a"]},
+        {"more": 1},
+    ],
 )
 def test_other_kinds_of_fields_are_refused(changes):
     with pytest.raises(CorruptError, match=MANIFEST):

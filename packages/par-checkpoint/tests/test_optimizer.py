@@ -338,3 +338,29 @@ def test_the_number_of_schedulers_must_agree(tmp_path):
         load(tmp_path / "c", scheduler=make())
     with pytest.raises(TypeError, match=r"scheduler is a int without state_dict\(\)"):
         save(tmp_path / "d", scheduler=3)
+
+
+def test_what_does_not_fit_keeps_its_slots_without_strict(tmp_path):
+    def trained(rows, steps):
+        model = nn.ParameterDict({"grown": torch.ones(rows, 3), "same": torch.ones(4)})
+        if rows > 5:
+            model["new"] = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            sum(each.square().sum() for each in model.values()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(5, 3)
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    for steps in (0, 1):
+        other, into = trained(6, steps)
+        before = {name: dict(into.state[other[name]]) for name in ("grown", "new")}
+        report = load(tmp_path / "c", model=other, optimizer=into, strict=False)
+        assert report.missing == ("new", "new (in the optimizer)")
+        assert [line.split()[0] for line in report.mismatched] == ["'grown'"]
+        assert all(into.state[other[name]] == slots for name, slots in before.items())
+        assert into.state[other["same"]]["step"] == 3
+        other["grown"].grad = torch.ones(6, 3)
+        into.step()

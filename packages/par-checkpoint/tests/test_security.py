@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import tracemalloc
 import zipfile
 
@@ -12,6 +13,7 @@ from crc32c import crc32c
 from safetensors.torch import save_file
 
 import par_checkpoint as pc
+from par_checkpoint._convert_files import convert_checkpoint
 
 MANIFEST = "par_checkpoint.json"
 INDEX = "model.safetensors.index.json"
@@ -279,6 +281,17 @@ def test_code_in_pickles_is_never_run(tmp_path, zipped):
     assert why in wrong
     refused(tmp_path / "ours", why, pc.CheckpointError)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_code_in_the_metadata_of_dcp_is_never_run(tmp_path, broken):
+    data = b"\x80\x04X" if broken else pickle.dumps(Evil(tmp_path / "hacked"))
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(data)
+    with pytest.raises(pc.CheckpointError, match="cannot be read" if broken else "might run code"):
+        convert_checkpoint(str(tmp_path / "dcp"), str(tmp_path / "new"), to="huggingface")
+    assert not (tmp_path / "hacked").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_prune_removes_only_real_step_directories_with_our_manifest(tmp_path):

@@ -140,3 +140,32 @@ def test_empty_tensors_and_parts_of_a_storage_are_not_tied(tmp_path):
     model = {"a": torch.zeros(0), "b": torch.zeros(0), "low": base[:2], "high": base[2:], "all": base}
     save(tmp_path / "c", model=model)
     assert sorted(safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")) == sorted(model)
+
+
+class Ends(nn.Module):
+    """An embedding and a head, one tensor under two names, or one each with the same values."""
+
+    def __init__(self, names=("embed", "head"), *, tied=True):
+        super().__init__()
+        weight = torch.arange(6.0).view(2, 3)
+        shared = nn.Parameter(weight.clone())
+        for name in names:
+            self.register_parameter(name, shared if tied else nn.Parameter(weight.clone()))
+
+
+@pytest.mark.parametrize("kind", ["tied", "the other first", "untied"])
+def test_slots_of_a_tied_parameter_are_found_under_any_of_its_names(kind, tmp_path):
+    def made(kind):
+        model = Ends(("head", "embed") if kind == "the other first" else ("embed", "head"), tied=kind != "untied")
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = made(kind)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    for other, into in map(made, ("tied", "the other first", "untied")):
+        load(tmp_path / "c", model=other, optimizer=into)
+        assert len(into.state) == len(list(other.parameters()))
+        for state in into.state.values():
+            assert all(torch.equal(value, optimizer.state[model.head][slot]) for slot, value in state.items())

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from par_checkpoint import CorruptError, load, save, verify
 from par_checkpoint._files import BLOCK
 from par_checkpoint._local import LocalSource
+from par_checkpoint._torch_style import _MemoryWriter
 
 from .helpers import RUNS, make_model, train
 
@@ -162,3 +163,20 @@ def test_files_are_dealt_out_to_the_ranks(tmp_path):
     state = torch.load(tmp_path / "c" / "model.pt", weights_only=True)
     assert all(torch.equal(state[name], value) for name, value in make_model().state_dict().items())
     assert json.loads((tmp_path / "c" / "par_checkpoint.json").read_text())["style"] == "torch"
+
+
+def test_writing_into_memory_looks_only_at_the_tensors_it_meets():
+    class Watched(list):
+        seen = 0
+
+        def __iter__(self):
+            Watched.seen += 1
+            return super().__iter__()
+
+    memory = [bytearray(size) for size in (3, 0, 4, 2)]
+    parts = Watched(zip((10, 13, 13, 17), map(memoryview, memory), strict=True))
+    writer = _MemoryWriter(parts)
+    for begin, data in ((8, b"01"), (10, b"2"), (11, b"3456"), (15, b"789"), (18, b"ab")):
+        writer.write_at(begin, memoryview(data))
+    assert memory == [b"234", b"", b"5678", b"9a"]
+    assert Watched.seen == 1

@@ -3,10 +3,11 @@
 from ._checkpoints import Checkpoints
 from ._convert import Convert, Part
 from ._errors import CheckpointError, CorruptError, ReplacedError
+from ._handle import Save
 from ._inspect import Contents, inspect, read
 from ._load import Report, load
 from ._options import LoadOptions, SaveOptions
-from ._save import Save, save
+from ._save import save
 from ._steps import latest, prune
 from ._verify import verify
 

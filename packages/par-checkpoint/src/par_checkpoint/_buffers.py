@@ -11,13 +11,13 @@ class Buffer:
     """One piece of memory, as large as it ever had to be."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, size: int) -> torch.Tensor:
         """Its first bytes; what was in them is lost."""
         if self._memory.numel() < size:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # gone before the larger one comes
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # gone before the larger one comes
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._memory[:size]
 
 
@@ -37,7 +37,7 @@ class Pool:
         try:
             return self._free.get_nowait()
         except queue.Empty:
-            return torch.empty(self._size, dtype=torch.uint8)
+            return torch.empty(self._size, dtype=torch.uint8, device="cpu")
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Frees what `take` gave."""

@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ._collect import Model
+from ._handle import Save
 from ._load import Report, load
-from ._save import Save, save
+from ._options import timeout_of
+from ._save import save
 from ._session import session_of
-from ._steps import latest, prune, step_name
+from ._steps import latest, newest, prune, step_name, step_of
 
 
 class Checkpoints:
@@ -73,6 +75,9 @@ class Checkpoints:
     ) -> Save | None:
         """Saves if it is due. Collective. A checkpoint of the same step is replaced.
 
+        A step below the newest is refused: it would be the first to be removed, and the newest is what `load` goes on
+        from.
+
         Args:
             step: Steps done.
             model: As for `save`.
@@ -82,16 +87,29 @@ class Checkpoints:
 
         Returns:
             The handle, or None if it was not due.
+
+        Raises:
+            ValueError: A whole checkpoint of a later step is there. Else as `save`.
         """
         if not force and not self.due(step):
             return None
         keywords = {"step": step, "overwrite": True, "group": self._group, **keywords}
+        ranks = session_of(self._group, timeout_of(keywords.get("options"), keywords)).ranks
+        ranks.on_first(lambda: self._check_newest(step))
         handle = save(self.path(step), model=model, optimizer=optimizer, **keywords)
         keep_last = self._keep_last
         if keep_last is not None:
-            ranks = session_of(self._group, handle.timeout).ranks
             ranks.on_first(lambda: prune(self.root, keep_last=keep_last, keep_every=self._keep_every))
         return handle
+
+    def _check_newest(self, step: int) -> None:
+        path = newest(self.root)
+        found = None if path is None else step_of(path.rpartition("/")[2])
+        if found is not None and found > step:
+            raise ValueError(
+                f"step {step} comes before step {found}, which is in {self.root!r} and would be gone on from: to go on "
+                "from an earlier step, move the later ones away, or use another root"
+            )
 
     def load(self, *, model: Model | None = None, optimizer: Optimizer | None = None, **keywords: Any) -> Report | None:
         """Goes on from the newest whole checkpoint. Collective.

@@ -4,7 +4,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypedDict
 
@@ -25,27 +25,34 @@ class Claims:
     Args:
         tensors: Key, dtype and global shape of each tensor.
         rows: By number of dims d: an int64 tensor (boxes, 1 + 2 d) of tensor number, start and size.
+        may_differ: Keys of those tensors whose replicas may differ.
     """
 
     tensors: Tensors
     rows: dict[int, torch.Tensor]
+    may_differ: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> "Claims":
         """What a rank holds."""
         tensors: list[tuple[str, torch.dtype, Shape]] = []
         rows: dict[int, list[list[int]]] = {}
+        may_differ = []
         for number, entry in enumerate(entries):
+            if entry.may_differ:
+                may_differ.append(entry.key)
             tensors.append((entry.key, entry.dtype, tuple(entry.sharding.shape)))
             for box in entry.sharding.boxes:
                 rows.setdefault(len(box.start), []).append([number, *box.start, *box.size])
-        return cls(tensors=tuple(tensors), rows={dims: torch.tensor(each) for dims, each in rows.items()})
+        found = {dims: torch.tensor(each, device="cpu") for dims, each in rows.items()}
+        return cls(tensors=tuple(tensors), rows=found, may_differ=tuple(may_differ))
 
     def encode(self) -> bytes:
         """As bytes, equal for equal claims."""
         head = {
             "tensors": [(key, str(dtype).partition(".")[2], shape) for key, dtype, shape in self.tensors],
             "rows": [(dims, len(each)) for dims, each in sorted(self.rows.items())],
+            "may_differ": self.may_differ,
         }
         text = json.dumps(head).encode()
         body = b"".join(bytes_of(each.contiguous()) for _, each in sorted(self.rows.items()))
@@ -63,7 +70,7 @@ class Claims:
             rows[dims] = torch.frombuffer(bytearray(raw[end : end + size]), dtype=torch.int64).view(count, -1)
             end += size
         tensors = tuple((key, getattr(torch, dtype), tuple(shape)) for key, dtype, shape in head["tensors"])
-        return cls(tensors=tensors, rows=rows)
+        return cls(tensors=tensors, rows=rows, may_differ=tuple(head["may_differ"]))
 
 
 def digest(data: bytes) -> bytes:
@@ -106,6 +113,11 @@ class Held:
         """The ranks that hold a box, ascending."""
         return self.ranks[self.first[box] : self.first[box + 1]]
 
+    def by_first(self) -> "Held":
+        """The same as if of the holders of each box there were only the first."""
+        begins = torch.tensor(self.first[:-1], dtype=torch.int64, device="cpu")
+        return replace(self, ranks=self.ranks[begins], first=tuple(range(len(self) + 1)))
+
     def __len__(self) -> int:
         return len(self.first) - 1
 
@@ -131,13 +143,16 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[Held]:
                     f"{name_of(key)!r} is {as_dtype} {as_shape} on rank {by}, but {dtype} {shape} on rank {ranks[0]}; "
                     "a local tensor that is a part of a larger one needs a record: layout={name: Sharding(...)}"
                 )
-        numbered[each.tensors] = torch.tensor([known[key][0] for key, _, _ in each.tensors], dtype=torch.int64)
+        numbers = [known[key][0] for key, _, _ in each.tensors]
+        numbered[each.tensors] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     boxes = _by_tensor(claims, [numbered[each.tensors] for _, each in claims])
     holders = _Holders([ranks for ranks, _ in claims])
-    return [
+    held = [
         Held(key=key, dtype=dtype, shape=shape, **holders.of(len(shape), *boxes.get(number, _none(len(shape)))))
         for key, (number, dtype, shape, _) in known.items()
     ]
+    may_differ = {key for _, each in claims for key in each.may_differ}
+    return [each.by_first() if each.key in may_differ else each for each in held]
 
 
 def check_covered(every: Iterable[Held]) -> None:
@@ -172,7 +187,7 @@ def _by_tensor(
     for dims in {dims for _, each in claims for dims in each.rows}:
         parts = [(i, each.rows[dims]) for i, (_, each) in enumerate(claims) if dims in each.rows]
         rows = torch.cat([each for _, each in parts])
-        source = torch.cat([torch.full((len(each),), i) for i, each in parts])
+        source = torch.cat([torch.full((len(each),), i, device="cpu") for i, each in parts])
         tensor = torch.cat([numbers[i][each[:, 0]] for i, each in parts])
         order = tensor.argsort(stable=True)
         which, counts = tensor[order].unique_consecutive(return_counts=True)
@@ -183,7 +198,7 @@ def _by_tensor(
 
 
 def _none(dims: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(0, 2 * dims, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    return torch.empty(0, 2 * dims, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class _Holders:
@@ -212,7 +227,7 @@ class _Holders:
 
     def _found(self, dims: int, boxes: torch.Tensor, sources: torch.Tensor) -> "_Boxes":
         if len(boxes) <= 1 or dims == 0:
-            unique, which = boxes[:1], torch.zeros(len(boxes), dtype=torch.int64)
+            unique, which = boxes[:1], torch.zeros(len(boxes), dtype=torch.int64, device="cpu")
         else:
             unique, which = boxes.unique(dim=0, return_inverse=True)  # sorted row by row: by start, first dim first
         holders: list[list[int]] = [[] for _ in range(len(unique))]
@@ -221,6 +236,6 @@ class _Holders:
         return _Boxes(
             starts=unique[:, :dims],
             sizes=unique[:, dims:],
-            ranks=torch.tensor([rank for each in holders for rank in sorted(each)], dtype=torch.int64),
+            ranks=torch.tensor([rank for each in holders for rank in sorted(each)], dtype=torch.int64, device="cpu"),
             first=tuple(accumulate((len(each) for each in holders), initial=0)),
         )

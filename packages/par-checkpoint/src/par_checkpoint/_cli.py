@@ -4,15 +4,18 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
+
+from ._bytes import as_integers
 from ._convert_files import FORMATS, convert_checkpoint
 from ._directory import Place
 from ._errors import CheckpointError, ReplacedError
-from ._found import Found
-from ._inspect import Contents, inspect, read_found
+from ._inspect import Contents, inspect, reader_of
 from ._steps import prune, read_manifest, step_of
-from ._storage import Folder, open_folder
+from ._storage import open_folder
 from ._unmixed import version_of
 from ._verify import look_closely, verify
 
@@ -24,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Default: the process's own.
 
     Returns:
-        0: all is well; 1: something is wrong with a checkpoint, or two differ; 2: the arguments make no sense.
+        0: all is well; 1: something is wrong with a checkpoint, or two differ; 2: the arguments make no sense; 130: it
+        was interrupted.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -34,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of `par-checkpoint ls ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        sys.stderr.write(f"par-checkpoint {given.command}: interrupted\n")
+        return 130
     except (CheckpointError, OSError, ValueError, TypeError, ImportError) as error:
         sys.stderr.write(f"par-checkpoint {given.command}: {error}\n")
         return 1 if isinstance(error, CheckpointError | OSError) else 2
@@ -132,13 +139,17 @@ def _diff(given: argparse.Namespace) -> int:
     folders = open_folder(given.a), open_folder(given.b)
     before = [version_of(each) for each in folders]
     pair = [(folder, look_closely(folder)) for folder in folders]
+    readers = [reader_of(folder, found) for folder, found in pair]
     different = 0
     for section in ("model", "optimizer") if given.optimizer else ("model",):
         mine, theirs = (found.places(section) for _, found in pair)
         for name in dict.fromkeys((*mine, *theirs)):
-            line = _difference(pair, name, mine.get(name), theirs.get(name))
+            if name in mine and name in theirs:
+                line = _difference(mine[name], theirs[name], *(partial(read, name) for read in readers))
+            else:
+                line = f"only in {pair[name not in mine][0].url}"
             if line is not None:
-                _say(line)
+                _say(f"{name}: {line}")
                 different += 1
     if before != [version_of(each) for each in folders]:
         raise ReplacedError("one of the two was replaced while it was read; compare them when they rest")
@@ -146,20 +157,26 @@ def _diff(given: argparse.Namespace) -> int:
     return int(bool(different))
 
 
-def _difference(
-    pair: Sequence[tuple[Folder, Found]], name: str, mine: Place | None, theirs: Place | None
-) -> str | None:
-    """One line if a tensor differs, else None."""
-    if mine is None or theirs is None:
-        return f"{name}: only in {pair[mine is None][0].url}"
+def _difference(mine: Place, theirs: Place, *read: Callable[[], torch.Tensor]) -> str | None:
+    """How a tensor differs, in words; None if it does not. A NaN equals a NaN."""
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-        return f"{name}: {mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
-    a, b = (read_found(folder, found, name).double() for folder, found in pair)
-    count = int((a != b).sum() - (a.isnan() & b.isnan()).sum())
+        return f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
+    a, b = (_exact(each()) for each in read)
+    count = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
     if count == 0:
         return None
-    most = float((a - b).abs().nan_to_num().max())
-    return f"{name}: {count:,} of {math.prod(mine.shape):,} elements differ, by {most:.3g} at most"
+    text = f"{count:,} of {math.prod(mine.shape):,} elements differ"
+    most = float((a - b).abs().nan_to_num().max()) if a.is_floating_point() or a.is_complex() else 0
+    return f"{text}, by {most:.3g} at most" if most else text
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that can be compared."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    if tensor.is_floating_point():
+        return tensor.double()
+    return as_integers(tensor).long()  # of uint64 the same bits
 
 
 def _convert(given: argparse.Namespace) -> int:

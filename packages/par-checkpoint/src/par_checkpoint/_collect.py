@@ -63,10 +63,13 @@ def collect(
     shapes = {name: tuple(each.shape) for name, each in shardings.items()}
     convert = options.convert or usual_conversion(model, shapes)
     entries = [
-        Entry(key=key_of("model", each.name), dtype=dtype, sharding=each.sharding, local=local_of(tensor))
+        Entry(key=key, dtype=dtype, sharding=each.sharding, local=local_of(tensor), steady=steady, may_differ=loose)
         for name, tensor in found.tensors.items()
         for dtype in [_dtype_on_disk(name, tensor, options.dtype)]
+        for steady in [tensor if tensor.requires_grad else None]  # a forward pass may change a buffer
         for each in segments_on_disk(name, shardings[name], convert, names[name])
+        for key in [key_of("model", each.name)]
+        for loose in [isinstance(model, nn.Module) and _is_loose_buffer(tensor)]
     ]
     slots = None
     if optimizer is not None:
@@ -140,6 +143,11 @@ def _calls_itself_whole(tensor: torch.Tensor, name: str, layout: Mapping[str, Sh
         and not hasattr(tensor, "par_sharding")
         and not hasattr(tensor, "placements")
     )
+
+
+def _is_loose_buffer(tensor: torch.Tensor) -> bool:
+    """Whether nothing keeps a tensor alike on all ranks that have it, such as statistics of BatchNorm."""
+    return not (isinstance(tensor, nn.Parameter) or hasattr(tensor, "par_sharding") or hasattr(tensor, "placements"))
 
 
 def _sample(name: str, tensor: torch.Tensor) -> tuple[str, int]:

@@ -149,8 +149,8 @@ def _common(box: Box, part: Part) -> Box | None:
 def _covered(shape: Shape, parts: Sequence[Part]) -> bool:
     """Whether no element is left out; where the parts hold as many as there are, none is then held twice."""
     full = [part for part in parts if 0 not in part.extent]
-    starts = torch.tensor([part.start for part in full], dtype=torch.int64).view(len(full), len(shape))
-    sizes = torch.tensor([part.extent_in_memory for part in full], dtype=torch.int64).view(len(full), len(shape))
+    both = [[part.start for part in full], [part.extent_in_memory for part in full]]
+    starts, sizes = torch.tensor(both, dtype=torch.int64, device="cpu").view(2, len(full), len(shape))
     return is_covered(shape, starts, sizes)
 
 

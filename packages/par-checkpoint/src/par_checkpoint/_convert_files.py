@@ -3,12 +3,11 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ._errors import CheckpointError
-from ._inspect import read_found
+from ._inspect import reader_of
 from ._pickled import load_object
 from ._save import save
 from ._storage import Folder, open_folder
@@ -65,7 +64,9 @@ def _tensors(source: str) -> dict[str, torch.Tensor]:
     if Path(source).is_file():
         return dict(_flat(load_object(Path(source))))
     if (Path(source) / ".metadata").is_file():
-        return dict(_flat(_read_dcp(source)))
+        from ._dcp import read_dcp  # noqa: PLC0415 - slow to import
+
+        return dict(_flat(read_dcp(source)))
     folder = open_folder(source)
     return unmixed(folder, lambda: _read(folder))
 
@@ -73,32 +74,9 @@ def _tensors(source: str) -> dict[str, torch.Tensor]:
 def _read(folder: Folder) -> dict[str, torch.Tensor]:
     """All tensors of the model in a checkpoint."""
     found = look_closely(folder)  # corrupt bytes must not get new checksums
-    tensors = {name: read_found(folder, found, name) for name in found.places("model")}
+    read = reader_of(folder, found)
+    tensors = {name: read(name) for name in found.places("model")}
     return {**tensors, **{name: tensors[stored] for name, stored in found.tied.items()}}
-
-
-def _read_dcp(source: str) -> dict[str, Any]:
-    """The state dict in a folder of torch.distributed.checkpoint, without a process group."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - slow to import
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
-    from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
-
-    metadata = FileSystemReader(source).read_metadata()
-    state = {
-        name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in metadata.state_dict_metadata.items()
-        if isinstance(each, TensorStorageMetadata)
-    }
-    load(state, checkpoint_id=source, no_dist=True)
-    nested: dict[str, Any] = {}
-    for name, tensor in state.items():
-        # {"model": state dict} was flattened; where the path is known, it is nested again
-        first, *rest = (metadata.planner_data or {}).get(name, (name,))
-        if rest:
-            nested.setdefault(first, {})[".".join(map(str, rest))] = tensor
-        else:
-            nested[first] = tensor
-    return nested
 
 
 def _flat(value: object, prefix: str = "") -> list[tuple[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ def is_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) 
         return False
     if len(shape) == 0:
         return True
-    strides = torch.tensor(row_major(shape))
+    strides = torch.tensor(row_major(shape), device="cpu")
     first = (starts * strides).sum(1)
     last = ((starts + sizes - 1) * strides).sum(1)
     if bool((last - first + 1 == sizes.prod(1)).all()):
@@ -49,16 +49,17 @@ def _no_gap(first: torch.Tensor, last: torch.Tensor, numel: int) -> bool:
 def _grid_covered(shape: Sequence[int], starts: torch.Tensor, sizes: torch.Tensor) -> bool:
     """The same for any boxes: their edges cut the tensor into a grid of cells, each of which must lie in a box."""
     stops = starts + sizes
-    edges = [torch.cat([starts[:, d], stops[:, d], torch.tensor([0, n])]).unique() for d, n in enumerate(shape)]
+    ends = torch.tensor([(0, n) for n in shape], device="cpu")
+    edges = [torch.cat([starts[:, d], stops[:, d], ends[d]]).unique() for d in range(len(shape))]
     cells = [len(each) - 1 for each in edges]
     if math.prod(cells) > _CELLS and len(shape) > 1:
         return _slabs_covered(shape, starts, sizes, edges[0])
     low = [torch.searchsorted(each, starts[:, d].contiguous()) for d, each in enumerate(edges)]
     high = [torch.searchsorted(each, stops[:, d].contiguous()) for d, each in enumerate(edges)]
-    count = torch.zeros([n + 1 for n in cells], dtype=torch.int32)
+    count = torch.zeros([n + 1 for n in cells], dtype=torch.int32, device="cpu")
     for corner in itertools.product((0, 1), repeat=len(shape)):  # +1 where a box begins, -1 where it has ended
         index = tuple(high[d] if end else low[d] for d, end in enumerate(corner))
-        sign = torch.full((len(starts),), (-1) ** sum(corner), dtype=torch.int32)
+        sign = torch.full((len(starts),), (-1) ** sum(corner), dtype=torch.int32, device="cpu")
         count.index_put_(index, sign, accumulate=True)
     for d in range(len(shape)):
         count = count.cumsum(d)

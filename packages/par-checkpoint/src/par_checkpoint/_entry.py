@@ -20,12 +20,16 @@ class Entry:
         dtype: The dtype on disk.
         sharding: The global shape, and the boxes of `local` that hold parts of it.
         local: The local tensor, on any device; its dtype may differ from the one on disk where a cast was asked for.
+        steady: The trainer's tensor, if it changes in an optimizer's steps alone; else None.
+        may_differ: Whether its replicas may differ, so that the first rank's is the one that is saved.
     """
 
     key: str
     dtype: torch.dtype
     sharding: Sharding
     local: torch.Tensor
+    steady: torch.Tensor | None = None
+    may_differ: bool = False
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ._bytes import copy_elements_
 from ._claims import Claims, Held, digest, merge
@@ -53,6 +54,7 @@ def fill_(targets: Targets, filling: Filling) -> None:
     """
     ranks = filling.ranks
     made, tensors = _holders(targets, filling)
+    increment_version([each.local for each in made])  # bytes go there unseen by autograd, and by a save that copies
     reading, plan = _planned(filling, made, tensors)
     with Bar("load", sum(file.size for file in reading.files), ranks, filling.options.progress) as bar:
         parts, error = read_blocks(plan, reading, bar.add)

@@ -21,6 +21,9 @@ from ._storage import Staging
 SIDE_FILE = "par_checkpoint.safetensors"
 """Tensors of scheduler, extra and param groups."""
 
+CONFIG = "config.json"
+"""The model's config."""
+
 INDEX = {"model": "model.safetensors.index.json", "optimizer": "optimizer/optimizer.safetensors.index.json"}
 
 
@@ -68,7 +71,7 @@ def commit(
         staging.write(name, data)
         records[name] = record_of(data, BLOCK)
     if content.config is not None:  # which people edit: it has no checksum
-        staging.write("config.json", (json.dumps(content.config, indent=2, sort_keys=True) + "\n").encode())
+        staging.write(CONFIG, (json.dumps(content.config, indent=2, sort_keys=True) + "\n").encode())
     manifest = Manifest(
         style=noted.style,
         files=records,
@@ -78,6 +81,7 @@ def commit(
         scheduler=content.state.parts["scheduler"],
         extra=content.state.parts["extra"],
         step=noted.step,
+        beside=() if content.config is None else (CONFIG,),
     )
     staging.write(MANIFEST, encode_manifest(manifest))
     staging.publish(overwrite=noted.overwrite)

@@ -1,7 +1,7 @@
 """Looking into a checkpoint: what it holds, and parts of single tensors."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -113,8 +113,14 @@ def read(path: Path, name: str, box: Box | None = None) -> torch.Tensor:
     return unmixed(folder, lambda: read_found(folder, look(folder), name, box))
 
 
+def reader_of(folder: Folder, found: Found) -> Callable[[str], torch.Tensor]:
+    """What reads one whole tensor after the other of a checkpoint that was looked at; a pickle is opened once."""
+    mapped = {name: tensor for files in found.pickled.values() for name, tensor in tensors_of(folder, files).items()}
+    return lambda name: mapped[name].clone() if name in mapped else read_found(folder, found, name)
+
+
 def read_found(folder: Folder, found: Found, name: str, box: Box | None = None) -> torch.Tensor:
-    """The same, of a checkpoint that was looked at."""
+    """The same as `read`, of a checkpoint that was looked at."""
     section = next((each for each in ("model", "optimizer") if name in found.places(each)), None)
     if section is None:
         stored = found.tied.get(name)
@@ -128,7 +134,7 @@ def read_found(folder: Folder, found: Found, name: str, box: Box | None = None) 
     if section in found.pickled:
         index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
         return tensors_of(folder, found.pickled[section])[name][index].clone()
-    tensor = torch.empty(size, dtype=place.dtype)
+    tensor = torch.empty(size, dtype=place.dtype, device="cpu")
     with closing(folder.open(place.file)) as source:
         _read_box(source, place, start, tensor)
     return tensor

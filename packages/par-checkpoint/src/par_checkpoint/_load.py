@@ -24,7 +24,7 @@ from ._ranks import Ranks
 from ._restore import Restore
 from ._session import session_of
 from ._storage import Folder, open_folder
-from ._targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets
+from ._targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets, ties_of
 from ._unmixed import unmixed_by, version_of
 from ._verify import check_blocks, check_same
 
@@ -191,7 +191,6 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
 def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
     """What this rank fills, and with what."""
     model, optimizer, wanted = into.model, into.optimizer, _Wanted()
-    named = None
     if model is not None:
         wanted.model = model_targets(model, found.places("model"), options, found.tied)
     if optimizer is not None:
@@ -200,11 +199,14 @@ def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
             places=found.places("optimizer"),
             objects=found.slots(),
             parameters=found.parameters(),
+            resized=wanted.model.resized,
+            ties=ties_of(model, options.names, found.tied),
             device=torch.device(options.device),
         )
         wanted.optimizer = optimizer_targets(optimizer, naming, slots)
-        named = optimizer, naming
-    wanted.restore = Restore.of(found, model=model, optimizer=named, scheduler=into.scheduler, targets=wanted.optimizer)
+    wanted.restore = Restore.of(
+        found, model=model, optimizer=optimizer, scheduler=into.scheduler, targets=wanted.optimizer
+    )
     return wanted
 
 

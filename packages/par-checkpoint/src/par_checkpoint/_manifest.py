@@ -21,7 +21,7 @@ _FORMAT = 1
 _HEAD = b'{"checksum": "%08x"'
 _HEAD_SIZE = len(_HEAD % 0)
 _VALUES = ("model", "optimizer", "scheduler", "extra")
-_FIELDS = {"checksum", "format", "par_checkpoint", "style", "step", "tied", "files", *_VALUES}
+_FIELDS = {"checksum", "format", "par_checkpoint", "style", "step", "tied", "files", "beside", *_VALUES}
 _HEX = re.compile("(?:[0-9a-f]{8})*")
 
 
@@ -57,6 +57,7 @@ class Manifest:
         scheduler: The same of the schedulers.
         extra: What the caller gave.
         step: The training step, if it was told.
+        beside: Files that people edit: they were saved, too, but have no record in `files`.
     """
 
     style: str
@@ -67,6 +68,7 @@ class Manifest:
     scheduler: Any
     extra: Any
     step: int | None = None
+    beside: tuple[str, ...] = ()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -80,6 +82,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "tied": dict(manifest.tied),
         "files": {name: _encoded(record) for name, record in manifest.files.items()},
+        "beside": list(manifest.beside),
         **{name: getattr(manifest, name) for name in _VALUES},
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items()]
@@ -112,6 +115,7 @@ def decode_manifest(data: bytes) -> Manifest:
         step=step,
         files={name: _decoded(name, record) for name, record in files.items()},
         tied=_tied(fields["tied"]),
+        beside=_beside(fields["beside"]),
         **{name: fields[name] for name in _VALUES},
     )
 
@@ -175,3 +179,9 @@ def _tied(value: object) -> dict[str, str]:
         if stored in tied:
             raise corrupt(MANIFEST, f"ties {name!r} to {stored!r}, which is itself not stored")
     return tied
+
+
+def _beside(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and is_base_name(name) for name in value):
+        raise corrupt(MANIFEST, f"beside is {value!r:.80}, not a list of plain names")
+    return tuple(value)

@@ -30,6 +30,9 @@ def model_state(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelState:
     """The state of a module, of what DistributedDataParallel or torch.compile wraps, or of a plain mapping.
 
     Of names that share one tensor, the first in the state dict's order is kept.
+
+    Raises:
+        ValueError: A tensor whose elements cannot be read from memory, see `check_plain`.
     """
     state = model.state_dict(keep_vars=True) if isinstance(model := unwrapped(model), nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
@@ -41,6 +44,7 @@ def model_state(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelState:
         if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
             objects[name] = value
             continue
+        check_plain(name, value)
         stored = first.setdefault(_identity(value), name)
         if stored == name:
             tensors[name] = value
@@ -97,6 +101,32 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank, outside of autograd; a DTensor keeps it inside."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local.detach()
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Checks that the elements of a tensor lie in memory as they are.
+
+    Raises:
+        ValueError: A sparse or lazily conjugated tensor, or one of a class that keeps its data elsewhere.
+    """
+    local = getattr(tensor, "_local_tensor", tensor)
+    what = ""
+    if local.layout != torch.strided:
+        what = f"has the layout {local.layout}; give it dense"
+    elif local.is_conj() or local.is_neg():
+        what = "is conjugated or negated lazily; call .resolve_conj().resolve_neg()"
+    elif not _has_memory(local):
+        what = f"is a {type(local).__name__}, which keeps its data in other tensors; give those, or its plain values"
+    if what:
+        raise ValueError(f"{name!r} {what}")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor subclass that only wraps others
+        return False
+    return True
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from par_groups import Segment, Segments, Sharding, segments_of, sharding_of, whole
 
 from ._entry import Entry, key_of
-from ._model import clean, local_of, named_parameters, sharding_in, unwrapped
+from ._model import check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
 
 MASTER = "master"
 """The slot of an optimizer's own copy of a parameter."""
@@ -143,12 +143,12 @@ def _add(found: OptimizerState, packed: Packed, slot: str, value: object) -> Non
 
 def _cut(packed: Packed, slot: str, value: torch.Tensor) -> Iterator[Entry]:
     """A slot by parameter name."""
+    check_plain(f"{packed.segments.names[0]}.{slot}" if packed.segments.names else slot, value)
     local = local_of(value)
     for segment in packed.segments:
         sharding = slot_sharding(packed, segment, slot, value)
-        yield Entry(
-            key=key_of("optimizer", f"{segment.name}.{slot}"), dtype=value.dtype, sharding=sharding, local=local
-        )
+        key = key_of("optimizer", f"{segment.name}.{slot}")
+        yield Entry(key=key, dtype=value.dtype, sharding=sharding, local=local, steady=value)
 
 
 def slot_sharding(packed: Packed, segment: Segment, slot: str, value: torch.Tensor) -> Sharding:

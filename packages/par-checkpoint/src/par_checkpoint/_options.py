@@ -17,6 +17,7 @@ from ._shards import parse_size
 
 STYLES = ("huggingface", "torch")
 _WRITERS = ("auto", "pwrite", "owner")
+_COPY = ("blocking", "background")
 _PENDING = ("wait", "raise")
 _VERIFY = ("auto", "full", "off")
 
@@ -30,6 +31,10 @@ class SaveOptions:
     Args:
         max_shard_size: Bytes of tensors in a file, as "5GB" (decimal) or "5GiB"; a larger tensor gets its own file.
         async_: Copy what this rank gives, return, and write in the background.
+        copy: With `async_`. "blocking": `save` returns when the copy is made. "background": it is made, too, while the
+            next forward and backward pass run, as trained parameters and the optimizer's state change only in its step;
+            every torch optimizer waits for it before it steps. Who changes them in another way must call the handle's
+            `wait_for_copy` first. Buffers and frozen parameters are still copied before `save` returns.
         pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
         writer: "pwrite": every rank writes its ranges of common files, on one node or a coherent file system. "owner":
             one rank writes a file from beginning to end, for NFS and object stores. "auto": "owner" where the path is
@@ -53,6 +58,7 @@ class SaveOptions:
 
     max_shard_size: str | int = "5GB"
     async_: bool = False
+    copy: str = "blocking"
     pending: str = "wait"
     writer: str = "auto"
     layout: Mapping[str, Sharding] | None = None
@@ -67,6 +73,7 @@ class SaveOptions:
     step: int | None = None
 
     def __post_init__(self) -> None:
+        _one_of("copy", self.copy, _COPY)
         _one_of("pending", self.pending, _PENDING)
         _one_of("writer", self.writer, _WRITERS)
         parse_size(self.max_shard_size)

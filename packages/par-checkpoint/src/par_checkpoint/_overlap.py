@@ -43,7 +43,8 @@ class Holders:
     def box(self) -> torch.Tensor:
         """Which box each of `held.ranks` holds."""
         counts = (stop - start for start, stop in pairwise(self.held.first))
-        return torch.tensor([box for box, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
+        boxes = [box for box, count in enumerate(counts) for _ in range(count)]
+        return torch.tensor(boxes, dtype=torch.int64, device="cpu")
 
     @cached_property
     def mine(self) -> list[int]:
@@ -59,7 +60,7 @@ class Holders:
     @cached_property
     def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first and the last element of each box, in row-major order."""
-        strides = torch.tensor(self.strides, dtype=torch.int64)
+        strides = torch.tensor(self.strides, dtype=torch.int64, device="cpu")
         return (self.held.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)
 
     @cached_property
@@ -168,7 +169,7 @@ class Overlap:
     def _elements(self) -> torch.Tensor:
         """Elements of the stretch in each of boxes low .. high - 1."""
         if self.holders.whole:
-            return torch.tensor([self.count])
+            return torch.tensor([self.count], device="cpu")
         run = slice(self.low, self.high)
         return _common(self.held.starts[run], self.holders.stops[run], self.rectangles)
 
@@ -199,7 +200,7 @@ def _in_row(shape: Shape, number: int, start: int, stop: int) -> Iterator[Rectan
 
 def _common(starts: torch.Tensor, stops: torch.Tensor, rectangles: Sequence[Rectangle]) -> torch.Tensor:
     """How many elements each box has in common with the rectangles."""
-    corners = torch.tensor(rectangles, dtype=torch.int64)[:, :, None]  # (rectangles, start and size, 1, dims)
-    begin, size = corners.unbind(1)
+    corners = torch.tensor(rectangles, dtype=torch.int64, device="cpu")  # (rectangles, start and size, dims)
+    begin, size = corners.unsqueeze(2).unbind(1)
     edges = torch.minimum(stops, begin + size).sub_(torch.maximum(starts, begin))
     return edges.clamp_(min=0).prod(-1).sum(0)

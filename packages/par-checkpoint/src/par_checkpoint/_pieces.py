@@ -25,11 +25,13 @@ class Part:
         box: The box.
         local: The local tensor that it lies in.
         flat: The local tensor's bytes, where they are those of the files: contiguous, on the CPU, of the same dtype.
+        steady: As of the entry.
     """
 
     box: Box
     local: torch.Tensor
     flat: torch.Tensor | None
+    steady: torch.Tensor | None
 
     def holds(self, piece: Piece) -> bool:
         """Whether a piece lies in the box."""
@@ -59,8 +61,9 @@ class Local:
         for entry in entries:
             if entry.key in numbers:
                 flat = _flat(entry.local, entry.dtype)
-                boxes = [Part(box=box, local=entry.local, flat=flat) for box in entry.sharding.boxes]
-                parts.setdefault(numbers[entry.key], []).extend(boxes)
+                parts.setdefault(numbers[entry.key], []).extend(
+                    Part(box=box, local=entry.local, flat=flat, steady=entry.steady) for box in entry.sharding.boxes
+                )
         return cls(tensors=tensors, parts=parts)
 
     def view(self, piece: Piece) -> torch.Tensor:

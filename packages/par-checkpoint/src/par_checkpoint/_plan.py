@@ -117,7 +117,7 @@ class Planner:
     def __init__(self, tensors: Sequence[Held], rank: int, size: int, owners: Sequence[int] | None = None) -> None:
         self._rank = rank
         self._owners = owners
-        self._busy = torch.zeros(size, dtype=torch.int64)  # bytes that each rank has in hand
+        self._busy = torch.zeros(size, dtype=torch.int64, device="cpu")  # bytes that each rank has in hand
         self._hand = bytes_of(self._busy).cast("q")  # the same memory, for one rank at a time
         self._turns = [0] * size
         self._alone = size == 1  # no choice, and nothing to look up
@@ -310,4 +310,4 @@ class _Share:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts])

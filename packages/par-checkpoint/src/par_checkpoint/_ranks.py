@@ -94,14 +94,14 @@ class Ranks:
 
     def _broadcast(self, data: bytes, size: int, root: int) -> memoryview:
         """A rank's bytes."""
-        memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8)
+        memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8, device="cpu")
         self._gloo.broadcast(memory, root).wait(self._timeout)
         return bytes_of(memory)
 
     def _all_gather(self, data: bytes, size: int) -> list[memoryview]:
         """Everybody's bytes, each padded to that size."""
         mine = _padded(data, size)
-        every = torch.empty(self.size * size, dtype=torch.uint8)
+        every = torch.empty(self.size * size, dtype=torch.uint8, device="cpu")
         self._gloo._allgather_base(every, mine).wait(self._timeout)
         return [bytes_of(each) for each in every.split(size)]
 
@@ -157,7 +157,7 @@ class Ranks:
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:
-    padded = torch.zeros(size, dtype=torch.uint8)
+    padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
     bytes_of(padded)[: len(data)] = data
     return padded
 

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from ._errors import CheckpointError
 from ._found import Found
 from ._model import clean, unwrapped
-from ._optimizer import Naming
 from ._targets import OptimizerTargets
 
 
@@ -23,7 +22,7 @@ class Restore:
         module: Whose extra state to set.
         objects: That state by name.
         optimizer: Whose groups and state to set.
-        names: The parameters of each of its groups on this rank.
+        names: The parameters of each of its groups on this rank, as the saved optimizer calls them.
         saved: Names and options of each saved group.
         state: The new state by tensor.
         scheduler: One or several.
@@ -46,7 +45,7 @@ class Restore:
         found: Found,
         *,
         model: object,
-        optimizer: tuple[Optimizer, Naming] | None,
+        optimizer: Optimizer | None,
         scheduler: object,
         targets: OptimizerTargets,
     ) -> "Restore":
@@ -64,19 +63,11 @@ class Restore:
         if isinstance(scheduler, list | tuple) and isinstance(state, list) and len(scheduler) != len(state):
             raise CheckpointError(f"the checkpoint has {len(state)} schedulers, but {len(scheduler)} are given")
         inner = unwrapped(model) if isinstance(model, nn.Module) else None
-        names = (
-            []
-            if optimizer is None
-            else [
-                tuple(name for each in group for name in each.segments.names)
-                for group in optimizer[1].groups(optimizer[0])
-            ]
-        )
         return cls(
             module=inner if isinstance(inner, nn.Module) else None,
             objects=found.part("model") or {} if model is not None else {},
-            optimizer=None if optimizer is None else optimizer[0],
-            names=names,
+            optimizer=optimizer,
+            names=targets.groups,
             saved=[] if optimizer is None else found.groups(),
             state=targets.state,
             scheduler=scheduler,
@@ -129,7 +120,7 @@ def _set_options_(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         old = group.get(key)
         if isinstance(old, torch.Tensor) and key not in ("params", "param_names"):
-            old.copy_(torch.as_tensor(value))
+            old.copy_(torch.as_tensor(value, device=old.device))
         else:
             group[key] = value
 

@@ -1,6 +1,5 @@
 """Saving: collect, plan, write, commit; in this order on all ranks, or, after the copy, in the background."""
 
-import atexit
 import sys
 import threading
 import time
@@ -18,74 +17,23 @@ from ._claims import Claims, digest
 from ._collect import Content, LayoutNames, Model, check_layout, collect, layout_names
 from ._crc import Crc
 from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
+from ._handle import Save
 from ._options import SaveOptions, check_style, timeout_of, with_keywords
 from ._pieces import Local
 from ._prepare import Prepared, check_replicas, prepare_save
 from ._progress import Bar
 from ._ranks import Ranks
-from ._session import session_of
+from ._session import Session, session_of
 from ._shards import parse_size
+from ._snapshot import Snapshot
 from ._state import agreed_state, state_digest
 from ._storage import Folder, Staging, open_folder
 from ._torch_style import write_objects
-from ._write import Snapshot, Work, write_blocks
+from ._workers import Workers
+from ._write import Work, write_blocks
 
 Path = str | PathLike[str]
 Value = TypeVar("Value")
-
-
-class Save:
-    """A save, done or under way.
-
-    Args:
-        path: Where to.
-        timeout: Seconds that it waits for a rank that does not answer.
-
-    Attributes:
-        blocked_seconds: How long `save` kept the trainer.
-    """
-
-    def __init__(self, path: str, timeout: float) -> None:
-        self.path = path
-        self.timeout = timeout
-        self.blocked_seconds = 0.0
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Waits until the checkpoint is there whole.
-
-        Raises:
-            CheckpointError, OSError: It could not be written; what was there before is still there.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        atexit.unregister(self._tell)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _start(self, work: Callable[[], None]) -> None:
-        """Goes on in a thread; the interpreter waits for it at exit."""
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # raised by wait(), by the next save, or told at exit
-                self._error = error
-
-        atexit.register(self._tell)
-        self._thread = threading.Thread(target=run, name="par-checkpoint-save")
-        self._thread.start()
-
-    def _tell(self) -> None:
-        """At exit, an error that nobody has asked for."""
-        if self._error is not None:
-            sys.stderr.write(f"par-checkpoint: the save to {self.path!r} failed: {self._error}\n")
 
 
 def save(  # noqa: PLR0913 - what, where, with whom, how
@@ -154,15 +102,14 @@ def save(  # noqa: PLR0913 - what, where, with whom, how
     _or_discard(ranks, job.staging, partial(_stage, ranks, job))
     handle = Save(folder.url, session.timeout)
     if chosen.async_ and style == "huggingface":
-        copy = partial(
-            Snapshot, job.prepared.plan, job.local, ranks.rank, memory=session.memory, threads=chosen.threads
-        )
-        snapshot = _or_discard(ranks, job.staging, lambda: ranks.agree(copy))
+        snapshot = _or_discard(ranks, job.staging, lambda: ranks.agree(lambda: _snapshot(job, session)))
         session.memory, session.pending = snapshot.memory, handle
-        handle._start(partial(_write, job, session.background, snapshot))
+        later = partial(_copy_and_write, job, session.background, snapshot, job.workers())
+        handle._start(later, copied=chosen.copy == "blocking")
     else:
-        _write(job, ranks, None)
-    handle.blocked_seconds = time.perf_counter() - begin
+        with job.workers() as workers:
+            _write(job, ranks, None, workers)
+    handle.blocked_seconds += time.perf_counter() - begin
     return handle
 
 
@@ -230,6 +177,10 @@ class _Job:
         """What this rank holds."""
         return Local.of(self.content.entries, self.prepared.tensors)
 
+    def workers(self) -> Workers:
+        """Who write it; one alone where a stream is written in order."""
+        return Workers(self.options.threads if self.staging.positional else 1, "par-checkpoint-write")
+
 
 def _stage(ranks: Ranks, job: _Job) -> None:
     """Makes the staging folder on rank 0, unless the path is taken; all see it."""
@@ -245,7 +196,27 @@ def _stage(ranks: Ranks, job: _Job) -> None:
     ranks.agree(job.staging.attach)
 
 
-def _write(job: _Job, ranks: Ranks, snapshot: Snapshot | None) -> None:
+def _snapshot(job: _Job, session: Session) -> Snapshot:
+    late = job.options.copy == "background"
+    rank, threads = session.ranks.rank, job.options.threads
+    return Snapshot(job.prepared.plan, job.local, rank, session.memory, late=late, threads=threads)
+
+
+def _copy_and_write(job: _Job, ranks: Ranks, snapshot: Snapshot, workers: Workers, copied: threading.Event) -> None:
+    """What goes on in the background."""
+
+    def copy() -> None:
+        try:
+            snapshot.finish()
+        finally:
+            copied.set()  # before others are asked: whoever waits for this waits for this rank alone
+
+    with workers:
+        _or_discard(ranks, job.staging, lambda: ranks.agree(copy))
+        _write(job, ranks, snapshot, workers)
+
+
+def _write(job: _Job, ranks: Ranks, snapshot: Snapshot | None, workers: Workers) -> None:
     """Writes and commits, on this rank's part of a communicator."""
     with Bar("save", sum(file.size for file in job.prepared.files), ranks, job.options.progress) as bar:
         work = Work(
@@ -254,7 +225,7 @@ def _write(job: _Job, ranks: Ranks, snapshot: Snapshot | None) -> None:
             ranks=ranks,
             staging=job.staging,
             budget=parse_size(job.options.budget),
-            threads=job.options.threads,
+            workers=workers,
             progress=bar.add,
         )
         _or_discard(ranks, job.staging, lambda: _write_and_commit(job, work, snapshot))

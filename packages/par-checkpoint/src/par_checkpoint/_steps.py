@@ -46,7 +46,7 @@ def latest(root: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
         OSError: The root cannot be read.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        return _latest(root)
+        return newest(root)
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not in the group: call `latest` on the group's ranks only")
     # The first rank's (path, error) to all of the group.
@@ -54,7 +54,7 @@ def latest(root: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
-            outcome = [(_latest(root), None)]
+            outcome = [(newest(root), None)]
         except Exception as error:  # raised below, when all ranks know
             outcome, failure = [(None, f"the group's first rank: {type(error).__name__}: {error}")], error
     dist.broadcast_object_list(outcome, group=group, group_src=0)
@@ -118,7 +118,8 @@ def read_manifest(folder: Folder) -> Manifest | None:
         return None
 
 
-def _latest(root: str | os.PathLike[str]) -> str | None:
+def newest(root: str | os.PathLike[str]) -> str | None:
+    """The same as `latest`, on this process alone."""
     for _, folder, _ in _steps(open_folder(root)):
         manifest = unmixed(folder, partial(read_manifest, folder), checked=lambda manifest: manifest is not None)
         if manifest is not None:

@@ -218,7 +218,7 @@ class _Decoder:
         if tag in _MAP_OF:
             return _MAP_OF[tag]({self.any(key): self.any(item) for key, item in value})
         if tag == "$number":
-            return _as_numpy(torch.tensor(self.any(value[1]), dtype=_dtype(value[0])))
+            return _as_numpy(torch.tensor(self.any(value[1]), dtype=_dtype(value[0]), device="cpu"))
         if tag not in ("$tensor", "$array"):
             raise ValueError(f"{tag} is no type that this version knows")
         tensor = self._tensors[value]

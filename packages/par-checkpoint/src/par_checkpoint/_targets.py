@@ -1,13 +1,13 @@
 """What a load fills: the tensors of the model and the slots of the optimizer, matched with what the files hold."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from par_groups import Sharding, whole
+from par_groups import Segments, Sharding, whole
 
 from ._collect import Model, segments_on_disk, usual_conversion
 from ._directory import Place
@@ -28,6 +28,7 @@ class Targets:
         pending: The tensors to fill.
         missing: Names that the model or the optimizer has and the files have not.
         mismatched: What has another shape or dtype there, in words.
+        resized: The names there of what has another shape.
         used: Keys of what is in the files and has a place in the model or the optimizer.
         same: Names in the files that must hold the same values: they are tied in the model.
     """
@@ -35,6 +36,7 @@ class Targets:
     pending: list["Target"] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    resized: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     same: list[tuple[str, str]] = field(default_factory=list)
 
@@ -123,7 +125,11 @@ def _match(
             f"{name!r} is {place.dtype} {tuple(place.shape)} in the files, {tensor.dtype} {tuple(sharding.shape)} in "
             "the model"
         )
+        if tuple(place.shape) != tuple(sharding.shape):
+            targets.resized.add(name)
         return
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{name!r} is expanded: its elements share memory and cannot differ; call .contiguous()")
     targets.pending.append(Target(key=key, dtype=place.dtype, sharding=sharding, tensor=tensor))
 
 
@@ -142,10 +148,12 @@ class OptimizerTargets(Targets):
     Args:
         state: The new state by tensor; takes the place of the old when everything is read.
         scalars: To be compared and set after reading.
+        groups: By param group: its parameters, as the saved optimizer calls them.
     """
 
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
     scalars: list[Scalar] = field(default_factory=list)
+    groups: list[tuple[str, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +164,47 @@ class Slots:
         places: Tensors in the files, keyed "<parameter>.<slot>".
         objects: Slots that are no tensors, keyed alike.
         parameters: The parameters of the optimizer that was saved.
+        resized: Names in the files of tensors that have another shape in the model.
+        ties: By name in the files: all names of the tensor, where it has several here or there. See `ties_of`.
         device: Where slots of parameters on the meta device go.
     """
 
     places: Places
     objects: Mapping[str, object]
     parameters: Set[str]
+    resized: Set[str]
+    ties: Mapping[str, Sequence[str]]
     device: torch.device
+
+    def known_as(self, name: str) -> list[str]:
+        """What the saved optimizer calls a parameter: its name, or those that it is tied to; nothing if it had none."""
+        return [each for each in dict.fromkeys((name, *self.ties.get(name, ()))) if each in self.parameters]
+
+    def saved_as(self, name: str) -> str:
+        """The first of them, or the name itself."""
+        return next(iter(self.known_as(name)), name)
+
+    def is_resized(self, segments: Segments) -> bool:
+        """Whether a parameter that has a tensor for itself was of another shape when it was saved."""
+        [name, *more] = segments.names
+        return not more and not self.resized.isdisjoint((name, *self.ties.get(name, ())))
+
+
+def ties_of(model: Model | None, names: Names | None, tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """By name in the files: all names of one tensor, in the model or in the checkpoint.
+
+    Args:
+        model: Whose ties count.
+        names: From its names to those in the files.
+        tied: What the checkpoint says.
+    """
+    found = model_state({} if model is None else model)
+    renamed = rename(names, [*found.tensors, *found.tied])
+    ties: dict[str, tuple[str, ...]] = {}
+    for pair in (*((renamed[a], renamed[b]) for a, b in found.tied.items()), *tied.items()):
+        joined = tuple(dict.fromkeys(name for each in pair for name in ties.get(each, (each,))))
+        ties.update(dict.fromkeys(joined, joined))
+    return ties
 
 
 def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: Slots) -> OptimizerTargets:
@@ -180,11 +222,18 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: Slots) -> Opt
         slots.setdefault(name, []).append(slot)
     for group, packed in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
+        targets.groups.append(tuple(saved.saved_as(name) for each in packed for name in each.segments.names))
         for each in packed:
-            names = each.segments.names
-            targets.missing.extend(f"{name} (in the optimizer)" for name in names if name not in saved.parameters)
+            known = {name: saved.known_as(name) for name in each.segments.names}
+            targets.missing.extend(f"{name} (in the optimizer)" for name, found in known.items() if not found)
+            for name in (name for found in known.values() for name in found):  # those of tied ones say the same
+                targets.used.update(key_of("optimizer", f"{name}.{slot}") for slot in slots.get(name, ()))
+            if not any(known.values()) or saved.is_resized(each.segments):
+                continue  # like its weight it stays as it is; that it does not fit is told of the weight
             room = _Room(targets, saved, each, optimizer.state.get(each.tensor, {}), on_device=on_device)
-            for slot in dict.fromkeys(slot for name in names for slot in slots.get(name, ())):
+            for slot in dict.fromkeys(
+                slot for found in known.values() for slot in slots.get(next(iter(found), ""), ())
+            ):
                 room.find(slot)
             targets.state[each.tensor] = room.state
     return targets
@@ -203,11 +252,10 @@ class _Room:
 
     def find(self, slot: str) -> None:
         """One slot: a master, an object, a scalar, or a tensor."""
-        keys = [f"{name}.{slot}" for name in self._packed.segments.names]
+        keys = [f"{self._saved.saved_as(name)}.{slot}" for name in self._packed.segments.names]
         absent = [key for key in keys if key not in self._saved.places and key not in self._saved.objects]
         if slot == MASTER:
-            self._targets.used.update(key_of("optimizer", key) for key in keys)  # the weights say the same
-            if self._packed.is_master:
+            if self._packed.is_master:  # else the weights say the same
                 self._tensor(slot, self._packed.tensor)
         elif absent:
             self._targets.missing.extend(absent)
@@ -221,9 +269,8 @@ class _Room:
     def _scalar(self, slot: str, keys: list[str]) -> torch.Tensor:
         dtype = self._saved.places[keys[0]].dtype
         device = torch.device("cpu") if slot == "step" and not self._on_device else self._device
-        read = tuple((key, torch.empty((), dtype=dtype)) for key in keys)
+        read = tuple((key, torch.empty((), dtype=dtype, device="cpu")) for key in keys)
         for key, each in read:
-            self._targets.used.add(key_of("optimizer", key))
             sharding = whole((), (0,))
             self._targets.pending.append(
                 Target(key=key_of("optimizer", key), dtype=dtype, sharding=sharding, tensor=each)
@@ -242,7 +289,7 @@ class _Room:
     def _tensor(self, slot: str, value: torch.Tensor) -> torch.Tensor:
         for segment in self._packed.segments:
             sharding = slot_sharding(self._packed, segment, slot, value)
-            key = key_of("optimizer", f"{segment.name}.{slot}")
+            key = key_of("optimizer", f"{self._saved.saved_as(segment.name)}.{slot}")
             _match(self._targets, self._saved.places, key, sharding, value, None)
         return value
 

@@ -1,6 +1,7 @@
 """Torch style: one file an object, which `torch.load(weights_only=True)` opens; whole tensors meet on its writer."""
 
 import io
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -180,7 +181,7 @@ class _Memory:
     def _tensor(self, number: int) -> torch.Tensor:
         held = self._prepared.tensors[number]
         if number not in self._tensors:
-            self._tensors[number] = torch.empty(held.shape, dtype=held.dtype)
+            self._tensors[number] = torch.empty(held.shape, dtype=held.dtype, device="cpu")
         return self._tensors[number]
 
 
@@ -193,10 +194,12 @@ class _MemoryWriter:
 
     def __init__(self, parts: Sequence[tuple[int, memoryview]]) -> None:
         self._parts = parts
+        self._firsts = [first for first, _ in parts]
 
     def write_at(self, begin: int, view: memoryview) -> None:
         """Deals the bytes out to the tensors that they belong to."""
-        for first, memory in self._parts:
+        reached, end = bisect_right(self._firsts, begin), bisect_left(self._firsts, begin + len(view))
+        for first, memory in self._parts[max(reached - 1, 0) : end]:
             low, high = max(first, begin), min(first + len(memory), begin + len(view))
             if low < high:
                 memory[low - first : high - first] = view[low - begin : high - begin]

@@ -14,9 +14,10 @@ from ._bytes import bytes_of
 from ._directory import Place
 from ._errors import CheckpointError, CorruptError, corrupt_block
 from ._files import BLOCK
+from ._finish import CONFIG
 from ._found import Found, check_sizes, look, tensors_of
 from ._header import parse_object
-from ._manifest import MANIFEST, FileRecord, blocks_of, decode_manifest
+from ._manifest import MANIFEST, FileRecord, Manifest, blocks_of, decode_manifest
 from ._ranks import Ranks, attempt
 from ._storage import Folder, open_folder
 from ._unmixed import unmixed
@@ -51,7 +52,7 @@ def _wrong(folder: Folder, *, deep: bool) -> list[str]:
         return _wrong_alone(folder, deep=deep) or [str(error)]
     if found is None or found.manifest is None:
         return [f"{folder.url!r} has no manifest: it was not saved here, so there are no checksums to compare with"]
-    wrong = _wrong_config(folder)
+    wrong = _wrong_config(folder, found.manifest)
     if not deep:
         return wrong
     for name, record in found.manifest.files.items():
@@ -59,12 +60,18 @@ def _wrong(folder: Folder, *, deep: bool) -> list[str]:
     return wrong
 
 
-def _wrong_config(folder: Folder) -> list[str]:
-    """What is wrong with the model's config, which people edit: it has no checksum, but must be JSON."""
-    if "config.json" not in folder.sizes():
-        return []
-    _, error = attempt(lambda: parse_object(folder.read("config.json"), f"{folder.url}/config.json"))
-    return [] if error is None else [str(error)]
+def _wrong_config(folder: Folder, manifest: Manifest) -> list[str]:
+    """What is wrong with the model's config, which people edit: it has no checksum, but must be there and be JSON."""
+    sizes = folder.sizes()
+    lost = [
+        f"{folder.url}/{name} is missing, but was saved with the weights: bring it back, or copy that of another step"
+        for name in manifest.beside
+        if name not in sizes
+    ]
+    if CONFIG not in sizes:
+        return lost
+    _, error = attempt(lambda: parse_object(folder.read(CONFIG), f"{folder.url}/{CONFIG}"))
+    return lost if error is None else [*lost, str(error)]
 
 
 def _wrong_alone(folder: Folder, *, deep: bool) -> list[str]:
@@ -138,7 +145,7 @@ def wrong_blocks(
 
         def is_wrong(block: Range) -> bool:
             number, begin, end = block
-            buffer = torch.empty(end - begin, dtype=torch.uint8)
+            buffer = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
             memory = bytes_of(buffer)
             source.read_into(begin, memory)
             return crc32c(memory) != expected[number]

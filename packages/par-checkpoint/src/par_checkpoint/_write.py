@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,14 +11,16 @@ import torch
 from crc32c import crc32c
 
 from ._buffers import Pool
-from ._bytes import bytes_of, copy_elements_, join_
+from ._bytes import bytes_of, copy_elements_
 from ._crc import Crc
 from ._exchange import Room, by_peer, exchange, rounds
 from ._files import BLOCK, File
 from ._pieces import Local
 from ._plan import Block, Piece, Plan, Task
 from ._ranks import Ranks
+from ._snapshot import Snapshot
 from ._storage import Staging, Writer
+from ._workers import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Work:
         ranks: Who writes together.
         staging: Where to.
         budget: Bytes that may be held beside the state.
-        threads: How many write at a time.
+        workers: Who write; one alone where a stream is written in order.
         progress: Is told of bytes that were written.
     """
 
@@ -40,63 +42,8 @@ class Work:
     ranks: Ranks
     staging: Staging
     budget: int
-    threads: int
+    workers: Workers
     progress: Callable[[int], None]
-
-
-class Snapshot:
-    """A copy of all that this rank gives, so that training may go on.
-
-    Args:
-        plan: This rank's part.
-        local: What this rank holds.
-        rank: This rank.
-        memory: Bytes to copy into; made anew if they are too few.
-        threads: How many copy.
-    """
-
-    def __init__(self, plan: Plan, local: Local, rank: int, memory: torch.Tensor | None, threads: int) -> None:
-        self._local, self._rank = local, rank
-        outgoing = {
-            (task.rank, task.turn): [piece for piece in task.pieces if piece.to != rank] for task in plan.others
-        }
-        sent = {key: local.packed_size(pieces) for key, pieces in outgoing.items()}
-        needed = sum(_aligned(task.block.size) for task in plan.mine) + sum(map(_aligned, sent.values()))
-        self.memory = memory if memory is not None and memory.numel() >= needed else _touched(needed)
-        self._used = 0
-        with ThreadPoolExecutor(threads, thread_name_prefix="par-checkpoint-copy") as pool:
-            jobs = [(task.turn, *self._copied(task, pool)) for task in plan.mine]
-        for job in (job for _, _, job in jobs if job is not None):
-            job.result()
-        self.blocks = {turn: block for turn, block, _ in jobs}
-        self._packed = {key: self._pack(outgoing[key], size) for key, size in sent.items()}
-
-    def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
-        """What goes to one rank in some of its turns, joined."""
-        begin = 0
-        for task in tasks:
-            part = self._packed[task.rank, task.turn]
-            buffer[begin : begin + part.numel()] = part
-            begin += part.numel()
-        return buffer
-
-    def _copied(self, task: Task, pool: ThreadPoolExecutor) -> tuple[torch.Tensor, Future[None] | None]:
-        """A block with this rank's pieces in it, as soon as its job, if there is one, is done."""
-        block = self._take(task.block.size)
-        own = [piece for piece in task.pieces if piece.source == self._rank]
-        runs = self._local.direct(own, task.block.size)
-        if runs is not None:  # threads of torch would wait for each other at every block
-            return block, pool.submit(join_, block, runs)
-        self._local.to_block_(own, block)
-        return block, None
-
-    def _pack(self, pieces: Sequence[Piece], size: int) -> torch.Tensor:
-        return _pack(self._local, pieces, self._take(size))
-
-    def _take(self, size: int) -> torch.Tensor:
-        part = self.memory[self._used : self._used + size]
-        self._used += _aligned(size)
-        return part
 
 
 def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tuple[list[Crc], BaseException | None]:
@@ -115,25 +62,23 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
     Raises:
         RuntimeError: Another rank is gone.
     """
-    threads = work.threads if work.staging.positional else 1  # a stream is written in order
-    with ThreadPoolExecutor(threads, thread_name_prefix="par-checkpoint-write") as pool:
-        writing = _Writing(work, snapshot, pool)
-        each = max(1, work.budget // (4 * BLOCK)) if snapshot is None else max(1, work.budget // (2 * BLOCK))
-        mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
-        try:
-            for tasks, foreign in zip(mine, others, strict=True):
-                writing.round(tasks, foreign, peers=plan.peers)
-        except BaseException:
-            writing.abort()
-            raise
-        return writing.finish()
+    writing = _Writing(work, snapshot)
+    each = max(1, work.budget // (4 * BLOCK)) if snapshot is None else max(1, work.budget // (2 * BLOCK))
+    mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
+    try:
+        for tasks, foreign in zip(mine, others, strict=True):
+            writing.round(tasks, foreign, peers=plan.peers)
+    except BaseException:
+        writing.abort()
+        raise
+    return writing.finish()
 
 
 class _Writing:
     """The state of one rank's writing."""
 
-    def __init__(self, work: Work, snapshot: Snapshot | None, pool: ThreadPoolExecutor) -> None:
-        self._work, self._snapshot, self._pool = work, snapshot, pool
+    def __init__(self, work: Work, snapshot: Snapshot | None) -> None:
+        self._work, self._snapshot = work, snapshot
         self._rank = work.ranks.rank
         self._jobs: list[Future[Crc]] = []
         self._writers: dict[int, Writer] = {}
@@ -149,13 +94,13 @@ class _Writing:
         waiting = []
         for task in tasks:
             if self._work.staging.positional and self._snapshot is None and self._is_own(task):
-                self._jobs.append(self._pool.submit(self._write_own, task))
+                self._jobs.append(self._work.workers.submit(partial(self._write_own, task)))
             else:
                 waiting.append((task, *self._assembled(task)))
         if peers:
             self._exchange(waiting, others)
         for task, block, bounce in waiting:
-            self._jobs.append(self._pool.submit(self._write_bounced, task, block, bounce))
+            self._jobs.append(self._work.workers.submit(partial(self._write_bounced, task, block, bounce)))
 
     def finish(self) -> tuple[list[Crc], BaseException | None]:
         """Waits for everything, makes it durable."""
@@ -167,7 +112,8 @@ class _Writing:
             if error is None:
                 crcs.append(job.result())
         closing = [
-            self._pool.submit(writer.abort if self._error else writer.finish) for writer in self._writers.values()
+            self._work.workers.submit(writer.abort if self._error else writer.finish)
+            for writer in self._writers.values()
         ]
         for each in closing:
             self._note(each.exception())
@@ -200,7 +146,7 @@ class _Writing:
         """A buffer that is not being written; new ones are made up to half of the budget."""
         if self._bounces < max(2, self._work.budget // (2 * BLOCK)) and self._bounce.empty():
             self._bounces += 1
-            return torch.empty(BLOCK, dtype=torch.uint8)
+            return torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
         return self._bounce.get()
 
     def _exchange(
@@ -280,12 +226,3 @@ def _pack(local: Local, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.
 
 def _of(tasks: Sequence[Task], rank: int) -> list[Task]:
     return [task for task in tasks if task.rank == rank]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
-
-
-def _touched(size: int) -> torch.Tensor:
-    """Memory whose pages are there already: the copy of the next save meets no page faults."""
-    return torch.empty(size, dtype=torch.uint8).fill_(1)

@@ -1,0 +1,104 @@
+"""What `save` returns: a save, done or under way."""
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class Save:
+    """A save, done or under way.
+
+    Args:
+        path: Where to.
+        timeout: Seconds that it waits for a rank that does not answer.
+
+    Attributes:
+        blocked_seconds: How long `save`, `wait_for_copy` and optimizers that waited for the copy kept the trainer.
+    """
+
+    def __init__(self, path: str, timeout: float) -> None:
+        self.path = path
+        self.timeout = timeout
+        self.blocked_seconds = 0.0
+        self._thread: threading.Thread | None = None
+        self._copied: threading.Event | None = None
+        self._hook: RemovableHandle | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait_for_copy(self) -> None:
+        """Waits until weights and optimizer state may change again; cheap where they may already.
+
+        Only after `copy="background"` is there something to wait for, and every torch optimizer's `step` waits by
+        itself. Not collective; what goes wrong is raised by `wait`.
+        """
+        self._wait_for_copy()
+        self._unhook()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is there whole.
+
+        Raises:
+            CheckpointError, OSError: It could not be written; what was there before is still there.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        atexit.unregister(self._tell)
+        self._unhook()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _start(self, work: Callable[[threading.Event], None], *, copied: bool) -> None:
+        """Goes on in a thread; the interpreter waits for it at exit.
+
+        Args:
+            work: What to do; it sets the event as soon as the copy is made.
+            copied: Whether that is so already.
+        """
+        event = threading.Event()
+
+        def run() -> None:
+            try:
+                work(event)
+            except BaseException as error:  # raised by wait(), by the next save, or told at exit
+                self._error = error
+            finally:
+                event.set()
+
+        atexit.register(self._tell)
+        if not copied:
+            self._copied = event
+            # Of all optimizers, for what steps may wrap the given one, or not be given at all. It cannot remove itself:
+            # torch iterates over the hooks when it calls them.
+            self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(lambda *_: self._wait_for_copy()))
+        self._thread = threading.Thread(target=run, name="par-checkpoint-save")
+        self._thread.start()
+
+    def _wait_for_copy(self) -> None:
+        if self._copied is not None and not self._copied.is_set():
+            begin = time.perf_counter()
+            self._copied.wait()
+            self.blocked_seconds += time.perf_counter() - begin
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _tell(self) -> None:
+        """At exit, an error that nobody has asked for."""
+        if self._error is not None:
+            sys.stderr.write(f"par-checkpoint: the save to {self.path!r} failed: {self._error}\n")

@@ -1,0 +1,92 @@
+"""par-checkpoint on a GPU: a copy to pinned memory, on a stream of its own, while training goes on."""
+
+import pytest
+import torch
+from torch import nn
+
+from par_checkpoint import CheckpointError, load, save, verify
+from par_checkpoint._session import session_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+
+def training(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1023, 2047), nn.BatchNorm1d(2047), nn.Linear(2047, 15)).cuda()
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())  # not in one piece on the disk
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+def backward(model):
+    model(torch.randn(64, 1023, device="cuda")).square().mean().backward()
+
+
+def everything(model, optimizer):
+    slots = {
+        f"{number}.{slot}": value
+        for number, state in optimizer.state_dict()["state"].items()
+        for slot, value in state.items()
+    }
+    return {name: each.detach().clone() for name, each in {**model.state_dict(), **slots}.items()}
+
+
+@pytest.mark.parametrize("copy", ["blocking", "background"])
+def test_what_is_saved_is_of_the_call_although_the_gpu_is_behind_and_training_goes_on(tmp_path, copy):
+    model, optimizer = training()
+    for number in range(3):
+        backward(model)
+        torch.cuda._sleep(100_000_000)  # the step is still to come when `save` is called
+        optimizer.step()
+        expected = everything(model, optimizer)
+        handle = save(tmp_path / f"{number}", model=model, optimizer=optimizer, async_=True, copy=copy)
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+        handle.wait()
+        assert session_of(None, handle.timeout).memory.is_pinned()
+        assert verify(tmp_path / f"{number}") == []
+        other, its = training(seed=1)
+        load(tmp_path / f"{number}", model=other, optimizer=its)
+        found = everything(other, its)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name].cpu(), expected[name].cpu()) for name in expected)
+
+
+def test_what_is_freed_at_once_is_saved_whole(tmp_path):
+    """Its memory is not given to others before it is copied."""
+    weight = nn.Parameter(torch.ones(1 << 26, device="cuda"))
+    handle = save(tmp_path / "c", model={"w": weight}, async_=True, copy="background")
+    del weight
+    for _ in range(10):
+        torch.zeros(1 << 26, device="cuda")
+    handle.wait()
+    found = torch.empty(1 << 26)
+    load(tmp_path / "c", model={"w": found})
+    assert bool((found == 1).all())
+
+
+def test_training_on_another_stream_is_waited_for(tmp_path):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        weight = nn.Parameter(torch.zeros(1 << 24, device="cuda"))
+        torch.cuda._sleep(100_000_000)
+        weight.data.fill_(1)
+        handle = save(tmp_path / "c", model={"w": weight}, async_=True, copy="background")
+        handle.wait_for_copy()
+        weight.data.fill_(2)
+    handle.wait()
+    found = torch.empty(1 << 24)
+    load(tmp_path / "c", model={"w": found})
+    assert bool((found == 1).all())
+
+
+def test_a_change_before_the_copy_is_refused(tmp_path):
+    weight = nn.Parameter(torch.ones(1 << 28, device="cuda"))
+    torch.cuda.synchronize()
+    handle = save(tmp_path / "c", model={"w": weight}, async_=True, copy="background")
+    with torch.no_grad():
+        weight.zero_()  # a gigabyte takes longer to copy than this takes to be told
+    with pytest.raises(CheckpointError, match="'w' was changed while the save copied it"):
+        handle.wait()
