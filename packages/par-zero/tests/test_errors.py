@@ -1,5 +1,6 @@
 """Mistakes end in one clear error on every rank, before any other collective; failures leave nobody waiting."""
 
+import copy
 import os
 import signal
 
@@ -10,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from par_groups import gradients
 from par_testing import count_collectives
 from par_zero import ShardOptions, no_sync, reset, shard, summon
 
-from .helpers import STAGES, adamw, assert_near, batch, copies, joint, loss_of, mlp, sgd, sharded, whole
+from .helpers import STAGES, adamw, assert_near, batch, copies, joint, loss_of, mlp, sgd, sharded, train, whole
 
 stages = pytest.mark.parametrize("stage", STAGES)
 
@@ -81,7 +83,13 @@ def with_optimizer(make):
     return {"module": module, "optimizer": make(module.parameters())}
 
 
+def lacks_one():
+    module = mlp()
+    return {"module": module, "optimizer": adamw(list(module.parameters())[:-1])}
+
+
 MISTAKES = {
+    "an optimizer that lacks a parameter": (lacks_one, ["'2.2.bias'", "AdamW", "requires_grad_(False)"]),
     "an optimizer that has stepped": (stepped, ["AdamW", "stepped already"]),
     "parameters of another module": (foreign, ["param_groups[0].params[0]", "AdamW"]),
     "the meta device": (on_meta, ["'weight'", "meta"]),
@@ -115,9 +123,66 @@ def test_dtensor_parameters_are_refused():
     refused(ValueError, "'0.0.weight'", "DTensor", **distributed_tensors())
 
 
+TYPES = {
+    "buckets": 3,
+    "bucket": "25MB",
+    "param_dtype": "bfloat16",
+    "reduce_dtype": 16,
+    "atomic": "no",
+    "units": None,
+    "module": "mlp",
+    "optimizer": "adamw",
+}
+
+
 @pytest.mark.ranks(2)
-def test_an_unknown_option_is_an_error():
-    refused(TypeError, "buckets", buckets=3)
+def test_an_unknown_option_or_another_type_is_an_error():
+    for name, value in TYPES.items():
+        refused(TypeError, name, **{"stage": 3, name: value})
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        refused(ValueError, "reduce_dtype", str(dtype), reduce_dtype=dtype)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_function_for_units_raises_on_one_rank_is_told_to_the_other():
+    def units(_):
+        if dist.get_rank() == 1:
+            raise KeyError("mine")
+        return True
+
+    refused(KeyError if dist.get_rank() == 1 else ValueError, "mine", units=units, stage=3)
+
+
+@pytest.mark.ranks(2)
+def test_replicas_that_share_are_refused():
+    refused(ValueError, "replicas", "[0, 1]", replicas=dist.group.WORLD)
+
+
+@pytest.mark.ranks(2)
+def test_a_param_group_that_comes_later_is_refused():
+    module, optimizer = sharded(mlp(), 1)
+    with pytest.raises(ValueError, match=r"\['lr', 'params'\] came after shard"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 1.0})
+    assert len(optimizer.param_groups) == 1
+    train(module, optimizer, [[batch(0, width=8)]])
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_sharded_module_is_not_copied(stage):
+    module, _ = sharded(mlp(), stage)
+    with pytest.raises(TypeError, match=r"neither copied nor pickled; .* before shard"):
+        copy.deepcopy(module)
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_who_asks_the_module_for_gradients_is_told_where_they_are(stage):
+    module, optimizer = sharded(mlp(), stage)
+    loss_of(module, batch(0, width=8)).backward()
+    with pytest.raises(RuntimeError, match=r"'0\.0\.weight' lives in its optimizer's flat tensors"):
+        list(gradients(module))
+    assert list(gradients(optimizer))
 
 
 @pytest.mark.parametrize("mistake", ["an optimizer that has stepped", "nothing in it", "units of others"])

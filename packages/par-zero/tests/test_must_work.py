@@ -1,6 +1,8 @@
 """What training loops do beside the plain step: at every stage it gives what one model on all data gives."""
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -232,6 +234,20 @@ def test_a_branch_may_run_on_one_rank_only(stage):
 
 
 @stages
+@pytest.mark.ranks(4)
+def test_what_only_the_first_of_many_microbatches_uses_is_trained(stage):
+    """A count of its users that doubles with each sum over ranks would overflow to none."""
+    module, optimizer = sharded(Branching(), stage, sgd)
+    before = whole(module)
+    for number in range(18):
+        module(batch(0, width=8), (0, 1) if number == 0 else (0,)).square().mean().backward()
+    optimizer.step()
+    after = whole(module)
+    assert not torch.equal(before["branches.1.weight"], after["branches.1.weight"])
+    assert torch.equal(before["branches.2.weight"], after["branches.2.weight"])
+
+
+@stages
 @pytest.mark.ranks(2)
 def test_two_forwards_before_one_backward(stage):
     module, optimizer = sharded(mlp(), stage)
@@ -441,6 +457,53 @@ def test_what_is_written_inside_summon_stays(stage):
         train(module, optimizer, [[data]])
         for each in whole(module).values():  # AdamW's first step is lr at most, and decay
             torch.testing.assert_close(each.float(), torch.full_like(each.float(), 0.25), rtol=0, atol=0.012)
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_what_load_state_dict_writes_stays(stage):
+    """At stage 3 within summon; copies of more digits follow."""
+    for dtype in (None, torch.bfloat16):
+        module, optimizer = sharded(mlp(), stage, sgd, param_dtype=dtype)
+        train(module, optimizer, [[batch(0, width=8).to(dtype)]])
+        optimizer.param_groups[0]["lr"] = 0.0
+        with summon(module) if stage == 3 else nullcontext():
+            module.load_state_dict(mlp(seed=1).state_dict())
+        train(module, optimizer, [[batch(0, width=8).to(dtype)]])
+        expected = mlp(seed=1) if dtype is None else mlp(seed=1).to(dtype)
+        assert_same(whole(module), copies(expected))
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_what_nobody_holds_any_more_is_freed(stage):
+    module, optimizer = sharded(mlp(), stage)
+    train(module, optimizer, [[batch(0, width=8)]])
+    seen = [weakref.ref(each) for each in (module, optimizer, next(module.parameters()))]
+    del module, optimizer
+    gc.collect()
+    assert [each() for each in seen] == [None, None, None]
+
+
+@stages
+@pytest.mark.ranks(2)
+def test_a_gradient_of_a_gradient_within_no_sync(stage):
+    """Stage 3 gives parameters back after the first pass, unless it is told that another one comes."""
+
+    def penalised(model, x):
+        loss = loss_of(model, x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+    module, optimizer = sharded(mlp(), stage, sgd)
+    reference, its = alone(sgd)
+    for step in range(3):
+        with no_sync(module):
+            loss = penalised(module, batch(step, width=8).requires_grad_())
+        step_alone(module, optimizer, loss)
+        both = [penalised(reference, batch(step, rank, width=8).requires_grad_()) for rank in range(2)]
+        step_alone(reference, its, sum(both) / 2)
+    assert_near(whole(module), copies(reference))
 
 
 @pytest.mark.ranks(2)

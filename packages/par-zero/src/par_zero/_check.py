@@ -20,8 +20,12 @@ ENGINE = "par_zero"
 
 
 def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: ShardOptions) -> None:
-    """Raises ValueError for what cannot be sharded, as this rank sees it."""
-    if stage not in (0, 1, 2, 3):
+    """Raises ValueError or TypeError for what cannot be sharded, as this rank sees it."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ValueError(f"stage is {stage!r}; it can be 0, 1, 2 or 3")
     if any(ENGINE in each.__dict__ for each in module.modules()):
         raise ValueError("the module, or a part of it, is sharded already; shard once")
@@ -50,6 +54,13 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer, options: ShardOpti
         for key, value in group.items():
             if isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"param_groups[{number}][{key!r}] of the {kind} is NaN; give a number")
+    listed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter, name in names.items():
+        if parameter.requires_grad and parameter not in listed:
+            raise ValueError(
+                f"{name!r} wants gradients, but the {kind} does not have it, so each rank would keep its own; give it "
+                "to the optimizer, or call requires_grad_(False)"
+            )
     if not options.atomic and optimizer.param_groups and not works_flat(optimizer, optimizer.param_groups[0]):
         raise ValueError(
             f"{kind} does not treat each element by itself, so its parameters cannot be cut; pass atomic=True, which "
@@ -57,12 +68,26 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer, options: ShardOpti
         )
 
 
+def check_groups(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
+    """Raises ValueError where a rank would be a replica of one that it shares with."""
+    if replicas is not None:
+        near, far = (sorted(dist.get_process_group_ranks(each)) for each in (group, replicas))
+        if set(near) & set(far) != {dist.get_rank()}:
+            raise ValueError(
+                f"replicas are the ranks {far}, and group the ranks {near}; a rank's replicas are itself and ranks of "
+                "other groups"
+            )
+
+
 def described(
     members: Sequence[Member], place_of: Mapping[nn.Parameter, Place], stage: int, options: ShardOptions
 ) -> str:
     """What all ranks must have alike."""
     parts = [
-        (each.names, tuple(each.shape), str(each.parameter.dtype), each.group, place_of[each.parameter])
+        (
+            *(each.names, tuple(each.shape), str(each.parameter.dtype), each.group, place_of[each.parameter]),
+            each.parameter.requires_grad and each.group < 0,
+        )
         for each in members
     ]
     fields = (stage, options.bucket, options.param_dtype, options.reduce_dtype, options.reduce, options.atomic)

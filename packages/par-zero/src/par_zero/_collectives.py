@@ -1,8 +1,9 @@
 """Reduce-scatter and all-gather in place on flat buffers.
 
 gloo's own reduce-scatter moves as many bytes as an all-reduce. So there it is an all-to-all and a sum of what arrives,
-in the order of the ranks: half the bytes, and the same rounding however the buffer is cut. Its all-gather fills a
-buffer of its own and copies from there. So there it is a broadcast of each share to its place: half the time.
+in the order of the ranks: half the bytes, and the same rounding however the buffer is cut. Its all-gather goes around a
+ring into a buffer of its own and copies from there. So there every rank sends its share to all others at once, to its
+place; between two ranks gloo's threads do that by broadcasts, while the caller's goes on.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from par_groups import backend_of
+
 from ._buffers import Buffers
+
+_TAG = 7_213_000
+"""Of messages from here, so that they are taken for nobody else's between the same ranks."""
 
 
 class Handle:
@@ -63,7 +69,8 @@ def reduce_scatter(
 
         return Handle([work], finish)
     total = torch.empty(flat.numel() // ranks, dtype=flat.dtype, device=flat.device)
-    work = dist.reduce_scatter_tensor(total, flat, group=group, async_op=True)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
+    work = scatter(total, flat, group=group, async_op=True)
     return Handle([work], lambda: _put(total, into, scale=scale))
 
 
@@ -71,21 +78,23 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
     """Gives every rank all shares: (n) elements of each rank become (N * n). `share` may be its own place in `flat`."""
     ranks = dist.get_world_size(group)
     if ranks == 1 or _is_gloo(flat, group):
-        places = flat.chunk(ranks)
-        mine = places[dist.get_rank(group)]
-        if share.data_ptr() != mine.data_ptr():
-            mine.copy_(share)
-        sources = range(ranks) if ranks > 1 else ()
-        return Handle([dist.broadcast(places[each], group=group, group_src=each, async_op=True) for each in sources])
+        places, rank = flat.chunk(ranks), dist.get_rank(group)
+        if share.data_ptr() != places[rank].data_ptr():
+            places[rank].copy_(share)
+        if ranks == 2:
+            return Handle([dist.broadcast(places[each], group=group, group_src=each, async_op=True) for each in (0, 1)])
+        others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same one first
+        here = [dist.irecv(places[each], group=group, group_src=each, tag=_TAG) for each in others]
+        return Handle([*here, *(dist.isend(share, group=group, group_dst=each, tag=_TAG) for each in others)])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     return Handle([gather(flat, share, group=group, async_op=True)])
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Handle:
-    """Sums a tensor over the ranks of a group, in place."""
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Handle:
+    """Sums a tensor over the ranks of a group, in place, or what else `op` says."""
     if dist.get_world_size(group) == 1:
         return Handle([])
-    return Handle([dist.all_reduce(tensor, group=group, async_op=True)])
+    return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)])
 
 
 def _sum(rows: torch.Tensor, into: torch.Tensor) -> None:
@@ -103,4 +112,4 @@ def _put(total: torch.Tensor, into: torch.Tensor, *, scale: float) -> None:
 
 
 def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.device.type == "cpu" and dist.get_backend(group) in ("gloo", "cpu:gloo,cuda:nccl")
+    return backend_of(group, tensor.device.type) == "gloo"

@@ -11,10 +11,12 @@ step       the optimizer updates its flat slices in one fused call each
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
+
+from par_groups import backend_of
 
 from ._buffers import Buffers
 from ._chunk import Chunk
@@ -39,6 +41,11 @@ class Groups:
     def pair(self) -> bool:
         """Whether there are two ranks in all: a sum of two is the same in either order, so any all-reduce will do."""
         return self.replicas is None and dist.get_world_size(self.shards) == 2
+
+    def device_of_flags(self, device: torch.device) -> torch.device:
+        """The CPU, unless a group is one of NCCL alone; then the chunks' device."""
+        groups = [self.shards] if self.replicas is None else [self.shards, self.replicas]
+        return torch.device("cpu") if all(backend_of(each, "cpu") for each in groups) else device
 
     @property
     def scale(self) -> float:
@@ -71,13 +78,12 @@ class Reducer:
         self._any = False  # whether a gradient has arrived in this pass; it may be one for inputs alone
         self._launched = 0
         self._complete: set[int] = set()
-        self._moving: list[Iterator[Handle]] = []
-        self._handles: dict[int, Handle] = {}
+        self._moving: list[Reduction] = []
         self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]
         for chunk in chunks:
             chunk.begin()
             for index, member in enumerate(chunk.members):
-                _on_gradient(member.parameter, partial(self._arrived, chunk, index))
+                _on_gradient(member.parameter, _weakly(self._arrived, chunk.number, index))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -108,8 +114,8 @@ class Reducer:
 
     def reset(self) -> None:
         """Forgets a pass that failed, gradients included."""
-        for handle in self._handles.values():
-            handle.wait()  # it writes into buffers that the next pass uses
+        for each in self._moving:
+            each.handle.wait()  # it writes into buffers that the next pass uses
         self.forget(self._chunks)
         self._begin()
 
@@ -119,8 +125,9 @@ class Reducer:
             self._running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _arrived(self, chunk: Chunk, index: int, _: torch.Tensor) -> None:
+    def _arrived(self, number: int, index: int) -> None:
         """A gradient is there."""
+        chunk = self._chunks[number]
         self.start()
         self._any = True
         if not chunk.ready[index]:
@@ -143,23 +150,22 @@ class Reducer:
             self._launch(self._chunks[self._launched])
 
     def _launch(self, chunk: Chunk) -> None:
-        """Begins to reduce a chunk. All ranks do so in one order, and have two under way at most."""
+        """Begins to reduce a chunk. All ranks do so in one order."""
         self._launched += 1
         self._make_room()
-        steps = self._reduction(chunk)
-        self._moving.append(steps)
-        self._handles[id(steps)] = next(steps)
+        self._moving.append(Reduction(self._reduction(chunk)))
 
     def _make_room(self) -> None:
-        """Ends the older of two reductions."""
-        if len(self._moving) == 2:
-            self._drain(self._moving.pop(0))
+        """Brings the older of two reductions to its second collective, and those before it to their next."""
+        first = [each for each in self._moving if each.first]
+        if len(first) == 2:
+            self._advance(self._moving[: self._moving.index(first[1])])
 
-    def _drain(self, steps: Iterator[Handle]) -> None:
-        """Brings a reduction to its end."""
-        self._handles.pop(id(steps)).wait()
-        for handle in steps:
-            handle.wait()
+    def _advance(self, some: Sequence["Reduction"]) -> None:
+        """Waits for the collectives of some reductions and begins the next ones; what then waits is sent meanwhile."""
+        for each in list(some):
+            if each.ended():
+                self._moving.remove(each)
 
     def _reduction(self, chunk: Chunk) -> Iterator[Handle]:
         """The collectives of one chunk, each begun when the one before has arrived."""
@@ -173,12 +179,12 @@ class Reducer:
             chunk.reduced_(self._stage, into, self._gradients)
             return
         yield reduce_scatter(gradient, into, groups.shards, scale=groups.scale, buffers=self._received)
+        chunk.reduced_(self._stage, into, self._gradients)  # the next chunk may have its buffer
         if groups.replicas is not None:
             yield all_reduce(into, groups.replicas)
         chunk.add_earlier_(into)
         if self._stage == 0:
             yield all_gather(gradient, into, groups.shards)
-        chunk.reduced_(self._stage, into, self._gradients)
 
     def _finish(self) -> None:
         """The end of a backward pass."""
@@ -186,15 +192,14 @@ class Reducer:
             if chunk.number not in self._complete and (self.sync or any(chunk.ready)):
                 self._completed(chunk)
         if self.sync and self._any:
-            flags = torch.cat(self._used)
-            told = all_reduce(flags, self._groups.shards)
-            for steps in self._moving:
-                self._drain(steps)
-            self._moving.clear()
+            flags = torch.cat(self._used).to(self._groups.device_of_flags(self._chunks[0].share.device))
+            told = all_reduce(flags, self._groups.shards, dist.ReduceOp.MAX)
+            while self._moving:
+                self._advance(self._moving)
             told.wait()
             if self._groups.replicas is not None:
-                all_reduce(flags, self._groups.replicas).wait()
-            self._used = list(flags.split([len(chunk.members) for chunk in self._chunks]))
+                all_reduce(flags, self._groups.replicas, dist.ReduceOp.MAX).wait()
+            self._used = list(flags.cpu().split([len(chunk.members) for chunk in self._chunks]))
             for chunk in self._chunks:
                 chunk.bind_gradients(self._stage)
         self._begin()
@@ -205,9 +210,43 @@ class Reducer:
         self._running, self._any, self._launched = False, False, 0
         self._complete.clear()
         self._moving.clear()
-        self._handles.clear()
         for chunk in self._chunks:
             chunk.begin()
+
+
+class Reduction:
+    """The reduction of a chunk under way.
+
+    Args:
+        steps: Its collectives, each begun when the one before has arrived; the first begins here.
+
+    Attributes:
+        handle: Of the collective under way.
+        first: Whether that is the first.
+    """
+
+    def __init__(self, steps: Iterator[Handle]) -> None:
+        self._steps, self.handle, self.first = steps, next(steps), True
+
+    def ended(self) -> bool:
+        """Waits for the collective under way, and begins the next; whether there is none."""
+        self.handle.wait()
+        following = next(self._steps, None)
+        if following is not None:
+            self.handle, self.first = following, False
+        return following is None
+
+
+def _weakly(method: Callable[[int, int], None], number: int, index: int) -> Callable[[torch.Tensor], None]:
+    """A hook that keeps nothing alive: the garbage collector does not see through the hooks of a tensor."""
+    weak = WeakMethod(method)
+
+    def hook(_: torch.Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(number, index)
+
+    return hook
 
 
 def _on_gradient(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:

@@ -21,6 +21,7 @@ class ShardOptions:
         atomic: For optimizers that are not element-wise (Muon, Adafactor): keeps every parameter whole on one rank.
 
     Raises:
+        TypeError: A value of another type.
         ValueError: A value that is none of these.
     """
 
@@ -32,10 +33,16 @@ class ShardOptions:
     atomic: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool):
+            raise TypeError(f"bucket is {self.bucket!r}; give a whole number of bytes, such as 10_000_000")
+        if not isinstance(self.atomic, bool):
+            raise TypeError(f"atomic is {self.atomic!r}; give True or False")
         if self.bucket < 1:
             raise ValueError(f"bucket is {self.bucket} bytes; give 1 or more")
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce is {self.reduce!r}; it can be 'mean' or 'sum'")
         for name, dtype in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} is {dtype}; give a floating-point dtype")
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{name} is {dtype!r}; give a dtype, such as torch.bfloat16")
+            if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+                raise ValueError(f"{name} is {dtype}; give a floating-point dtype of 16 bits or more")

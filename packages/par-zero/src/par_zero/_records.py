@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import Segment, Segments, Sharding, cut, set_segments, set_sharding, sharding_of, whole
+from par_groups import (
+    Segment,
+    Segments,
+    Sharding,
+    cut,
+    set_gradient_elsewhere,
+    set_segments,
+    set_sharding,
+    sharding_of,
+    whole,
+)
 
 from ._chunk import Chunk
 
@@ -73,6 +83,8 @@ def record_(
                 set_sharding(member.parameter, part)
             elif record.boxes:
                 set_sharding(member.parameter, record)
+            if member.group >= 0:
+                set_gradient_elsewhere(member.parameter, "its optimizer's flat tensors")
         for each in chunk.slices:
             segments = []
             for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):

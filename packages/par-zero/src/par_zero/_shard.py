@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from par_groups import on_written
 
 from ._build import Plan, make_chunks, members_of
-from ._check import ENGINE, check, check_alike, described
+from ._check import ENGINE, check, check_alike, check_groups, described
 from ._engine import Groups
 from ._gather import Unit
 from ._options import ShardOptions
 from ._records import SameShare, record_, record_of
-from ._units import called, choose_units, places
+from ._units import Place, called, choose_units, places
 from ._zero import Zero
 
 
@@ -37,8 +37,8 @@ def shard(
     Args:
         module: On its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an actor and a
             critic that share an optimizer; `no_sync`, `summon` and `reset` of an item are those of all.
-        optimizer: Made from the module's parameters, before any step; None if the module is only run, or trained by
-            something that reads `gradients`.
+        optimizer: Made from the module's parameters, all that want gradients, before any step; None if the module is
+            only run.
         stage: What is not kept twice: 0 nothing (what DistributedDataParallel does), 1 the optimizer's state,
             2 gradients too, 3 parameters too.
         group: The ranks with different data that share the work.
@@ -53,17 +53,19 @@ def shard(
     """
     problem, members, options = None, [], ShardOptions()
     modules: list[list[nn.Module]] = [[module]]
+    place_of: dict[nn.Parameter, Place] = {}
     try:
         options = ShardOptions(**keywords)
         check(module, optimizer, stage, options)
+        check_groups(group, replicas)
+        if stage == 3:
+            modules = choose_units(module, options.units, options.bucket)
+        place_of = places(module, modules)
         members = members_of(module, optimizer, stage)
         if not members:
             raise ValueError("the module has no parameters to shard; give one that has, or leave it alone")
-        if stage == 3:
-            modules = choose_units(module, options.units, options.bucket)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
-    place_of = places(module, modules)
     ranks = check_alike(problem, described(members, place_of, stage, options), group, replicas)
     _same_everywhere_([member.parameter for member in members], group, replicas)
     records = {member.parameter: record_of(member.parameter, ranks) for member in members}

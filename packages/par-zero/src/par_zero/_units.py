@@ -39,6 +39,7 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
         bucket: Bytes.
 
     Raises:
+        TypeError: What is neither a word, nor a function, nor modules.
         ValueError: A word that is not "auto", or a module that is not in the root.
     """
     if isinstance(units, str):
@@ -47,6 +48,8 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
         return [[root], *_automatic(root, bucket)]
     if callable(units):
         chosen = [each for each in root.modules() if units(each)]
+    elif not isinstance(units, Iterable):
+        raise TypeError(f"units is {units!r}; give 'auto', a function of a module, or a list of modules")
     else:
         known = {id(each) for each in root.modules()}
         chosen = list(units)

@@ -51,8 +51,10 @@ class Zero:
             rewire_(optimizer, trained, stage)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
-            optimizer.__dict__["zero_grad"] = self.zero_grad
+            optimizer.__dict__.update(zero_grad=self.zero_grad, add_param_group=_refuse_group)
         module.__dict__.update(zero_grad=self.zero_grad, no_sync=self.no_sync)
+        for each in dict.fromkeys((module, *called(module))):
+            each.register_load_state_dict_post_hook(self.refresh)
         for number, item in enumerate(called(module)):
             if item is not module:
                 item.__dict__.update(zero_grad=partial(self._zero_grad_of, number), no_sync=self.no_sync)
@@ -103,6 +105,12 @@ class Zero:
             elif chunk.master is not chunk.flat and not self.stage:
                 chunk.master.copy_(chunk.flat)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a sharded module can be neither copied nor pickled; do that before shard(), or with its state_dict() "
+            "within summon()"
+        )
+
     def _expect_backward(self, _: nn.Module, __: Any, output: Any) -> None:
         """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
         tensors = [each for each in tensors_of(output) if each.requires_grad]
@@ -150,3 +158,11 @@ class Zero:
         if chunk.master is not mine:
             mine.copy_(chunk.master)
         return all_gather(chunk.flat, chunk.share, self.groups.shards) if self.stage in (1, 2) else Handle([])
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    """Instead of the optimizer's `add_param_group`."""
+    raise ValueError(
+        f"a param group with {sorted(param_group)} came after shard(), where nothing would reduce its gradients; give "
+        "the optimizer all parameters before, frozen ones too"
+    )
