@@ -1,5 +1,7 @@
 """Mistakes are errors on all ranks, before anything has changed."""
 
+import copy
+import io
 import math
 
 import pytest
@@ -50,6 +52,21 @@ def on_meta():
         return given(nn.Linear(2, 2))
 
 
+def half(dtype, precision):
+    module = model().to(dtype)
+    return given(module, precision)
+
+
+def mixed_before():
+    module = model()
+    mixed(module, adamw(module), "bf16", accumulate_fp32=True)
+    return given(module)
+
+
+def without_float8():
+    return given(nn.Sequential(nn.Linear(15, 16), nn.LayerNorm(16)), "fp8")
+
+
 def foreign(masters, weights):
     """What a package that keeps masters of its own has made."""
     module = nn.Linear(4, 4).to(weights)
@@ -63,6 +80,15 @@ MISTAKES = {
     "clip_value 0": (lambda: given(clip_value=0), ValueError, "clip_value is 0"),
     "two ways to clip": (lambda: given(clip_value=1, clip_norm=1), ValueError, "give one of them"),
     "a scale of 0": (lambda: given(precision="fp16", scale=0), ValueError, "scale is 0"),
+    "a scale of words": (lambda: given(scale="dynamic"), TypeError, "scale is a str; give a number above 0"),
+    "whole numbers as outputs": (lambda: given(output_dtype=torch.int32), ValueError, "output_dtype is torch.int32"),
+    "a dtype's name": (lambda: given(output_dtype="float32"), ValueError, "output_dtype is 'float32'"),
+    "moments in fp16": (lambda: given(precision="bf16-sr", moments=torch.float16), ValueError, "moments in torch.flo"),
+    "bf16 weights without masters": (lambda: half(torch.bfloat16, "fp32"), ValueError, "use 'bf16', which makes fp32"),
+    "fp16 weights under autocast": (lambda: half(torch.float16, "fp16-amp"), ValueError, "use 'fp16', which makes"),
+    "a module that has masters": (mixed_before, ValueError, "has an fp32 master in an optimizer that was mixed before"),
+    "nothing that float8 can multiply": (without_float8, ValueError, "'fp8' is for linear layers .*; use 'bf16'"),
+    "LBFGS": (lambda: given(optimizer=torch.optim.LBFGS(model().parameters())), TypeError, "LBFGS computes gradients"),
     "max_skipped 0": (lambda: given(max_skipped=0), ValueError, "max_skipped is 0"),
     "a bucket of nothing": (lambda: given(bucket=0), ValueError, "bucket is 0"),
     "an unknown precision": (lambda: given(precision="fp4"), ValueError, "precision is 'fp4'"),
@@ -102,9 +128,40 @@ def test_a_mistake_is_named_with_a_remedy(mistake):
     make, kind, words = MISTAKES[mistake]
     arguments = make()
     dtypes = [p.dtype for p in arguments["module"].parameters()]
+    held = [id(p) for group in getattr(arguments["optimizer"], "param_groups", ()) for p in group["params"]]
     with pytest.raises(kind, match=words):
         mixed(**arguments)
     assert [p.dtype for p in arguments["module"].parameters()] == dtypes
+    after = [id(p) for group in getattr(arguments["optimizer"], "param_groups", ()) for p in group["params"]]
+    assert after == held
+
+
+def test_frozen_half_precision_weights_may_lie_under_trained_fp32_ones():
+    module = model()
+    module[0].bfloat16().requires_grad_(False)
+    mixed(module, adamw(module), "bf16-amp")[0](torch.ones(2, 16)).sum().backward()
+    assert module[0].weight.dtype == torch.bfloat16
+
+
+def test_a_copy_of_a_mixed_module_can_be_mixed():
+    module = mixed_before()["module"]
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        _, optimizer = mixed(other, adamw(other), "bf16")
+        optimizer.backward(other(torch.ones(2, 16)).sum())
+        assert optimizer.step().grad_norm > 0
+
+
+@pytest.mark.ranks(2)
+def test_a_stage_without_linear_layers_is_no_mistake_where_another_has_them():
+    module = model() if dist.get_rank() else nn.Embedding(4, 16)
+    module, optimizer = mixed(module, adamw(module), "fp8", group=dist.group.WORLD)
+    optimizer.backward(module(torch.ones(2, 16) if dist.get_rank() else torch.tensor([1])).sum())
+    assert optimizer.step().grad_norm > 0
+    with pytest.raises(ValueError, match="'fp8' is for linear layers"):
+        mixed(**without_float8(), group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize("mistake", ["clip_norm NaN", "tf32 on a CPU", "complex parameters", "no optimizer"])
@@ -154,6 +211,9 @@ def test_ddp_around_a_module_that_is_to_be_cast_is_refused_and_around_a_mixed_on
     module = model()
     module, optimizer = mixed(module, adamw(module), "bf16", clip_norm=1.0)
     wrapper = DistributedDataParallel(module)
+    taking = DistributedDataParallel(mixed(**given(accumulate_fp32=True))[0])
+    with pytest.raises(RuntimeError, match="before DistributedDataParallel averages them"):
+        taking(torch.ones(2, 16))
     optimizer.backward(wrapper(torch.full((2, 16), float(dist.get_rank()))).square().mean())
     norm = optimizer.step().grad_norm
     both = [torch.zeros((), dtype=torch.float64) for _ in range(2)]

@@ -1,5 +1,6 @@
 """Float8 products: the quantisation equals a model in fp64 bit for bit, and the rest is the linear algebra of it."""
 
+import copy
 import math
 
 import pytest
@@ -228,6 +229,12 @@ def test_an_optimizer_made_before_conversion_trains_the_layer():
     assert not torch.equal(layer.weight, before)
 
 
+def test_a_flag_of_that_name_is_no_place_for_a_product():
+    module = nn.Sequential(nn.Linear(16, 16), nn.Conv2d(1, 1, 1))
+    module[1].in_features, module[1].out_features, module[1].linear = 16, 16, True
+    assert convert_to_float8_(module)[1].linear is True
+
+
 def test_a_filter_chooses_by_name_and_layer():
     module = convert_to_float8_(Twice(), lambda name, linear: "blocks" in name and linear.out_features == 48)
     assert [name for name, each in module.named_modules() if isinstance(each, Float8Linear)] == ["blocks.0"]
@@ -330,3 +337,53 @@ def test_a_layer_of_another_class_that_lets_its_product_be_replaced_multiplies_f
     assert convert_to_float8_(layer) is layer
     assert torch.equal(layer(x), expected)
     assert not torch.equal(before, expected)
+
+
+# Weight gradients that are put off
+
+
+def hooked(make, dtype):
+    """A float8 layer whose weight gradients are put off, one whose are not, and what was put off."""
+    torch.manual_seed(0)
+    plain = convert_to_float8_(nn.Sequential(make().to(dtype)))[0]
+    layer, later = copy.deepcopy(plain), []
+    layer.weight_grad_hook = later.append
+    return layer, plain, later
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(32, 16), OfAnotherClass])
+def test_a_weight_gradient_that_is_put_off_is_the_same_later_bit_for_bit(make, dtype):
+    for rows, autocast in ((5, False), (17, True)):
+        for listened in (True, False):
+            layer, plain, later = hooked(make, dtype)
+            fired = []
+            layer.weight.register_hook(lambda _: fired.append("tensor"))  # noqa: B023
+            layer.weight.register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))  # noqa: B023
+            for turn in range(2):
+                here = randn(rows, 32, seed=turn, dtype=dtype).requires_grad_()
+                there = here.detach().clone().requires_grad_()
+                before = None if layer.weight.grad is None else layer.weight.grad.clone()
+                for each, x in ((layer, here), (plain, there)):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        y = each(x)
+                    y.float().square().sum().backward()
+                assert torch.equal(here.grad, there.grad)
+                assert (layer.weight.grad is None) if before is None else torch.equal(layer.weight.grad, before)
+                (closure,) = later
+                assert closure.weight is layer.weight
+                closure(listened=listened)
+                later.clear()
+                assert torch.equal(layer.weight.grad, plain.weight.grad)
+            assert fired == ["tensor", "accumulated"] * (2 if listened else 1)  # the first of all is always heard
+
+
+def test_a_weight_gradient_is_put_off_where_nothing_else_has_one_but_not_of_a_frozen_weight():
+    layer, plain, later = hooked(lambda: nn.Linear(32, 16, bias=False), torch.float32)
+    for each in (layer, plain):
+        each(randn(5, 32)).square().sum().backward()
+    later.pop()()
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+    layer.weight.requires_grad_(requires_grad=False)
+    layer(randn(5, 32).requires_grad_()).sum().backward()
+    assert later == []

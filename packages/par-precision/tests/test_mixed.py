@@ -109,6 +109,14 @@ def test_frozen_and_tied_parameters_train_as_ever():
     assert module.last.weight is module.first.weight
 
 
+def test_adagrad_whose_state_begins_before_its_steps_trains():
+    losses = []
+    for precision in ("bf16", "fp32"):
+        module = model()
+        losses.append(train(*mixed(module, torch.optim.Adagrad(module.parameters()), precision), steps=4))
+    assert losses[0] == pytest.approx(losses[1], rel=DISTANCE["bf16"])
+
+
 def test_a_parameter_that_is_thawed_later_trains():
     module = model()
     module[0].requires_grad_(False)

@@ -1,5 +1,10 @@
 """Casts and settings around forward."""
 
+import copy
+import inspect
+import io
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +94,11 @@ def test_the_items_of_containers_are_what_is_called():
     assert called(nested) == [first, second, third]
     assert called(first) == [first]
     assert called(nn.ModuleList()) == []
+    without_forward = nn.Module()
+    without_forward.actor = first
+    assert called(without_forward) == [first]
+    without_forward.forward = lambda x: x
+    assert called(without_forward) == [without_forward]
 
 
 def test_an_item_that_runs_within_another_is_left_to_that_one():
@@ -107,3 +117,96 @@ def test_an_item_that_runs_within_another_is_left_to_that_one():
     assert around(torch.ones(2)).dtype == torch.float32
     assert around.between.dtype == torch.bfloat16
     assert inner(torch.ones(2))[0][0].dtype == torch.float32
+
+
+def test_two_policies_around_a_module_leave_nothing_on():
+    """As two optimizers of one module make them."""
+    module, before = echo("bf16-amp"), settings()
+    for precision in ("bf16-amp", "tf32", "tf32"):
+        Policy(PRECISIONS[precision], "cpu", None).attach(module)
+    module()
+    assert (module.autocast, module.tf32) == (True, ["tf32"] * 3)
+    assert (torch.is_autocast_enabled("cpu"), settings()) == (False, before)
+
+
+def test_an_interrupted_forward_leaves_nothing_behind():
+    """Ctrl-C in a notebook is no Exception."""
+
+    class Interrupted(Echo):
+        def forward(self, *args):
+            if args[0] is None:
+                raise KeyboardInterrupt
+            return super().forward(*args)
+
+    for precision in ("bf16", "bf16-amp"):
+        module = Interrupted()
+        Policy(PRECISIONS[precision], "cpu", None).attach(module)
+        with pytest.raises(KeyboardInterrupt):
+            module(None)
+        assert not torch.is_autocast_enabled("cpu")
+        (x,), _ = module(torch.ones(2))
+        assert (x.dtype == torch.bfloat16, module.autocast) == (precision == "bf16", precision == "bf16-amp")
+
+
+def test_threads_each_run_within_the_policy():
+    inside, answered = threading.Event(), threading.Event()
+
+    class Slow(Echo):
+        def forward(self, x):
+            if threading.current_thread() is other:
+                inside.set()
+                assert answered.wait(10)
+            return x
+
+    module, found = Slow(), []
+    Policy(PRECISIONS["bf16"], "cpu", None).attach(module)
+    other = threading.Thread(target=lambda: found.append(module(torch.ones(2)).dtype))
+    other.start()
+    assert inside.wait(10)
+    found.append(module(torch.ones(2)).dtype)
+    answered.set()
+    other.join()
+    assert found == [torch.bfloat16] * 2
+
+
+def test_what_forward_writes_into_an_argument_is_seen_by_the_caller():
+    class Notes(nn.Module):
+        def forward(self, x, *, notes):
+            notes["mean"] = x.mean()
+            return x
+
+    for precision in ("bf16", "bf16-amp"):
+        module, notes = Notes(), {}
+        Policy(PRECISIONS[precision], "cpu", torch.float32).attach(module)
+        module(torch.ones(2), notes=notes)
+        assert notes["mean"] == 1
+
+
+def test_a_copy_and_a_saved_module_run_by_themselves():
+    module = nn.Linear(2, 2)
+    Policy(PRECISIONS["bf16-amp"], "cpu", torch.float32).attach(module)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        nn.init.zeros_(other.weight)
+        assert torch.equal(other(torch.ones(2)), other.bias.bfloat16().float())
+    assert inspect.signature(module.forward) == inspect.signature(nn.Linear(2, 2).forward)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-amp"])
+def test_a_module_compiles_to_one_graph_with_its_policy(precision, in_place):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4)
+    if precision == "bf16":
+        module.bfloat16()
+    Policy(PRECISIONS[precision], "cpu", torch.float32).attach(module)
+    expected = module(x)
+    if in_place:
+        module.compile(backend="eager", fullgraph=True)
+    compiled = module if in_place else torch.compile(module, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected)
+    assert not torch.is_autocast_enabled("cpu")

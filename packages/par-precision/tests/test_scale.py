@@ -159,6 +159,19 @@ def test_a_loaded_scale_keeps_to_its_own_bounds():
     assert scale.value == 8
 
 
+def test_a_static_scale_stays_what_it_is_when_a_state_is_loaded():
+    scale = DynamicScale.static(128.0)
+    scale.load_state_dict(DynamicScale().state_dict())
+    assert scale.value == 128
+
+
+def test_a_scale_grows_also_where_the_saved_run_had_a_longer_interval():
+    before, scale = DynamicScale(init=4, interval=100), DynamicScale(init=4, interval=10)
+    trace(before, [OK] * 50)
+    scale.load_state_dict(before.state_dict())
+    assert growths(trace(scale, [OK] * 22), 4.0) == [0, 10, 20]
+
+
 def test_found_inf_may_be_a_number_as_torch_has_it():
     scale = DynamicScale(init=4)
     scale.update(torch.tensor(1.0))

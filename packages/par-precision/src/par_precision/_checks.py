@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, agree, segments_of
 
+from ._float8 import float8_layers
 from ._optimizer import MixedOptimizer
-from ._ownership import Ownership
+from ._ownership import Ownership, tensors_in
 from ._placed import is_placed
 from ._precisions import check_device, precision_of
 
@@ -36,6 +37,10 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
         raise ValueError(
             f"this {type(inside).__name__} is mixed already; call mixed() once, and go on with what it returned"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS computes gradients many times in a step, each to be scaled and clipped; use AdamW or SGD"
+        )
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise ValueError(f"{name!r} has dtype {parameter.dtype}; no precision is made for complex parameters")
@@ -47,6 +52,19 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
         _check_cast(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
     elif accumulate_fp32:
         raise ValueError(f"accumulate_fp32: under {precision!r} gradients are fp32 already; leave it away")
+    else:
+        _check_wide(optimizer, precision)
+
+
+def _check_wide(optimizer: Optimizer, precision: str) -> None:
+    """What a precision that leaves weights alone asks for: bf16 and fp16 ones would round small steps away."""
+    for tensor in tensors_in(optimizer):
+        if tensor.dtype in {torch.bfloat16, torch.float16} and tensor.requires_grad:
+            name = "fp16" if tensor.dtype == torch.float16 else "bf16"
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} has dtype {tensor.dtype}, and {precision!r} trains fp32 "
+                f"ones; use {name!r}, which makes fp32 masters, or call module.float() first"
+            )
 
 
 def _check_cast(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
@@ -57,7 +75,13 @@ def _check_cast(module: nn.Module, optimizer: Optimizer, precision: str, *, accu
     if not is_own(module, optimizer):
         _check_foreign(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
         return
-    if chosen.masters and optimizer.state:
+    for tensor in tensors_in(optimizer):
+        if tensor.__dict__.get(ATTRIBUTE) == id(tensor):
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} has an fp32 master in an optimizer that was mixed before; "
+                "go on with that one, or make the module anew and load its weights"
+            )
+    if chosen.masters and any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad begins with some
         raise ValueError(f"the {kind} has stepped already; mix first, then load its state")
     if chosen.rounded and accumulate_fp32:
         raise ValueError(f"accumulate_fp32 needs masters, which {precision!r} has not; use 'bf16'")
@@ -67,7 +91,7 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
     """The optimizer's tensors are another package's: they are the masters, and the module's dtypes are its affair."""
     chosen = precision_of(precision)
     wanted = chosen.weights if chosen.rounded else torch.float32
-    for tensor in (each for group in optimizer.param_groups for each in group["params"]):
+    for tensor in tensors_in(optimizer):
         if tensor.dtype != wanted:
             raise ValueError(
                 f"the optimizer holds tensors of dtype {tensor.dtype} that are not the module's parameters, and "
@@ -93,9 +117,8 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
 
 def check_cut(optimizer: Optimizer, ownership: Ownership) -> None:
     """Raises if parameters are cut over ranks and there is no group."""
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            ownership.of(tensor)
+    for tensor in tensors_in(optimizer):
+        ownership.of(tensor)
 
 
 def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sharding]]:
@@ -113,10 +136,19 @@ def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sha
                     yield segment.name + mesh, segment.sharding
 
 
-def check_alike(problem: Exception | None, text: str, group: dist.ProcessGroup | None) -> None:
-    """Raises on every rank if any has a problem, or if they chose differently."""
-    every = agree(problem, text, *([] if group is None else [group]))
+def check_alike(problem: Exception | None, text: str, lack: str, group: dist.ProcessGroup | None) -> None:
+    """Raises on every rank if any has a problem, if they chose differently, or if all of them lack something."""
+    every = agree(problem, (text, lack), *([] if group is None else [group]))
     first = next(iter(every))
-    for rank, each in every.items():
-        if each != every[first]:
-            raise ValueError(f"rank {rank} chose {each}, and rank {first} {every[first]}; give all ranks the same")
+    for rank, (each, _) in every.items():
+        if each != every[first][0]:
+            raise ValueError(f"rank {rank} chose {each}, and rank {first} {every[first][0]}; give all ranks the same")
+    if all(theirs for _, theirs in every.values()):
+        raise ValueError(lack)
+
+
+def lack_of_layers(module: nn.Module, precision: str) -> str:
+    """What a module lacks for a precision; a stage of a pipeline may, if others have it."""
+    if not precision_of(precision).float8 or float8_layers(module):
+        return ""
+    return "'fp8' is for linear layers with sizes that are multiples of 16, and there is none; use 'bf16'"

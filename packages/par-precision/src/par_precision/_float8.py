@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ._weight_gradient import Hook, PutOff, weight_and_put_off
+
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 """Activations and weights need the digits, gradients the range."""
 MULTIPLE = 16
@@ -46,6 +48,9 @@ class Float8Linear(nn.Linear):
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (the formats and which tensor has which).
     """
 
+    weight_grad_hook: Hook | None = None
+    """Set by who wants to compute weight gradients later, such as a pipeline schedule."""
+
     def __init__(
         self,
         in_features: int,
@@ -62,11 +67,16 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
         """The linear map of (..., in_features), bf16 or fp32."""
-        return float8_linear(input, self.weight, self.bias, group=self.group)
+        return float8_linear(input, self.weight, self.bias, group=self.group, layer=self)
 
 
 def float8_linear(
-    given: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+    given: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layer: nn.Module | None = None,
 ) -> Tensor:
     """`functional.linear` in float8, as `Float8Linear` says; for layers of other classes.
 
@@ -75,6 +85,8 @@ def float8_linear(
         weight: (out, in), bf16 or fp32; both sizes are multiples of 16.
         bias: (out) or None.
         group: See `Float8Linear`.
+        layer: Whose weight it is. If its `weight_grad_hook` is set, backward hands it a closure that adds the weight's
+            gradient, instead of computing it.
 
     Returns:
         (..., out), in the dtype of `given`, or of autocast.
@@ -91,7 +103,8 @@ def float8_linear(
         if tensor.dtype not in {torch.bfloat16, torch.float32}:
             raise TypeError(f"the {name} of a float8 product has dtype {tensor.dtype}; give it bfloat16 or float32")
     _check_sizes(weight.shape[1], weight.shape[0], "keep this layer as it is")
-    output: Tensor = _Float8Product.apply(given, weight, bias, group)  # type: ignore[no-untyped-call]
+    weight, put_off = weight_and_put_off(layer, weight)
+    output: Tensor = _Float8Product.apply(given, weight, bias, group, put_off)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -119,12 +132,7 @@ def convert_to_float8_(
         RuntimeError: A device that has no float8 products.
         ValueError: A chosen layer with sizes that are no multiples of 16, or no layer to swap.
     """
-    choose = chosen or (lambda _, linear: _fits(linear.in_features, linear.out_features))
-    found: dict[str, Any] = {
-        name: each
-        for name, each in module.named_modules()
-        if (type(each) is nn.Linear or _takes_product(each)) and choose(name, each)
-    }
+    found = float8_layers(module, chosen)
     if not found:
         raise ValueError("there is no linear layer to convert to float8: none is chosen, or none has fitting sizes")
     for name, linear in found.items():
@@ -132,13 +140,23 @@ def convert_to_float8_(
         check_float8(linear.weight.device)
     for linear in found.values():
         if type(linear) is not nn.Linear:
-            linear.linear = partial(float8_linear, group=group)
+            linear.linear = partial(float8_linear, group=group, layer=linear)
     swapped = {linear: _as_float8(linear, group) for linear in found.values() if type(linear) is nn.Linear}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():  # named_children() passes over a layer's second name
             if child in swapped:
                 setattr(parent, name, swapped[child])
     return swapped[module] if isinstance(module, nn.Linear) else module
+
+
+def float8_layers(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | None = None) -> dict[str, Any]:
+    """The layers that `convert_to_float8_` changes, by name."""
+    choose = chosen or (lambda _, linear: _fits(linear.in_features, linear.out_features))
+    return {
+        name: each
+        for name, each in module.named_modules()
+        if (type(each) is nn.Linear or _takes_product(each)) and choose(name, each)
+    }
 
 
 def check_float8(device: torch.device) -> None:
@@ -155,7 +173,9 @@ def check_float8(device: torch.device) -> None:
 
 def _takes_product(layer: nn.Module) -> bool:
     """Whether a layer of another class lets its product be replaced."""
-    return all(hasattr(layer, name) for name in ("in_features", "out_features", "weight")) and "linear" in vars(layer)
+    product = vars(layer).get("linear", ...)
+    sized = all(hasattr(layer, name) for name in ("in_features", "out_features", "weight"))
+    return sized and (product is None or isinstance(product, Callable))  # type: ignore[arg-type]
 
 
 def _fits(in_features: int, out_features: int) -> bool:
@@ -196,7 +216,12 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
+        ctx: Any,
+        given: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup | None,
+        put_off: PutOff | None,
     ) -> Tensor:
         rows = _rows(given)
         largest = _largest(group, rows, weight)
@@ -205,14 +230,15 @@ class _Float8Product(torch.autograd.Function):
         if bias is not None:
             output += bias
         ctx.save_for_backward(*given8, weight, largest[1])
-        ctx.group, ctx.shape, ctx.dtype, ctx.bias = group, given.shape, given.dtype, bias is not None and bias.dtype
+        ctx.group, ctx.put_off = group, put_off
+        ctx.shape, ctx.dtype, ctx.bias = given.shape, given.dtype, bias is not None and bias.dtype
         return output.view(
             *given.shape[:-1], weight.shape[0]
         ).data  # not a view for autograd: FSDP warns of outputs that are
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         values, unit, weight, largest = ctx.saved_tensors
         rows = _rows(gradient)
         gradient8 = _cast(rows, BACKWARD, _largest(ctx.group, rows)[0])
@@ -221,10 +247,16 @@ class _Float8Product(torch.autograd.Function):
             product = _product(gradient8, _cast(weight, FORWARD, largest).turned(), ctx.dtype)
             of_given = product[: ctx.shape[:-1].numel()].view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = _product(gradient8.turned().t(), _Scaled(values, unit).turned(), weight.dtype)
+            compute = partial(_weight_gradient, gradient8, _Scaled(values, unit), weight.dtype)
+            of_weight = compute() if ctx.put_off is None else ctx.put_off(compute)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
-        return of_given, of_weight, of_bias, None
+        return of_given, of_weight, of_bias, None, None
+
+
+def _weight_gradient(gradient: _Scaled, given: _Scaled, dtype: torch.dtype) -> Tensor:
+    """(rows, out) and (rows, in) to (out, in)."""
+    return _product(gradient.turned().t(), given.turned(), dtype)
 
 
 def _product(one: _Scaled, other: _Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:

@@ -1,6 +1,6 @@
 """fp32 copies of a module's parameters, which the optimizer steps in their place."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from par_groups import on_written, set_gradient_elsewhere, set_sharding, sharding_of
 
-from ._counted import Counted
+from ._counted import EVERYTHING, Counted
 from ._norm import Held
 from ._ownership import Ownership
 from ._placed import is_in_place, is_placed, local_gradient, local_part
 from ._weights import Change, Weights
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Pair:
     """A parameter, and the fp32 copy of what this rank holds of it.
 
@@ -25,20 +25,13 @@ class Pair:
         parameter: The module's; a DTensor maybe.
         master: The optimizer's, never a DTensor: fused optimizers take it beside others.
         counted: What this rank counts of it.
+        kind: The same for all masters whose gradients fit into one tensor.
     """
 
     parameter: nn.Parameter
     master: nn.Parameter
     counted: Counted
-
-    @property
-    def local(self) -> Tensor:
-        """What this rank holds of the parameter."""
-        return local_part(self.parameter)
-
-
-Given = tuple[Pair, Tensor]
-"""A pair and its gradient."""
+    kind: str
 
 
 class Masters(Weights):
@@ -67,7 +60,7 @@ class Masters(Weights):
             group["params"] = [each.master for each in pairs]
             self._pairs += pairs
         self._by_id = {id(each.parameter): each for each in self._pairs}
-        self._buckets = list(_buckets(self._pairs, bucket))
+        self._buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
 
     def watch(self) -> None:
         """Follows gradients, and what is written to the parameters from outside. After the module was cast."""
@@ -79,7 +72,9 @@ class Masters(Weights):
 
     @torch.no_grad()
     def gradients(self) -> Held:
-        """Those there are, in their own dtype or added up in fp32."""
+        """Those there are, in their own dtype or added up in fp32; if one bucket holds them all, made fp32 already."""
+        if len(self._buckets) == 1 and not self._accumulate:
+            return _widen(self._pairs)
         for pair in self._pairs:
             if not self._accumulate or pair.parameter.grad is not None:
                 self._take(pair)
@@ -87,17 +82,22 @@ class Masters(Weights):
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
         """Steps bucket by bucket: an optimizer passes over masters without a gradient."""
-        buckets = [given for bucket in self._buckets if (given := _given(bucket))]
-        if len(buckets) > 1:
-            for bucket in buckets:
-                _hide(bucket)
-        for bucket in buckets:
-            for pair, gradient in bucket:
-                pair.master.grad = gradient.float()
-            change.apply_([pair.master for pair, _ in bucket])
-            self._optimizer.step()
-            _hide(bucket)
-            _copy_([pair.local for pair, _ in bucket], [pair.master for pair, _ in bucket])
+        several = len(self._buckets) > 1
+        if several:
+            _hide(self._pairs)
+        for bucket in self._buckets:
+            if several:
+                _widen(bucket)
+            stepped = [pair for pair in bucket if pair.master.grad is not None]
+            if stepped:
+                change.apply_([pair.master for pair in stepped])
+                self._optimizer.step()
+                _hide(stepped)
+                _round(stepped)
+
+    def forget(self) -> None:
+        """Drops the masters' gradients, which would spoil the next ones that are added."""
+        _hide(self._pairs)
 
     def zero_grad(self) -> None:
         """Drops the parameters' own."""
@@ -111,12 +111,12 @@ class Masters(Weights):
     @torch.no_grad()
     def publish(self) -> None:
         """Rounds the masters to the parameters."""
-        _copy_([pair.local for pair in self._pairs], [pair.master for pair in self._pairs])
+        _round(self._pairs)
 
     @torch.no_grad()
     def _refresh(self, written: Sequence[Tensor]) -> None:
         pairs = [self._by_id[id(each)] for each in written]
-        _copy_([pair.master for pair in pairs], [pair.local for pair in pairs])
+        _copy_([pair.master for pair in pairs], [local_part(pair.parameter) for pair in pairs])
 
     @torch.no_grad()
     def _arrived(self, pair: Pair, parameter: Tensor) -> None:
@@ -142,7 +142,9 @@ def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
     master.grad_dtype = None  # it shows gradients of the parameter's dtype
     if is_placed(parameter) or "par_sharding" in parameter.__dict__:
         set_sharding(master, sharding_of(parameter))
-    return Pair(parameter=parameter, master=master, counted=ownership.of(parameter))
+    counted = ownership.of(parameter)
+    kind = repr((master.shape, master.stride(), master.device, counted is EVERYTHING))
+    return Pair(parameter=parameter, master=master, counted=counted, kind=kind)
 
 
 def _on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
@@ -168,13 +170,41 @@ def _buckets(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
         yield bucket
 
 
-def _given(pairs: Sequence[Pair]) -> list[Given]:
-    return [(pair, gradient) for pair in pairs if (gradient := pair.master.grad) is not None]
+def _widen(pairs: Sequence[Pair]) -> Held:
+    """Gives masters their gradients in fp32. Those of a kind lie in one tensor, made and summed up at once."""
+    kinds: dict[str, tuple[list[Pair], list[Tensor]]] = {}
+    for pair in pairs:
+        gradient = local_gradient(pair.parameter)
+        if gradient is None:
+            pair.master.grad = None
+        else:
+            alike, gradients = kinds.setdefault(pair.kind, ([], []))
+            alike.append(pair)
+            gradients.append(gradient)
+    return [each for alike, gradients in kinds.values() for each in _stack(alike, gradients)]
 
 
-def _hide(given: Sequence[Given]) -> None:
-    for pair, _ in given:
+def _stack(alike: Sequence[Pair], gradients: Sequence[Tensor]) -> Held:
+    """Gives masters of one kind their gradients, laid out like the masters, in fp32."""
+    master, counted = alike[0].master, alike[0].counted
+    size, stride = (len(alike), *master.shape), (master.numel(), *master.stride())
+    wide = torch.empty_strided(size, stride, dtype=torch.float32, device=master.device)
+    views = wide.unbind()
+    _copy_(views, gradients)
+    for pair, view in zip(alike, views, strict=True):
+        pair.master.grad = view
+    if counted is EVERYTHING:
+        return [(EVERYTHING, wide)]
+    return [(pair.counted, view) for pair, view in zip(alike, views, strict=True)]
+
+
+def _hide(pairs: Iterable[Pair]) -> None:
+    for pair in pairs:
         pair.master.grad = None
+
+
+def _round(pairs: Sequence[Pair]) -> None:
+    _copy_([local_part(pair.parameter) for pair in pairs], [pair.master for pair in pairs])
 
 
 def _copy_(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:

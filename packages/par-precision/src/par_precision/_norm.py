@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from par_groups import backend_of
+
 from ._counted import EVERYTHING, Counted
 from ._ownership import Ownership, Parameters, tensors_in
 from ._placed import local_gradient
@@ -94,6 +96,6 @@ def device_of(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> tor
     """Where a sum over ranks is made: where tensors are, or else where the group's backend works."""
     if tensors:
         return tensors[0].device
-    if group is None or "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo":
+    if group is None or backend_of(group, "cpu") is not None:
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator() or "cpu")

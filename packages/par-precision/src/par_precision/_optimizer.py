@@ -121,9 +121,16 @@ class MixedOptimizer(Optimizer):
         Raises:
             RuntimeError: Always.
         """
-        raise RuntimeError(
-            f"a param group of {len(param_group['params'])} tensors comes too late; add it before mixed()"
+        raise RuntimeError(f"a param group with {sorted(param_group)} comes too late; add it before mixed()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MixedOptimizer":
+        raise TypeError(
+            f"a mixed {type(self.inner).__name__} cannot be copied, nor pickled: hooks tie it to its module; save "
+            "state_dict(), and call mixed() on a new module and optimizer"
         )
+
+    def __reduce__(self) -> Any:
+        return self.__deepcopy__({})
 
     def state_dict(self) -> dict[str, Any]:
         """The user's optimizer's, with masters, scale and counters under a key of their own."""
@@ -220,6 +227,8 @@ class MixedOptimizer(Optimizer):
         elif not bool(step.skipped):
             self._stepped |= self._with_momentum()
             self._update(step, divisor, None)
+        else:
+            self._weights.forget()
         self.last = step
         self.scaling.update(step.skipped)
         return step

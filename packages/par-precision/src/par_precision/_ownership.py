@@ -54,11 +54,12 @@ class Ownership:
         return found
 
     def _of_placed(self, tensor: Any) -> Counted:
-        mesh, placements = tensor.device_mesh, tensor.placements
+        spec = tensor._spec
+        mesh, placements = spec.mesh, spec.placements
         for known, placed, found in self._placed:  # the same for all that lie so, and it costs time to find
             if known is mesh and placed == placements:
                 return found
-        found = self._of_recorded(tensor, tensor._spec)
+        found = self._of_recorded(tensor, spec)
         self._placed.append((mesh, placements, found))
         return found
 

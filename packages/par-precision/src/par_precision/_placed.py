@@ -12,6 +12,7 @@ class Placed(Protocol):
     placements: tuple[Any, ...]
     device_mesh: Any
     _local_tensor: Tensor
+    _spec: Any
 
     def redistribute(self, *, placements: tuple[Any, ...]) -> Tensor:
         """The same, placed otherwise."""
@@ -38,10 +39,10 @@ def local_gradient(tensor: Tensor) -> Tensor | None:
     which is a collective over its mesh.
     """
     gradient = tensor.grad
-    if gradient is None or not is_placed(gradient):
+    if gradient is None or type(gradient) is Tensor or not is_placed(gradient):
         return gradient
-    placements = tensor.placements  # type: ignore[attr-defined]  # only DTensors have such gradients
-    if gradient.placements == placements:
+    placements = tensor._spec.placements  # type: ignore[attr-defined]  # only DTensors have such gradients
+    if gradient._spec.placements == placements:
         return gradient._local_tensor
     tensor.grad = gradient.redistribute(placements=placements)
     return local_part(tensor.grad)

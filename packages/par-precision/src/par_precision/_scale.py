@@ -77,7 +77,7 @@ class DynamicScale:
             self.to_(found_inf.device)
         bad = found_inf != 0
         finite = torch.where(bad, -self.late, self._finite + 1)
-        grows = finite == self.interval
+        grows = finite >= self.interval  # beyond it where the run before had a longer one
         patience = torch.where(grows, self.hysteresis, self._patience - bad.to(torch.int32))
         backs_off = bad & (patience <= 0)
         value = torch.where(backs_off, self.value * self.backoff, self.value)
@@ -119,4 +119,4 @@ class DynamicScale:
     @classmethod
     def static(cls, value: float) -> "DynamicScale":
         """A scale that stays what it is."""
-        return cls(init=value, growth=1.0, backoff=1.0, min=SMALLEST, max=LARGEST)
+        return cls(init=value, growth=1.0, backoff=1.0, min=value, max=value)

@@ -49,6 +49,9 @@ class Weights(ABC):
     def step(self, change: Change, number: int) -> None:
         """Changes the gradients and steps the optimizer; it is the `number`-th step."""
 
+    def forget(self) -> None:  # noqa: B027 - as below
+        """Drops what it made of gradients for a step that is not taken."""
+
     def zero_grad(self) -> None:  # noqa: B027 - nothing to do is right for most
         """Drops gradients that the optimizer does not hold itself."""
 

@@ -1,0 +1,131 @@
+"""fp32 masters: how their gradients become fp32, and what is seen of them in between."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import set_sharding, whole
+from par_precision import mixed
+
+SHAPES = [(15, 17), (123,), (15, 17), (), (0,), (17, 15), (123,), (2, 3, 4)]
+
+
+def parameters(dtype=torch.float32):
+    """Of several shapes, some of them alike; one is laid out by columns."""
+    generator = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    made[2] = nn.Parameter(made[2].detach().t().contiguous().t())
+    return nn.ParameterList(made)
+
+
+def give_gradients(module, seed):
+    """Numbers that fp16 holds, by rows where an fp16 parameter is by columns: fused kernels are blind to layouts."""
+    generator = torch.Generator().manual_seed(seed)
+    for each in module:
+        given = torch.randn(each.shape, generator=generator).half()
+        each.grad = given if each.dtype == torch.float16 else torch.empty_like(each).copy_(given)
+
+
+def reference(optimizer_type, **keywords):
+    """The same steps in fp32."""
+    module = parameters()
+    inner = optimizer_type(module.parameters(), lr=0.1, **keywords)
+    for step in range(3):
+        give_gradients(module, step)
+        inner.step()
+    return module
+
+
+def test_sums_of_a_skipped_step_do_not_spoil_the_next():
+    module = nn.Linear(3, 3)
+    module, optimizer = mixed(
+        module, torch.optim.AdamW(module.parameters(), foreach=True), "bf16", accumulate_fp32=True
+    )
+    given = torch.ones(2, 3, dtype=torch.bfloat16)
+    optimizer.backward(module(given).sum() * math.inf)
+    assert optimizer.step().skipped
+    module.zero_grad()  # the parameters' alone
+    optimizer.backward(module(given).sum())
+    assert not optimizer.step().skipped
+
+
+def test_copies_of_the_optimizer_are_refused_in_a_sentence():
+    module = nn.Linear(3, 3)
+    _, optimizer = mixed(module, torch.optim.AdamW(module.parameters()), "bf16")
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"a mixed AdamW cannot be copied, nor pickled: .* save state_dict\(\)"):
+            make(optimizer)
+
+
+@pytest.mark.parametrize("bucket", [1, 4 * 300, 1 << 28])
+@pytest.mark.parametrize(
+    ("optimizer_type", "keywords"),
+    [
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.SGD, {"momentum": 0.5}),
+    ],
+)
+def test_masters_step_as_fp32_parameters_do_whatever_their_shapes_layouts_and_buckets(bucket, optimizer_type, keywords):
+    module = parameters()
+    inner = optimizer_type(module.parameters(), lr=0.1, **keywords)
+    module, optimizer = mixed(module, inner, "fp16", scale=1.0, bucket=bucket)
+    for step in range(3):
+        give_gradients(module, step)
+        optimizer.step()
+    for master, parameter, expected in zip(
+        inner.param_groups[0]["params"], module, reference(optimizer_type, **keywords), strict=True
+    ):
+        assert master.stride() == expected.stride()
+        # not exact: where memory is aligned otherwise, fused kernels take other elements one by one
+        torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-7)
+        assert torch.equal(parameter, master.half())
+
+
+@pytest.mark.parametrize("bucket", [1, 1 << 28])
+def test_a_parameter_whose_gradient_was_dropped_is_not_stepped(bucket):
+    module = parameters()
+    inner = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
+    module, optimizer = mixed(module, inner, "fp16", scale=1.0, bucket=bucket)
+    optimizer.backward(sum(each.float().square().sum() for each in module))
+    before = [each.detach().clone() for each in module]
+    module[0].grad = None  # the master of it showed the gradient
+    optimizer.step()
+    assert [torch.equal(each, old) for each, old in zip(module, before, strict=True)] == [
+        each is module[0] or each.numel() == 0 for each in module
+    ]
+
+
+@pytest.mark.parametrize("bucket", [1, 1 << 28])
+def test_no_fp32_gradient_outlives_a_step_or_what_follows_a_skipped_one(bucket):
+    module = parameters()
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    module, optimizer = mixed(module, inner, "fp16", scale=1.0, bucket=bucket)
+    masters = inner.param_groups[0]["params"]
+    give_gradients(module, 0)
+    optimizer.step()
+    assert all(each.grad is None for each in masters)
+    give_gradients(module, 1)
+    module[1].grad[5] = torch.inf
+    assert optimizer.step().skipped
+    optimizer.zero_grad()
+    assert all(each.grad is None for each in masters)
+
+
+@pytest.mark.ranks(2)
+def test_of_masters_of_one_shape_each_is_counted_by_its_own_rule():
+    """One is this rank's alone, the other is held by both."""
+    for bucket in (1, 1 << 28):
+        module = nn.ParameterList([nn.Parameter(torch.zeros(15, 17)) for _ in range(2)])
+        set_sharding(module[1], whole((15, 17), (0, 1)))
+        inner = torch.optim.SGD(module.parameters(), lr=0.1)
+        module, optimizer = mixed(module, inner, "fp16", group=dist.group.WORLD, scale=1.0, bucket=bucket)
+        module[1].grad = torch.full((15, 17), 2.0, dtype=torch.float16)
+        module[0].grad = torch.full((15, 17), 3.0 + dist.get_rank(), dtype=torch.float16)
+        squares = 15 * 17 * (2**2 + 3**2 + 4**2)
+        assert optimizer.step().grad_norm.item() == pytest.approx(squares**0.5, rel=1e-14)  # fp64
