@@ -44,6 +44,16 @@ def test_a_sequential_is_cut_without_new_names_or_parameters(name, ranks):
     assert found == dict(model.named_parameters())
 
 
+def test_a_layer_that_comes_again_runs_again():
+    bend, mix = nn.GELU(), nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), bend, mix, bend, mix)
+    x = torch.randn(3, WIDTH)
+    for ranks in (1, 2, 3):
+        stages = stages_of(model, ranks=ranks)
+        assert [name for stage in stages for name, _ in stage._modules.items()] == ["0", "1", "2", "3", "4"]
+        assert torch.equal(chained(stages, x), model(x))
+
+
 def test_lazy_layers_are_built_on_their_rank_alone():
     layers = [Lazy(Noted, WIDTH, WIDTH) for _ in range(4)]
     Noted.made = 0
@@ -92,6 +102,12 @@ def test_lazy_layers_are_balanced_by_their_parameters_without_memory():
     assert sizes == [1, 3]
     huge = Lazy(nn.Linear, 1 << 20, 1 << 20)  # 4 TiB, were it there
     assert sum(each.numel() for each in huge.parameters()) == (1 << 40) + (1 << 20)
+
+
+def test_whoever_counts_a_lazy_layer_s_parameters_makes_tensors_where_they_did():
+    parameters = Lazy(nn.Linear, 2, 3).parameters()
+    assert next(parameters).is_meta
+    assert torch.zeros(1).device.type == "cpu"
 
 
 @pytest.mark.parametrize(

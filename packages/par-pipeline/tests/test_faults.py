@@ -1,5 +1,6 @@
 """What goes wrong on one rank is raised on all, with the place; after `reset()` the next step is right."""
 
+import math
 import os
 import re
 import time
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_pipeline import Pipeline, PipelineError, gpipe, one_f_one_b
+from par_pipeline import Pipeline, PipelineError, gpipe, one_f_one_b, split_rows
 
 from .runtime_helpers import (
     SCHEDULES,
@@ -236,6 +237,18 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank_before_anything_is_s
 
 
 @pytest.mark.ranks(2)
+def test_an_error_before_the_first_action_is_named_with_its_type_on_every_rank():
+    def split(batch, microbatches):
+        raise KeyError("tokens")
+
+    schedule = one_f_one_b(2, 4)
+    run = pipeline(stages_of(schedule), schedule, split=split if dist.get_rank() == 0 else split_rows)
+    x, y = data(8)
+    with pytest.raises(PipelineError, match=r"rank 0, before its first action: KeyError: 'tokens'\. Call reset\(\)"):
+        run.step(x, target=y)
+
+
+@pytest.mark.ranks(2)
 def test_what_does_not_fit_together_is_refused_at_construction_on_every_rank():
     group = dist.group.WORLD
     stages = [block(5, number) for number in range(2)]
@@ -250,6 +263,18 @@ def test_what_does_not_fit_together_is_refused_at_construction_on_every_rank():
     ]:
         with pytest.raises(ValueError, match=message):
             Pipeline(modules, schedule, group, loss_fn=mse, **options)
+    for schedule, options, message in [
+        ("1f1b" if rank else one_f_one_b(2, 4), {}, "schedule is '1f1b'; give a Schedule"),
+        (one_f_one_b(2, 4), {"shared": object() if rank else ()}, "shared is a object; give a list of Shared"),
+        (one_f_one_b(2, 4), {"border_dtype": "bfloat16" if rank else None}, "border_dtype is bfloat16; give a float"),
+        (one_f_one_b(2, 4), {"timeout": math.inf if rank else 1}, "timeout is inf s"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            Pipeline(stages[rank], schedule, group, loss_fn=mse, **options)
+    alone = dist.new_group([0]), dist.new_group([1])
+    static = nn.parallel.DistributedDataParallel(stages[rank], process_group=alone[rank], static_graph=rank == 1)
+    with pytest.raises(ValueError, match="static_graph=True"):
+        Pipeline(static, one_f_one_b(2, 4), group, loss_fn=mse)
     with pytest.raises((TypeError, ValueError), match="a stage is a str"):
         Pipeline(["stage"] if rank else stages[0], one_f_one_b(2, 4), group, loss_fn=mse)
     with pytest.raises((TypeError, ValueError), match="lossfn"):
@@ -265,6 +290,27 @@ def test_a_step_without_a_loss_function_on_the_last_stage_is_refused_on_every_ra
     with pytest.raises(ValueError, match="the last stage has none"):
         run.step(x, target=y)
     assert (run.evaluate(x).outputs is not None) == run.is_last
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.ranks(2)
+def test_an_input_that_is_written_into_after_a_layer_has_used_it_is_refused_by_split_backwards_too(name):
+    class Overwrites(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+
+        def forward(self, x):
+            y = self.first(x) * 1.0
+            z = self.second(y)
+            y += 1
+            return z
+
+    schedule = SCHEDULES[name](2, 2)
+    run = pipeline(stages_of(schedule, Overwrites), schedule)
+    x, y = data(8)
+    with pytest.raises(PipelineError, match=r"RuntimeError: .*(modified by an inplace|was written into after)"):
+        run.step(x, target=y)
 
 
 @pytest.mark.ranks(2)

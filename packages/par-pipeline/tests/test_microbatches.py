@@ -1,5 +1,7 @@
 """Batches into microbatches and back, and what each counts."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from hypothesis import given
@@ -45,6 +47,26 @@ def test_outputs_are_joined_where_their_shapes_allow_it():
     assert rows_of(5) is None
 
 
+def test_outputs_that_are_no_alike_are_given_one_by_one():
+    x = torch.ones(2)
+    for one, other in [({"a": x}, {"b": x}), ({"a": x}, {}), (x, None), (x, x.sum()), (x.sum(), x), ((x,), [x])]:
+        assert merge([one, other]) == [one, other]
+
+
+def test_a_part_of_a_batch_may_be_split_already():
+    feed = make_feed((torch.ones(4), Microbatches(["a", "b"])), {"mask": Microbatches([None, 1])}, None, 2, split_rows)
+    assert [given[0][1] for given in feed.inputs] == ["a", "b"]
+    assert feed.kwargs == [{"mask": None}, {"mask": 1}]
+    with pytest.raises(ValueError, match="Microbatches gave 3 microbatches, but the schedule has 2"):
+        split_rows({"mask": Microbatches([1, 2, 3])}, 2)
+
+
+def test_a_batch_whose_tensors_nobody_sees_is_refused():
+    with pytest.raises(TypeError, match="a UserDict, whose tensors cannot be split; give them in a dict"):
+        split_rows(UserDict(tokens=torch.ones(4)), 2)
+    assert split_rows((range(3), UserDict(a=1)), 2) == [(range(3), UserDict(a=1))] * 2
+
+
 def test_a_custom_split_is_used_for_inputs_keywords_and_target():
     calls = []
 
@@ -77,3 +99,10 @@ def test_a_microbatch_counts_by_its_rows_or_by_a_weight():
 def test_inputs_and_target_of_different_batches_are_refused():
     with pytest.raises(ValueError, match="microbatch 0 has 4 rows of inputs, but 3 of the target"):
         make_feed((torch.ones(8),), {}, torch.ones(6), 2, split_rows)
+
+
+def test_rows_that_only_the_inputs_tell_count_beside_targets_without():
+    x = torch.ones(5, 2)
+    feed = make_feed((x,), {}, Microbatches([torch.tensor(1), torch.tensor(2)]), 2, split_rows)
+    assert feed.rows == [3, 2]
+    assert shares(feed, None, None) == [0.6, 0.4]

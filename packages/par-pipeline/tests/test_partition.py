@@ -126,6 +126,17 @@ def test_time_is_measured_and_leaves_layers_and_random_numbers_alone(monkeypatch
     assert all(layer.weight.grad is None and layer.calls == 0 for layer in layers)
 
 
+def test_layers_that_write_into_their_input_are_measured_and_leave_the_sample():
+    sample = -torch.ones(2, 3)
+    assert len(partition([nn.ReLU(inplace=True), nn.Linear(3, 3)], 2, "time", sample=sample)) == 2
+    assert torch.equal(sample, -torch.ones(2, 3))
+
+
+def test_weights_may_be_an_array():
+    numpy = pytest.importorskip("numpy")
+    assert partition(3, 2, numpy.array([1, 1, 4])) == [range(2), range(2, 3)]
+
+
 def test_time_takes_integer_inputs_and_layers_without_gradients():
     layers = [nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 2).requires_grad_(False)]
     assert len(partition(layers, 3, "time", sample=torch.arange(6).view(2, 3))) == 3

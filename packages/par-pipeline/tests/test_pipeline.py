@@ -6,7 +6,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from par_pipeline import Action, Microbatches, Pipeline, Schedule, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from par_pipeline import (
+    Action,
+    Microbatches,
+    Pipeline,
+    Schedule,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
 
 from .runtime_helpers import (
     SCHEDULES,
@@ -204,6 +214,26 @@ def test_stages_may_pass_dicts_tuples_none_integers_and_a_skip_connection(name):
     check(schedule, lambda number: Nested(number, number == last), [data(11), data(11, seed=1)], loss_fn)
 
 
+class InPlace(nn.Module):
+    """Writes into one of the tensors that it gets."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.inner, self.number = block(5, number), number
+
+    def forward(self, x, count=None):
+        count = torch.zeros(len(x), 1, dtype=x.dtype) if count is None else count
+        y = self.inner(x)
+        count += 1  # after autograd has saved the other one
+        return (y + count, count) if self.number == 0 else y + count
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.ranks(2)
+def test_a_stage_may_write_into_a_tensor_that_came_with_another_one(name):
+    check(SCHEDULES[name](2, 3), InPlace, [data(7), data(7, seed=1)])
+
+
 @some
 @pytest.mark.ranks(2)
 def test_keyword_arguments_are_split_and_go_to_every_stage_of_the_rank(name):
@@ -361,6 +391,15 @@ def test_two_pipelines_side_by_side_in_one_world_do_not_meet():
 @pytest.mark.ranks(2)
 def test_a_small_budget_of_posted_receives_changes_nothing(name):
     check(SCHEDULES[name](2, 8), lambda number: block(5, number), [data(17), data(17, seed=1)], ahead=1)
+
+
+@pytest.mark.ranks(2)
+def test_a_weight_of_targets_without_targets_is_refused_on_all_ranks():
+    schedule = one_f_one_b(2, 2)
+    run = pipeline(stages_of(schedule), schedule, loss_fn=lambda output: output.sum(), weight=len)
+    x, _ = data(4)
+    with pytest.raises(ValueError, match="weight counts what a target holds, but this step has none; give it target="):
+        run.step(x)
 
 
 @some

@@ -30,6 +30,11 @@ def test_a_schedule_without_ranks_or_actions_is_refused():
         Schedule([])
     with pytest.raises(ValueError, match="has no actions; give each rank a list of Action"):
         Schedule([[], []])
+    for stages, microbatches in (((), 1), ((0,), 0)):
+        with pytest.raises(ValueError, match="has no actions"):
+            Schedule([[]], placement=[stages], microbatches=microbatches)
+    with pytest.raises(ValueError, match=r"rank 0, position 1: '0B0' is no Action; write Action\('F', 2, 0\)"):
+        Schedule([[Action("F", 0, 0), "0B0"]])
 
 
 def test_a_placement_for_another_number_of_ranks_is_refused():

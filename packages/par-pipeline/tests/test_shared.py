@@ -102,6 +102,52 @@ def test_three_steps_with_tied_embeddings_are_those_of_one_device(make):
     assert all(box.copies == expected for _, record in held for box in record.boxes)
 
 
+@pytest.mark.parametrize("make", [one_f_one_b, zb_h1])
+@pytest.mark.ranks(2)
+def test_gradients_added_up_over_several_steps_are_those_of_one_device(make):
+    schedule = make(2, 3)
+    rank = dist.get_rank()
+    stage = build(2)[rank]
+    weight = stage.head.weight if rank else stage.table.weight
+    shared = Shared({"weight": weight}, dist.group.WORLD)
+    run = Pipeline(stage, schedule, dist.group.WORLD, loss_fn=loss_fn, shared=[shared], timeout=20)
+    whole = nn.Sequential(*build(2, tied=True))
+    for step in range(4):
+        x, y = tokens(step)
+        if step == 3:
+            run = Pipeline(stage, schedule, dist.group.WORLD, loss_fn=loss_fn, timeout=20)
+            stage.zero_grad(), whole.zero_grad()
+        run.step(x, target=y)
+        loss_fn(whole(x), y).backward()
+        if step == 3:  # and by hand
+            run.step(x, target=y)
+            loss_fn(whole(x), y).backward()
+            shared.handle_gradient()
+        torch.testing.assert_close(weight.grad, whole[0].table.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_frozen_or_unused_everywhere_gets_no_gradient_that_an_optimizer_would_act_on():
+    for frozen in (True, False):
+        parameter = nn.Parameter(torch.ones(3, 5), requires_grad=not frozen)
+        Shared({"w": parameter}, dist.group.WORLD).handle_gradient()
+        assert parameter.grad is None
+    with pytest.raises(ValueError, match="frozen"):
+        Shared({"w": nn.Parameter(torch.ones(3), requires_grad=dist.get_rank() == 0)}, dist.group.WORLD)
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_gradient_and_a_dense_one_are_added():
+    parameter = nn.Parameter(torch.ones(3, 2))
+    shared = Shared({"w": parameter}, dist.group.WORLD)
+    if dist.get_rank() == 0:
+        nn.functional.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
+    else:
+        parameter.grad = torch.ones(3, 2)
+    shared.handle_gradient()
+    assert torch.equal(parameter.grad, torch.tensor([[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]))
+
+
 @pytest.mark.ranks(3)
 def test_copies_agree_bitwise_and_start_with_the_values_of_the_first():
     rank = dist.get_rank()

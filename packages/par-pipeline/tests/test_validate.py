@@ -69,6 +69,15 @@ def test_what_is_no_action_is_refused():
     assert complaint(Schedule([[Action("F", 0, 0), Action("X", 0, 0)]])) == expected
 
 
+def test_stages_that_are_no_count_and_ranks_without_any_are_refused():
+    below = [Action("F", -1, 0), Action("B", -1, 0)]
+    assert complaint(Schedule([[Action("F", 0, 0), Action("B", 0, 0), *below]])) == (
+        "rank 0 has stage -1; stages are counted from 0"
+    )
+    expected = "rank 1 has no stage; give it one, or make a schedule for fewer ranks"
+    assert complaint(parsed("0F0 0B0", "", "1F0 1B0")) == expected
+
+
 def test_ranks_that_wait_for_one_another_are_named_with_position_and_action():
     schedule = parsed("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     assert complaint(schedule) == (

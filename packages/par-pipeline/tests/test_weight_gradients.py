@@ -76,9 +76,9 @@ def halves(module, batches, order):
             if each >= 0:
                 losses[each].backward()
                 split.keep(0, each)
-                assert all(stand_in.grad is None for stand_in, _ in split._pairs[0])
+                assert all(stand_in.grad is None for stand_in, _ in split._pairs[0]) or not split._heard
             else:
-                split.finish(0, ~each)
+                split.finish(0, ~each, last=each == order[-1])
 
 
 @pytest.mark.parametrize("listened", [False, True])
@@ -110,7 +110,8 @@ def test_the_first_half_computes_no_weight_gradient_and_the_module_is_as_before_
         split.keep(0, 0)
         held = split._later[0, 0]
         assert len(held.products) == 3
-        assert {tuple(each.shape) for each, _ in held.kept} == {(5,)}
+        there = [tuple(stand_in.shape) for stand_in, _ in split._pairs[0] if stand_in.grad is not None]
+        assert there == [(5,), (5,)]  # of the bias and the gain
     assert list(module.state_dict()) == before
     assert all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
     assert all("forward" not in each.__dict__ and "weight_grad_hook" not in each.__dict__ for each in module.modules())
@@ -136,6 +137,34 @@ def test_a_gradient_changed_by_a_hook_on_the_output_is_the_one_that_counts():
     halves(split, [x], [0, ~0])
     whole(x).square().sum().backward()
     torch.testing.assert_close(split[4].weight.grad, whole[4].weight.grad, rtol=1e-12, atol=1e-12)
+
+
+OF_ANOTHER_DTYPE = [torch.float32] if hasattr(torch.Tensor, "grad_dtype") else []  # torch of before has none
+
+
+@pytest.mark.parametrize("before", [None, torch.float64, *OF_ANOTHER_DTYPE])
+def test_gradients_are_added_to_what_is_there_already_and_to_what_comes_in_between(before):
+    split, whole = model(), model()
+    for parameter in (*split.parameters(), *whole.parameters()) if before is not None else ():
+        if before is not parameter.dtype:
+            parameter.grad_dtype = before
+        parameter.grad = torch.ones_like(parameter, dtype=before)
+    x, gain = torch.randn(4, 5, dtype=torch.float64), split[3].gain  # the gain of a stage that is not split, too
+    splitting = SplitBackward({0: split})
+    with splitting.active():
+        split(x).square().sum().backward()
+        splitting.keep(0, 0)
+        gain.square().sum().backward()
+        splitting.finish(0, 0, last=True)
+        gain.square().sum().backward()
+    whole(x).square().sum().backward()
+    for _ in range(2):
+        whole[3].gain.square().sum().backward()
+    for one, other in zip(split.parameters(), whole.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            tolerance = 1e-5 if one.grad.dtype == torch.float32 else 1e-12  # sums are in another order
+            torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_sparse_gradients_of_embeddings_are_added():

@@ -39,3 +39,15 @@ class Action(NamedTuple):
             raise ValueError(f"{text!r} is no action; write stage, one of F B I W, and microbatch, such as '2F0'")
         stage, op, microbatch = found.groups()
         return cls(op, int(stage), int(microbatch))
+
+
+def check_action(value: object, rank: int, position: int) -> None:
+    """Refuses what is no action.
+
+    Raises:
+        ValueError: With its place.
+    """
+    if not isinstance(value, Action):
+        raise ValueError(
+            f"rank {rank}, position {position}: {value!r} is no Action; write Action('F', 2, 0), or Action.parse('2F0')"
+        )

@@ -36,8 +36,9 @@ def build_stage(  # noqa: PLR0913 - what, for whom, and how, each with its defau
     """The stages that a schedule gives a rank, ascending. Parameters keep the names that they have in the whole model.
 
     What is written down as `Lazy` or as a config is built here alone. A layer after the other is called with what the
-    one before gave, as in nn.Sequential. Of a transformers model each stage takes what `forward` takes as
-    `inputs_embeds` and gives hidden states; the first takes `input_ids`, the last gives logits.
+    one before gave, as in nn.Sequential. Of a transformers model each stage takes and gives the hidden states between
+    two of its layers; the first takes `input_ids`, the last gives logits. A parameter that stages of several ranks use
+    becomes one on each; `Shared` keeps them alike.
 
     Args:
         layers: In order; or an nn.Sequential; or a transformers model with a `_pp_plan`, which may be on the meta
@@ -65,7 +66,7 @@ def build_stage(  # noqa: PLR0913 - what, for whom, and how, each with its defau
 
 def _named(layers: nn.Module | Sequence[Layer]) -> list[tuple[str, Any]]:
     if isinstance(layers, nn.Module):
-        return list(layers.named_children())
+        return list(layers._modules.items())  # `named_children` passes over a module that comes again
     return [(str(position), layer) for position, layer in enumerate(layers)]
 
 

@@ -36,14 +36,15 @@ class Failure(NamedTuple):
 
     def error(self) -> Exception:
         """What every rank raises. A mistake in the arguments of a step stays a ValueError or TypeError."""
-        if not self.action:
-            kind = {"ValueError": ValueError, "TypeError": TypeError}.get(self.kind, PipelineError)
-            return kind(f"rank {self.rank}: {self.text}")
-        action = Action.parse(self.action)
-        return PipelineError(
-            f"stage {action.stage}, microbatch {action.microbatch}, action {action} on rank {self.rank}: "
-            f"{self.kind}: {self.text}. Call reset() on all ranks, and zero the gradients, before the next step"
-        )
+        mistakes = {"ValueError": ValueError, "TypeError": TypeError}
+        if not self.action and self.kind in mistakes:
+            return mistakes[self.kind](f"rank {self.rank}: {self.text}")
+        where = f"rank {self.rank}, before its first action"
+        if self.action:
+            action = Action.parse(self.action)
+            where = f"stage {action.stage}, microbatch {action.microbatch}, action {action} on rank {self.rank}"
+        remedy = "Call reset() on all ranks, and zero the gradients, before the next step"
+        return PipelineError(f"{where}: {self.kind}: {self.text}. {remedy}")
 
 
 class PeerFailed(Exception):  # noqa: N818 - it passes on the news, and is never seen outside

@@ -55,7 +55,9 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
                     f"microbatch {number} has {one} rows of inputs, but {other} of the target; give inputs and target "
                     "of one batch"
                 )
-    return Feed(inputs=given, kwargs=named, targets=targets, rows=of_targets or rows)
+    if of_targets and rows:
+        rows = [other if other is not None else one for one, other in zip(rows, of_targets, strict=True)]
+    return Feed(inputs=given, kwargs=named, targets=targets, rows=rows or of_targets)
 
 
 def shares(

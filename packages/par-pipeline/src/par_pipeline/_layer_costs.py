@@ -58,7 +58,7 @@ def _forward_backward(layer: nn.Module, sample: Any) -> Any:
     entry = sample.detach().requires_grad_() if differentiable else sample
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     with torch.enable_grad():
-        output = torch.func.functional_call(layer, buffers, (entry,))
+        output = torch.func.functional_call(layer, buffers, (entry.clone() if differentiable else entry,))
     inputs = [each for each in layer.parameters() if each.requires_grad] + [entry] * differentiable
     tensor = output if isinstance(output, torch.Tensor) else None
     if tensor is not None and tensor.requires_grad:

@@ -17,7 +17,7 @@ class Lazy:
 
     Example:
         layers = [Lazy(nn.Linear, 512, 512) for _ in range(96)]
-        stages = build_stages(layers, schedule("1f1b", 8, 32), rank)
+        stages = build_stage(layers, schedule("1f1b", 8, 32), rank)
     """
 
     def __init__(self, make: Callable[..., nn.Module], *args: Any, **keywords: Any) -> None:
@@ -39,7 +39,8 @@ class Lazy:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Its parameters without memory, on the meta device: enough to count them."""
         with torch.device("meta"):
-            yield from self.build().parameters()
+            layer = self.build()
+        return layer.parameters()
 
     def __repr__(self) -> str:
         given = [*map(repr, self._args), *(f"{key}={value!r}" for key, value in self._keywords.items())]

@@ -11,7 +11,7 @@ import pickle
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def encode(
     """
     parts = _parts(signature, tensors, device)
     if signature is expected or signature == expected:
-        return [torch.cat([_header(Kind.EXPECTED, 0, signature.size, device=device), *parts])]
+        return [torch.cat([_nothing_new(device), *parts])]
     description = pickle.dumps(signature)
     rest = [_padded(description, device), *parts]
     size = aligned(len(description)) + signature.size
@@ -88,7 +88,7 @@ class Header:
         self.second = 0
         self.failure: Failure | None = None
         kind = message[0].item()
-        if kind != Kind.EXPECTED:  # which is looked at no further: it is the usual case, and reading costs time
+        if kind:  # EXPECTED is 0, and looked at no further: it is the usual case, and reading costs time
             self._read_fields(kind)
 
     def _read_fields(self, kind: float) -> None:
@@ -109,7 +109,9 @@ class Header:
         start += aligned(self._description)
         tensors = []
         for spec in signature.specs:
-            tensors.append(rest[start : start + spec.bytes].view(spec.sent).view(spec.shape).to(spec.dtype))
+            part = rest[start : start + spec.bytes].view(spec.sent).view(spec.shape)
+            part = part if spec.sent is spec.dtype else part.to(spec.dtype)
+            tensors.append(part.data)  # no view to autograd: a stage may write into one, and have another saved
             start += aligned(spec.bytes)
         return signature, tensors
 
@@ -118,14 +120,21 @@ def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device
     """The tensors' bytes, each followed by what aligns the next."""
     parts = []
     for tensor, spec in zip(tensors, signature.specs, strict=True):
-        parts.append(tensor.detach().to(device, spec.sent).reshape(-1).view(torch.uint8))
+        part = tensor.detach()
+        if spec.sent is not spec.dtype or spec.device != device.type:
+            part = part.to(device, spec.sent)
+        parts.append(part.reshape(-1).view(torch.uint8))
         gap = -spec.bytes % ALIGNMENT
         if gap:
             parts.append(_zeros(gap, device))
     return parts
 
 
-@lru_cache(maxsize=128)
+@cache
+def _nothing_new(device: torch.device) -> Tensor:
+    return _header(Kind.EXPECTED, 0, 0, device=device)
+
+
 def _header(kind: Kind, description: int, body: int, data: bytes = b"", device: torch.device | None = None) -> Tensor:
     data = (_FIELDS.pack(kind, description, body) + data).ljust(HEADER, b"\0")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

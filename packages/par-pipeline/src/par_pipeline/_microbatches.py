@@ -17,6 +17,7 @@ class Microbatches(tuple[Any, ...]):
     """A batch that is split already: `step(Microbatches([x0, x1]), target=Microbatches([y0, y1]))`.
 
     As the only positional argument of `step`, an item that is a plain tuple is several arguments of the first stage.
+    A part of a batch may be one as well: `step(x, mask=Microbatches([m0, m1]))`.
     """
 
     __slots__ = ()
@@ -28,10 +29,11 @@ class Microbatches(tuple[Any, ...]):
 def split_rows(batch: Any, microbatches: int) -> list[Any]:
     """Splits every tensor of a batch along dim 0, into sizes that differ by one at most, larger first.
 
-    Tensors without dims and other values go to every microbatch as they are.
+    `Microbatches` in it are split already. Tensors without dims and other values go to every microbatch as they are.
 
     Raises:
         ValueError: Fewer rows than microbatches, or tensors with different numbers of rows.
+        TypeError: An object that holds tensors where nobody sees them, so that they would not be split.
     """
     leaves, structure = pytree.tree_flatten(batch)
     rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
@@ -42,11 +44,21 @@ def split_rows(batch: Any, microbatches: int) -> list[Any]:
             f"a batch of {min(rows)} rows is smaller than the {microbatches} microbatches of the schedule; "
             "give more rows, or make a schedule of fewer microbatches"
         )
-    parts = [
-        torch.tensor_split(leaf, microbatches) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * microbatches
-        for leaf in leaves
-    ]
+    parts = [_parts(leaf, microbatches) for leaf in leaves]
     return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(microbatches)]
+
+
+def _parts(leaf: Any, microbatches: int) -> Sequence[Any]:
+    if isinstance(leaf, Microbatches):
+        return split(leaf, microbatches, split_rows)
+    if isinstance(leaf, Tensor):
+        return torch.tensor_split(leaf, microbatches) if leaf.dim() else [leaf] * microbatches
+    if not callable(leaf) and tensors_of(getattr(leaf, "__dict__", None)):  # such as transformers' BatchEncoding
+        raise TypeError(
+            f"a batch has a {type(leaf).__name__}, whose tensors cannot be split; give them in a dict, a list or a "
+            "tuple, or give Pipeline(..., split=...)"
+        )
+    return [leaf] * microbatches
 
 
 def split(batch: Any, microbatches: int, how: Split) -> list[Any]:
@@ -65,20 +77,21 @@ def split(batch: Any, microbatches: int, how: Split) -> list[Any]:
 def merge(parts: Sequence[Any]) -> Any:
     """One value of those of all microbatches: tensors are joined along dim 0, those without dims are stacked.
 
-    Other values are the first microbatch's. Where the shapes do not fit, the parts are given as they are.
+    Other values are the first microbatch's. Where structures or shapes do not fit, the parts are given as they are.
     """
-    structure = pytree.tree_structure(parts[0])
-    columns = list(zip(*(pytree.tree_leaves(part) for part in parts), strict=True))
+    flat = [pytree.tree_flatten(part) for part in parts]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        return list(parts)
     joined = []
-    for column in columns:
-        if not isinstance(column[0], Tensor):
-            joined.append(column[0])
-        elif not column[0].dim():
-            joined.append(torch.stack(column))
-        elif len({each.shape[1:] for each in column}) == 1:
-            joined.append(torch.cat(column))
-        else:
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+        shapes = {(each.dim(), each.shape[1:]) if isinstance(each, Tensor) else None for each in column}
+        if len(shapes) > 1:
             return list(parts)
+        if shapes == {None}:
+            joined.append(column[0])
+        else:
+            joined.append(torch.cat(column) if column[0].dim() else torch.stack(column))
     return pytree.tree_unflatten(joined, structure)
 
 

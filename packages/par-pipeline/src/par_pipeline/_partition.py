@@ -34,13 +34,14 @@ def partition(
         raise TypeError(f"parts is {parts!r} and layers is {layers!r}; parts must be a whole number")
     if not 1 <= parts <= count:
         raise ValueError(f"{count} layers cannot be cut into {parts} parts; ask for 1 to {count}")
-    weights = [1] * count if method == "uniform" else _weights(layers, method, sample)
+    uniform = isinstance(method, str) and method == "uniform"
+    weights = [1] * count if uniform else _weights(layers, method, sample)
     if len(weights) != count:
         raise ValueError(f"there are {len(weights)} weights for {count} layers; give one for each")
     for weight in weights:
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"the weight {weight} must be a finite number of at least 0")
-    if not any(weights) or method == "uniform":
+    if uniform or not any(weights):
         ends = [count * (part + 1) // parts for part in range(parts)]
     else:
         ends = _balanced([0, *accumulate(weights)], parts)

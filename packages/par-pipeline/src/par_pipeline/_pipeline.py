@@ -1,18 +1,19 @@
 """`Pipeline`: runs any valid schedule on real processes."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import agree
+from par_groups import agree, backend_of
 
 from ._actions import WEIGHT_GRAD
 from ._compile import Program, compile_program
@@ -23,17 +24,11 @@ from ._microbatches import Split, merge, split_rows
 from ._offload import Activations, Offload
 from ._run import Loss, Parts, Recorded, Run
 from ._schedule import Schedule
+from ._shared import Shared
 from ._stage import Stage
 from ._timeline import Event, Timeline
 from ._weight_gradients import SplitBackward, can_split
 from ._wire import Wire
-
-
-class Handler(Protocol):
-    """Something that completes gradients, such as `Shared`."""
-
-    def handle_gradient(self) -> None:
-        """Called at the end of each step, on all ranks."""
 
 
 class Result(NamedTuple):
@@ -69,13 +64,14 @@ class PipelineOptions:
 
     Raises:
         ValueError: A timeout or a number of bytes that is not positive, or a border_dtype that is not floating point.
+        TypeError: Shared parameters that are no sequence.
     """
 
     loss_fn: Loss | None = None
     split: Split = split_rows
     weight: Weight | None = None
     weight_group: dist.ProcessGroup | None = None
-    shared: Sequence[Handler] = ()
+    shared: Sequence[Shared] = ()
     offload: Offload | None = None
     broadcast_loss: bool = False
     complete: Callable[[int], None] | None = None
@@ -84,9 +80,12 @@ class PipelineOptions:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0 or not self.ahead > 0:
+        if not (0 < self.timeout < math.inf and self.ahead > 0):
             raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
-        if self.border_dtype is not None and not self.border_dtype.is_floating_point:
+        if not isinstance(self.shared, Sequence):
+            raise TypeError(f"shared is a {type(self.shared).__name__}; give a list of Shared")
+        dtype = self.border_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
 
 
@@ -114,16 +113,17 @@ class Pipeline:
     ) -> None:
         self.schedule, self.group = schedule, group
         self.rank = dist.get_rank(group)
-        problem, modules = None, []
+        problem: Exception | None = None
+        digest, has_loss = "", False
         try:
             self.options = PipelineOptions(**options)
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
-            numbers = _check(modules, schedule, group, self.rank)
-        except (ValueError, TypeError) as error:
-            problem, numbers = error, ()
-        has_loss = _agree(problem, schedule, problem is None and self.options.loss_fn is not None, group)
-        self._has_loss = has_loss[schedule.rank_of(schedule.stages - 1)]
-        self.stages = dict(zip(numbers, modules, strict=True))
+            self.stages = dict(zip(_check(modules, schedule, group, self.rank), modules, strict=True))
+            self._syncs = {number: GradientSync(module) for number, module in self.stages.items()}
+            digest, has_loss = _digest(schedule), self.options.loss_fn is not None
+        except Exception as error:  # of any type: the others wait for this rank
+            problem = error
+        self._has_loss = _agree(problem, digest, has_loss, group)[schedule.rank_of(schedule.stages - 1)]
         self._parts = self._make_parts()
         self._programs: dict[bool, Program] = {}
         self._recorded: list[Recorded] = []
@@ -133,7 +133,7 @@ class Pipeline:
         splits = any(action.op == WEIGHT_GRAD for actions in self.schedule.ranks for action in actions)
         split = {number: module for number, module in self.stages.items() if splits and can_split(module)}
         timeout = timedelta(seconds=self.options.timeout)
-        syncs = {number: GradientSync(module) for number, module in self.stages.items()}
+        syncs = self._syncs
         return Parts(
             stages={n: Stage(module, keeps_outputs=syncs[n].follows_graph) for n, module in self.stages.items()},
             split=SplitBackward(split),
@@ -257,8 +257,12 @@ class Pipeline:
 
     def _execute(self, run: Run, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         options, microbatches = self.options, self.schedule.microbatches
+        for each in options.shared if run.training else ():
+            each.begin_step()
         run.feed = make_feed(inputs, kwargs, target, microbatches, options.split)
         if self.is_last and options.loss_fn is not None:
+            if options.weight is not None and run.training and not run.feed.targets:
+                raise ValueError("weight counts what a target holds, but this step has none; give it target=")
             group = options.weight_group
             run.shares = shares(run.feed, options.weight, group, "cpu" if group is None else _device_of(group))
         run.execute()
@@ -286,6 +290,8 @@ class Pipeline:
 
 def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, rank: int) -> tuple[int, ...]:
     """The numbers of this rank's stages."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is {schedule!r}; give a Schedule, such as one_f_one_b(ranks, microbatches)")
     ranks = dist.get_world_size(group)
     if len(schedule.ranks) != ranks:
         raise ValueError(
@@ -304,9 +310,13 @@ def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.Process
     return numbers
 
 
-def _agree(problem: Exception | None, schedule: Schedule, has_loss: bool, group: dist.ProcessGroup) -> list[bool]:
+def _digest(schedule: Schedule) -> str:
+    """A schedule in a few characters."""
+    return hashlib.sha256(repr([[str(each) for each in actions] for actions in schedule.ranks]).encode()).hexdigest()
+
+
+def _agree(problem: Exception | None, digest: str, has_loss: bool, group: dist.ProcessGroup) -> list[bool]:
     """Raises on every rank if any has a problem, or if they have different schedules. All-gather of small objects."""
-    digest = hashlib.sha256(repr([[str(each) for each in actions] for actions in schedule.ranks]).encode()).hexdigest()
     every = agree(problem, (digest, has_loss), group)
     first = next(iter(every))
     different = [rank for rank, (theirs, _) in every.items() if theirs != every[first][0]]
@@ -318,6 +328,6 @@ def _agree(problem: Exception | None, schedule: Schedule, has_loss: bool, group:
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """Where messages live: with the accelerator if the group's backend serves it, else on the CPU."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type in {str(device) for device in group._device_types}:
+    if accelerator is not None and backend_of(group, accelerator.type) is not None:
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")

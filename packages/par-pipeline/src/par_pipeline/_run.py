@@ -195,7 +195,7 @@ class Run:
         if op != INPUT_GRAD:
             if final:
                 sync.release(split.ends(number) if sync.follows_graph else [])
-            split.finish(number, microbatch, every=final and sync.waits_for_all)
+            split.finish(number, microbatch, last=final, every=final and sync.waits_for_all)
 
     def _whole_backward(self, instruction: Instruction, gradients: Gradients, final: bool) -> None:
         """Where gradients are reduced in this pass, the stage before gets its part before the pass is over."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from ._actions import Action
+from ._actions import Action, check_action
 
 Actions = Iterable[Action]
 
@@ -19,7 +19,7 @@ class Schedule:
         microbatches: Default: as many as the actions name.
 
     Raises:
-        ValueError: No ranks, no actions, or a placement for another number of ranks.
+        ValueError: No ranks, no actions, what is no action, or a placement for another number of ranks.
     """
 
     def __init__(
@@ -37,6 +37,8 @@ class Schedule:
         if len(self._placement) != len(self.ranks):
             raise ValueError(f"placement is for {len(self._placement)} ranks, the actions are for {len(self.ranks)}")
         self.microbatches = seen[1] if microbatches is None else microbatches
+        if self.microbatches < 1 or not any(self._placement):
+            raise ValueError("the schedule has no actions; give each rank a list of Action, forward and backward")
 
     def __repr__(self) -> str:
         return f"Schedule({len(self.ranks)} ranks, {self.stages} stages, {self.microbatches} microbatches)"
@@ -99,13 +101,12 @@ class Schedule:
         """Placement and number of microbatches, as the actions name them. Of two ranks a stage is the first one's."""
         placement: list[tuple[int, ...]] = []
         last, taken = -1, set[int]()
-        for actions in self.ranks:
+        for rank, actions in enumerate(self.ranks):
             stages = set[int]()
-            for action in actions:
+            for position, action in enumerate(actions):
+                check_action(action, rank, position)
                 stages.add(action.stage)
                 last = max(last, action.microbatch)
             placement.append(tuple(stages - taken))
             taken |= stages
-        if last < 0:
-            raise ValueError("the schedule has no actions; give each rank a list of Action, forward and backward")
         return tuple(placement), last + 1

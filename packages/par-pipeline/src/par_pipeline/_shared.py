@@ -28,7 +28,7 @@ class Shared:
             parameter has its own.
 
     Raises:
-        ValueError: Different numbers, shapes or dtypes on the ranks; on every rank.
+        ValueError: Different numbers, shapes or dtypes on the ranks, or a parameter frozen on some; on every rank.
 
     Example:
         mine = {"embedding.weight": stage.embedding.weight} if pipeline_rank == 0 else {}
@@ -47,7 +47,10 @@ class Shared:
         self._parameters, self._group, self._optimizer = dict(parameters), group, optimizer
         records = [_record(each, replicas) for each in self._parameters.values()]
         every = self._told(
-            [(str(each.dtype), record) for each, record in zip(parameters.values(), records, strict=True)]
+            [
+                (f"{each.dtype}{'' if each.requires_grad else ' frozen'}", record)
+                for each, record in zip(parameters.values(), records, strict=True)
+            ]
         )
         self._holders = [rank for rank, theirs in enumerate(every) if theirs]
         _check([every[rank] for rank in self._holders])
@@ -56,27 +59,48 @@ class Shared:
             set_sharding(parameter, _joined([every[rank][number][1] for rank in self._holders]))
             self._start_alike_(parameter)
 
+    def begin_step(self) -> None:
+        """Before gradients are added to a sum of earlier steps: only the first holder keeps it, so that it counts once.
+
+        `Pipeline` calls this at the start of each step. Whoever calls `handle_gradient` once for several steps needs it
+        not. No communication.
+        """
+        if dist.get_rank(self._group) in self._holders[1:]:
+            for _, view in (pair for each in self._views() for pair in each):
+                view.zero_()
+
     def handle_gradient(self) -> None:
         """Makes every holder's gradient the sum over the holders, added in the same order everywhere."""
         if len(self._holders) < 2:
             return
+        absent = self._fill_() if self._optimizer is None else set()
         views = self._views()
         if not self._checked:
             self._check_cuts(views)
-        for each in views:
+        for parameter, each in zip(self._parameters.values(), views, strict=True):
             if not each:  # a data-parallel rank that keeps nothing of this parameter
                 continue
-            mine = torch.cat([view.reshape(-1) for _, view in each])
+            there = each[0][1].new_tensor([float(id(parameter) not in absent)])
+            mine = torch.cat([*(view.reshape(-1) for _, view in each), there])
             total = torch.stack(self._exchanged(mine)).sum(0)
-            for (_, view), part in zip(each, total.split([view.numel() for _, view in each]), strict=True):
+            for (_, view), part in zip(each, total[:-1].split([view.numel() for _, view in each]), strict=True):
                 view.copy_(part.view(view.shape))
+            if id(parameter) in absent and total[-1] == 0:  # nobody used it, so the optimizer is to leave it alone
+                parameter.grad = None
+
+    def _fill_(self) -> set[int]:
+        """Makes gradients dense, and those that are not there zero; gives the ids of the latter's parameters."""
+        absent = set()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                absent.add(id(parameter))
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:  # an embedding's, while a linear layer has a dense one of the same weight
+                parameter.grad = parameter.grad.to_dense()
+        return absent
 
     def _views(self) -> list[list[tuple[Box, Tensor]]]:
         """This rank's parts of each parameter's gradient."""
-        if self._optimizer is None:
-            for parameter in self._parameters.values():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
         found: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self._parameters}
         for name, box, view in gradients(self._named()):
             if name in found:

@@ -45,17 +45,14 @@ class Signature(NamedTuple):
         structure: None: the value is the only leaf. A number: a plain tuple of so many leaves. Bytes: the value with
             numbers in place of its leaves, pickled.
         leaves: In order.
+        specs: Those of the tensors.
         size: Bytes of all tensors, each aligned.
     """
 
     structure: bytes | int | None
     leaves: tuple[TensorSpec | Plain, ...]
+    specs: tuple[TensorSpec, ...]
     size: int
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """Those of the tensors."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The value that has these tensors."""
@@ -111,7 +108,8 @@ def flatten(
             size += aligned(held)
         else:
             described.append(Plain(_pickled(leaf)))
-    return tensors, Signature(structure, tuple(described), size)
+    specs = tuple(each for each in described if isinstance(each, TensorSpec))
+    return tensors, Signature(structure, tuple(described), specs, size)
 
 
 def _is_wider(dtype: torch.dtype, border: torch.dtype) -> bool:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         TypeError: The model says nothing of pipelines.
     """
     _, name = _plan(model)
-    return list(model.get_submodule(name).children())
+    return list(cast("nn.ModuleList", model.get_submodule(name)))
 
 
 def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
@@ -33,10 +33,12 @@ def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
         part, first, last = _twin(model, plan), run.start == 0, run.stop == count
         for each, (_, gives) in plan.items():
             if each != name and not (first if gives == [_EMBEDS] else last):
-                _replace(part, each)
+                _replace(part, each, Absent())
+        before, after = None if first else Border(), None if last else Border()
         for position in set(range(count)).difference(run):
-            _replace(part, f"{name}.{position}")
-        stages.append(ModelStage(part, "input_ids" if first else _EMBEDS))
+            absent = {run.start - 1: before, run.stop: after}.get(position)
+            _replace(part, f"{name}.{position}", absent or Absent())
+        stages.append(ModelStage(part, before, after))
     return stages
 
 
@@ -48,25 +50,56 @@ class Absent(nn.Module):
         return hidden_states
 
 
+class Border(nn.Module):
+    """In the place of the layer before or after a stage's own.
+
+    Attributes:
+        gives: What another stage gave, to go on with; None: what it is called with.
+        took: What it was called with.
+    """
+
+    gives: Tensor | None = None
+    took: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Hidden states (rows, time, width) to the same."""
+        self.took = hidden_states
+        return hidden_states if self.gives is None else self.gives
+
+
 class ModelStage(nn.Module):
     """One stage: the model's own forward, which passes over the layers of the others.
 
+    What comes in and goes out does so between two layers: a model may scale its embeddings before the first one and
+    its logits after the last.
+
     Args:
         part: The model with this stage's layers. It is no child, which would be a part of all names.
-        takes: What its forward calls the input.
+        before: In the place of the layer before this stage's; None: this is the first stage.
+        after: In the place of the layer after them; None: this is the last stage.
     """
 
-    def __init__(self, part: nn.Module, takes: str) -> None:
+    def __init__(self, part: nn.Module, before: Border | None, after: Border | None) -> None:
         super().__init__()
         for name, child in part.named_children():
             self.add_module(name, child)
-        self.__dict__["_part"] = part
-        self._takes = takes
+        self.__dict__.update(_part=part, _before=before, _after=after)
 
     def forward(self, given: Tensor, **keywords: Any) -> Tensor:
         """Token ids (rows, time) on the first stage, else hidden states (rows, time, width); likewise out of it."""
-        output: Tensor = self.__dict__["_part"](**{self._takes: given}, use_cache=False, **keywords)[0]
-        return output
+        part, before, after = (self.__dict__[each] for each in ("_part", "_before", "_after"))
+        takes = "input_ids" if before is None else _EMBEDS
+        try:
+            if before is not None:
+                before.gives = given
+            output: Tensor = part(**{takes: given}, use_cache=False, **keywords)[0]
+            if after is not None:
+                output = after.took
+            return output
+        finally:
+            for each in (before, after):
+                if each is not None:
+                    each.gives = each.took = None
 
     def train(self, mode: bool = True) -> "ModelStage":
         """As of any module; the part follows."""
@@ -107,6 +140,6 @@ def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str
     return plan, lists[0]
 
 
-def _replace(model: nn.Module, name: str) -> None:
+def _replace(model: nn.Module, name: str, instead: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, Absent())
+    setattr(model.get_submodule(parent), child, instead)

@@ -1,6 +1,6 @@
 """The check that a schedule is one training step, and that its ranks never wait for one another for ever."""
 
-from ._actions import Action
+from ._actions import check_action
 from ._costs import Costs
 from ._schedule import Schedule
 from ._simulate import Simulation
@@ -29,6 +29,8 @@ def _check_placement(schedule: Schedule) -> None:
     holders: dict[int, int] = {}
     for rank in range(len(schedule.ranks)):
         for stage in schedule.stage_of(rank):
+            if stage < 0:
+                raise ValueError(f"rank {rank} has stage {stage}; stages are counted from 0")
             if stage in holders:
                 raise ValueError(f"stage {stage} is on rank {holders[stage]} and on rank {rank}; give it to one")
             holders[stage] = rank
@@ -45,9 +47,8 @@ def _check_rank(schedule: Schedule, rank: int) -> str:
     begins = {stage: index * len(microbatches) for index, stage in enumerate(stages)}
     progress = bytearray(len(stages) * len(microbatches))
     for position, action in enumerate(schedule.ranks[rank]):
+        check_action(action, rank, position)
         where = f"rank {rank}, position {position}"
-        if not isinstance(action, Action):
-            raise ValueError(f"{where}: {action!r} is no Action; write Action('F', 2, 0), or Action.parse('2F0')")
         op, stage, microbatch = action
         if stage not in begins:
             raise ValueError(f"{where}: {action} is not for this rank, which has the stages {list(stages)}")
@@ -61,7 +62,7 @@ def _check_rank(schedule: Schedule, rank: int) -> str:
         if (here := progress.find(state)) >= 0:
             index, microbatch = divmod(here, len(microbatches))
             return f"rank {rank} never runs {op} of stage {stages[index]}, microbatch {microbatch}; add it"
-    return ""
+    return "" if stages else f"rank {rank} has no stage; give it one, or make a schedule for fewer ranks"
 
 
 def _complaint(op: str, state: int) -> str:

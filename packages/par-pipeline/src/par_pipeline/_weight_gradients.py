@@ -2,12 +2,15 @@
 
 For the time of a step every parameter is replaced by a stand-in, a leaf that shares its memory, so that the first half
 of a backward leaves the parameters alone. Linear and convolution layers put off the product that gives their weight's
-gradient, as does any layer that calls its `weight_grad_hook`. Whatever else has parameters computes their gradients in
-the first half, and they are kept: small ones of norms and biases, but also those of a float8 product. The second half
-computes what was put off and brings everything to the parameters in one pass, so that their hooks fire once.
+gradient, as does any layer that calls its `weight_grad_hook`, such as tensor-parallel and float8 ones. Whatever else
+has parameters computes their gradients, small ones of norms and biases, in the first half.
+
+Where nobody listens, gradients are added to the stand-in's, which is the parameter's own tensor. Where hooks or a
+data-parallel reducer wait for them, those of the first half are kept, and the second brings all to the parameters in
+one pass, so that hooks fire once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +23,7 @@ from ._gradient_sync import FullyShardedModule, is_synchronised
 
 
 class WeightGradient(Protocol):
-    """What a layer puts off; par-layers hands over the same to a layer's `weight_grad_hook`.
+    """What a layer puts off; par-layers and par-precision hand over the same to a layer's `weight_grad_hook`.
 
     Args:
         weight: The stand-in.
@@ -40,7 +43,7 @@ class Later(NamedTuple):
 
     Args:
         products: In the order in which the first half came to them.
-        kept: Gradients that are there already, by stand-in.
+        kept: Gradients that are there already, by stand-in, where somebody listens.
     """
 
     products: list[WeightGradient]
@@ -59,9 +62,8 @@ class SplitBackward:
         self._modules = modules
         self._later: dict[tuple[int, int], Later] = {}  # by stage and microbatch
         self._products: list[WeightGradient] = []
-        self._parameters: dict[int, nn.Parameter] = {}  # by the id of a stand-in: hashing tensors takes longer
         self._pairs: dict[int, list[tuple[Tensor, nn.Parameter]]] = {}  # by stage: stand-ins and parameters
-        self._heard: set[int] = set()
+        self._heard = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -73,24 +75,21 @@ class SplitBackward:
         finally:
             for each in reversed(undo):
                 each()
-            self._parameters.clear()
             self._pairs.clear()
             self._later.clear()
             self._products = []
 
     def _replace(self, undo: list[Callable[[], object]]) -> None:
-        stand_ins: dict[nn.Parameter, Tensor] = {}
-        for stage, module in self._modules.items():
-            parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter) and each.requires_grad]
-            if is_synchronised(module) or any(map(_has_hooks, parameters)):
-                self._heard.add(stage)
-            else:
-                self._heard.discard(stage)
-            for parameter in parameters:
-                stand_in = parameter.detach().requires_grad_()
-                stand_in.__dict__.update(parameter.__dict__)
-                stand_ins.setdefault(parameter, stand_in)
-        self._parameters = {id(stand_in): parameter for parameter, stand_in in stand_ins.items()}
+        stand_ins = {
+            each: _stand_in(each)
+            for module in self._modules.values()
+            for each in module.parameters()
+            if isinstance(each, nn.Parameter) and each.requires_grad
+        }
+        self._heard = any(map(is_synchronised, self._modules.values())) or any(map(_is_heard, stand_ins))
+        if not self._heard:
+            for parameter, stand_in in stand_ins.items():
+                stand_in.grad = parameter.grad
         for stage, module in self._modules.items():
             self._pairs[stage] = [(stand_ins[each], each) for each in module.parameters() if each in stand_ins]
         for each in {each for module in self._modules.values() for each in module.modules()}:
@@ -100,11 +99,11 @@ class SplitBackward:
         self, module: nn.Module, stand_ins: Mapping[nn.Parameter, Tensor], undo: list[Callable[[], object]]
     ) -> None:
         own: dict[str, Any] = module._parameters
-        for name, parameter in list(own.items()):
-            if parameter in stand_ins:
-                own[name] = stand_ins[parameter]
-                undo.append(partial(own.__setitem__, name, parameter))
-        if id(own.get("weight")) not in self._parameters:
+        replaced = {name: parameter for name, parameter in own.items() if parameter in stand_ins}
+        for name, parameter in replaced.items():
+            own[name] = stand_ins[parameter]
+            undo.append(partial(own.__setitem__, name, parameter))
+        if "weight" not in replaced:
             return
         if hasattr(module, "weight_grad_hook"):
             before = module.__dict__.get("weight_grad_hook")
@@ -121,9 +120,11 @@ class SplitBackward:
 
     def keep(self, stage: int, microbatch: int) -> None:
         """After the first half of a backward."""
-        kept = [(each, each.grad) for each, _ in self._pairs[stage] if each.grad is not None]
-        for stand_in, _ in kept:
-            stand_in.grad = None
+        kept = []
+        if self._heard:
+            kept = [(each, each.grad) for each, _ in self._pairs[stage] if each.grad is not None]
+            for stand_in, _ in kept:
+                stand_in.grad = None
         self._later[stage, microbatch] = Later(self._products, kept)
         self._products = []
 
@@ -132,34 +133,35 @@ class SplitBackward:
         with torch.enable_grad():
             return [parameter.flatten()[:1] for _, parameter in self._pairs[stage]]
 
-    @torch.no_grad()
-    def finish(self, stage: int, microbatch: int, *, every: bool = False) -> None:
+    def finish(self, stage: int, microbatch: int, *, last: bool = False, every: bool = False) -> None:
         """The second half of a backward.
 
         Args:
             stage: On this rank.
             microbatch: Whose first half is done.
+            last: Whether the stage's gradients are then complete.
             every: Whether parameters without a gradient get zeros, because a reduction waits for all.
         """
         products, kept = self._later.pop((stage, microbatch))
-        heard = stage in self._heard
-        for stand_in, gradient in kept:
-            stand_in.grad = gradient
-        for product in products:
-            if heard or not self._add_in_place(product):
-                product()
-        self._deliver(stage, heard, every)
+        with torch.no_grad():
+            for stand_in, gradient in kept:
+                stand_in.grad = gradient
+            for product in products:
+                if self._heard or not _add_in_place(product):
+                    product()
+            if self._heard:
+                self._deliver(stage, every)
+            elif last:
+                self._hand_over(stage)
 
-    def _add_in_place(self, product: WeightGradient) -> bool:
-        """Saves a temporary and a pass over it, where nobody waits for the gradient."""
-        total = self._parameters[id(product.weight)].grad
-        if total is None or product.operands is None or product.operands[0].dtype != total.dtype:
-            return False
-        left, right = product.operands
-        total.addmm_(left.t(), right)
-        return True
+    def _hand_over(self, stage: int) -> None:
+        for stand_in, parameter in self._pairs[stage]:
+            if parameter.grad is None:
+                parameter.grad = stand_in.grad
+            elif stand_in.grad is not None and stand_in.grad is not parameter.grad:  # used by an unsplit stage, too
+                stand_in.grad = parameter.grad.add_(stand_in.grad)
 
-    def _deliver(self, stage: int, heard: bool, every: bool) -> None:
+    def _deliver(self, stage: int, every: bool) -> None:
         parameters, gradients = [], []
         for stand_in, parameter in self._pairs[stage]:
             gradient = torch.zeros_like(stand_in) if every and stand_in.grad is None else stand_in.grad
@@ -167,11 +169,8 @@ class SplitBackward:
                 parameters.append(parameter)
                 gradients.append(gradient)
                 stand_in.grad = None
-        if heard or any(each.is_sparse for each in gradients):
-            if parameters:
-                torch.autograd.backward(parameters, gradients)
-            return
-        _add(parameters, gradients)
+        if parameters:
+            torch.autograd.backward(parameters, gradients)
 
 
 def can_split(module: nn.Module) -> bool:
@@ -186,20 +185,27 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def _stand_in(parameter: nn.Parameter) -> Tensor:
+    stand_in = parameter.detach().requires_grad_()
+    stand_in.__dict__.update(parameter.__dict__)
+    return stand_in
 
 
-def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-    totals, more = [], []
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            totals.append(parameter.grad)
-            more.append(gradient)
-    if totals:
-        torch._foreach_add_(totals, more)
+def _is_heard(parameter: nn.Parameter) -> bool:
+    """Whether hooks wait for a gradient, or it has a dtype that a stand-in's cannot have."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return True
+    return parameter.grad is not None and parameter.grad.dtype != parameter.dtype
+
+
+def _add_in_place(product: WeightGradient) -> bool:
+    """Saves a temporary and a pass over it."""
+    total = product.weight.grad
+    if total is None or product.operands is None or product.operands[0].dtype != total.dtype:
+        return False
+    left, right = product.operands
+    total.addmm_(left.t(), right)
+    return True
 
 
 def _restore(module: nn.Module, name: str, before: object) -> None:

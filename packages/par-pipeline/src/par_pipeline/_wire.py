@@ -219,7 +219,7 @@ class Channel:
         """The next message that the peer sends, and what it was expected to be."""
         arrival, expected, buffer, work = self._posted.popleft()
         self._wait(work)
-        self._room += promised(expected)
+        self._room += len(buffer)
         header = Header(buffer)
         self._heard = header.failure is not None
         second = None
