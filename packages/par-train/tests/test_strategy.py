@@ -445,6 +445,27 @@ def test_tied_parameters_of_models_that_share_an_optimizer_stay_one():
             assert_same(([], model), ([], whole))
 
 
+@pytest.mark.ranks(2)
+def test_a_layer_that_comes_again_on_another_stage_is_tied():
+    def twice():
+        torch.manual_seed(0)
+        again = nn.Linear(8, 8)
+        return nn.Sequential(again, nn.Tanh(), nn.Linear(8, 8), again)
+
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    with Strategy(parallel={"pipeline": 2}) as strategy:
+        model = twice()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = strategy.initialize(model, optimizer)
+        strategy.execute_pipeline(iter([(inputs, inputs)]), model, functional.mse_loss, optimizer)
+        optimizer.step()
+        whole = twice()
+        plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+        functional.mse_loss(whole(inputs), inputs).backward()
+        plain.step()
+        assert_same(([], model), ([], whole))
+
+
 def split_columns(value, count):
     """Microbatches along dim 1."""
     if isinstance(value, tuple):

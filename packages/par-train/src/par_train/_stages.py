@@ -94,7 +94,7 @@ def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | N
         seed: Of the random weights of layers that are built here.
     """
     made = build_stage(layers, schedule, rank, seed=seed)
-    children = {name: child for part in made for name, child in part.named_children()}
+    children = {name: child for part in made for name, child in part._modules.items() if child is not None}
     parts = dict(zip(schedule.stage_of(rank), made, strict=True))
     tied = [
         {names[0]: parameter} if any(name.partition(".")[0] in children for name in names) else {}
@@ -106,7 +106,7 @@ def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | N
 def _used_often(layers: Layers) -> list[tuple[nn.Parameter, list[str]]]:
     """The parameters that several layers use, by all their names; every rank sees all layers, and finds the same."""
     names: dict[nn.Parameter, list[str]] = {}
-    for child, layer in layers.named_children() if isinstance(layers, nn.Sequential) else ():
+    for child, layer in layers._modules.items() if isinstance(layers, nn.Sequential) else ():  # one may come again
         for name, parameter in layer.named_parameters(prefix=child):
             names.setdefault(parameter, []).append(name)
     return [(parameter, used) for parameter, used in names.items() if len(used) > 1]

@@ -352,7 +352,8 @@ class Strategy:
         Args:
             root: The folder of the run. Of several models, each has a folder `0`, `1`, ... in it.
             step: Steps done.
-            async_: Return when the bytes are copied, and write in the background.
+            async_: Go on at once; the next step of an optimizer waits until the bytes are copied. To change weights
+                otherwise, wait for the handle's `wait_for_copy()`.
             keep_last: Older ones are removed, but so many of the newest; None: all stay.
             keywords: Of `par_checkpoint.save`.
 

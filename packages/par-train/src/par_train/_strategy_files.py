@@ -65,7 +65,8 @@ def save_run(
     """Writes everything; see `Strategy.checkpoint`."""
     handles = []
     for each, folder in _folders(pairs, root, keep_last):
-        handle = folder.save(step, force=True, extra=dict(state), **{**_parts(each), **keywords})
+        told = {"copy": "background", **_parts(each), **keywords}  # for `async_`, of which it is a part
+        handle = folder.save(step, force=True, extra=dict(state), **told)
         handles.extend([] if handle is None else [handle])
     return handles
 
