@@ -80,10 +80,12 @@ class Shared:
         for parameter, each in zip(self._parameters.values(), views, strict=True):
             if not each:  # a data-parallel rank that keeps nothing of this parameter
                 continue
-            there = each[0][1].new_tensor([float(id(parameter) not in absent)])
-            mine = torch.cat([*(view.reshape(-1) for _, view in each), there])
-            total = torch.stack(self._exchanged(mine)).sum(0)
-            for (_, view), part in zip(each, total[:-1].split([view.numel() for _, view in each]), strict=True):
+            parts = [view.reshape(-1) for _, view in each]
+            if self._optimizer is None:
+                parts.append(parts[0].new_tensor([float(id(parameter) not in absent)]))  # whether anybody used it
+            total = torch.stack(self._exchanged(torch.cat(parts))).sum(0)
+            sums = total.split([len(part) for part in parts])
+            for (_, view), part in zip(each, sums, strict=False):
                 view.copy_(part.view(view.shape))
             if id(parameter) in absent and total[-1] == 0:  # nobody used it, so the optimizer is to leave it alone
                 parameter.grad = None

@@ -200,8 +200,7 @@ def _rank(frame: _Frame, plan: Pipe, place: Place) -> RankPrediction:
         gloo=frame.machine.gloo,
     )
     chunks = chunks_of(counted, numbers, job.zero)
-    elements = counted.table / (sharing.ranks if job.zero else 1) + 1  # and whether there is a gradient at all
-    table = elements * (numbers.master if not numbers.copied else 4)
+    table = counted.table * (numbers.master if not numbers.copied else 4) / (sharing.ranks if job.zero else 1)
     moves = (
         *data_traffic(chunks, numbers, sharing),
         *pipeline_traffic(shape, cut, place, part, frame.tokens, table),
