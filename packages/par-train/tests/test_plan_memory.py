@@ -8,7 +8,7 @@ from par_train._plan_shape import Cut, Part, Shape, count
 
 
 def chunks(total=1000, chunk=100):
-    return Chunks(total=total, chunk=chunk, chunks=10, gathered=300, stays=100, tensors=20)
+    return Chunks(total=total, chunk=chunk, chunks=10, gathered=300, stays=100)
 
 
 def test_the_zero_papers_figure_comes_out():

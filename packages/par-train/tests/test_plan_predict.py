@@ -95,12 +95,12 @@ def test_float8_takes_less_for_the_inputs_of_products():
 
 def test_parameters_alone():
     job = Job(batch=1, zero=3, precision="bf16")
-    memory, moves = predict_parameters(1_000_000, 100_000, ranks=8, job=job, tensors=20)
+    memory, moves = predict_parameters(1_000_000, 100_000, ranks=8, job=job)
     assert memory.state == 16 * 1_000_000 / 8
     assert {move.what: move.bytes for move in moves} == {
         "gradients": 2 * 1_000_000 * 7 / 8,
         "parameters": 2 * 2 * 1_000_000 * 7 / 8,
-        "flags": 2 * 20 * 4 * 7 / 8,
+        "flags": 2 * 4 * 7 / 8,
     }
     assert predict_parameters(10, 10, ranks=1, job=job)[1] == []
 

@@ -10,7 +10,7 @@ from par_train._plan_traffic import data_traffic, pipeline_traffic, tensor_traff
 
 SHAPE = Shape(layers=4, width=64, heads=4, context=16)
 WHOLE = Part(blocks=4, first=True, last=True)
-CHUNKS = Chunks(total=1000, chunk=100, chunks=10, gathered=300, stays=100, tensors=20)
+CHUNKS = Chunks(total=1000, chunk=100, chunks=10, gathered=300, stays=100)
 ALONE = Sharing(zero=0, ranks=1)
 
 
@@ -36,7 +36,7 @@ def test_one_rank_sends_nothing():
 )
 def test_replicas(zero, held, gradients, parameters):
     found = moved(data_traffic(CHUNKS, NUMBERS["bf16"], Sharing(zero=zero, ranks=4, held=held)))
-    assert found["flags"] == (1, 2 * 20 * 4 * 3 / 4)
+    assert found["flags"] == (1, 2 * 4 * 3 / 4)
     for what, expected in (("gradients", gradients), ("parameters", parameters)):
         assert found.get(what) == (None if expected is None else (expected[0], 2 * expected[1]))
 

@@ -1,7 +1,7 @@
 """What the collectives move is what `traffic` says, element by element.
 
-Beside it, every reduction tells the ranks which parameters had a gradient at all: an all-reduce of one int32 for each
-parameter, which is counted apart.
+Beside it, every reduction tells the ranks whether one of them had a gradient of every parameter: an all-reduce of one
+int32, which is counted apart. If none had, another of one for each parameter tells which.
 """
 
 from fractions import Fraction
@@ -60,7 +60,7 @@ def test_stages_0_to_2_move_what_traffic_says(stage, microbatches, together):
     ranks = dist.get_world_size()
     found, flags = moved(*sharded(stage, dist.group.WORLD), microbatches, together=together)
     assert found == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together)
-    assert flags == 2 * TENSORS * part(ranks) * (1 if together else microbatches)
+    assert flags == 2 * part(ranks) * (1 if together else microbatches)
 
 
 @pytest.mark.ranks([2, 4])
@@ -70,7 +70,7 @@ def test_stage_3_saves_one_gathering_of_the_unit_that_ends_forward_and_begins_ba
     found, flags = moved(*sharded(3, dist.group.WORLD), microbatches)
     saved = microbatches * BLOCK * part(ranks)
     assert found == traffic(3, PARAMETERS, ranks, microbatches=microbatches) - saved
-    assert flags == 2 * TENSORS * part(ranks) * microbatches
+    assert flags == 2 * part(ranks) * microbatches
 
 
 @pytest.mark.ranks([2, 4])
@@ -78,7 +78,17 @@ def test_stage_3_gathers_once_for_microbatches_that_are_not_synchronised():
     ranks = dist.get_world_size()
     found, flags = moved(*sharded(3, dist.group.WORLD), 3, together=True)
     assert found == traffic(3, PARAMETERS, ranks, microbatches=3, no_sync=True)
-    assert flags == 2 * TENSORS * part(ranks)
+    assert flags == 2 * part(ranks)
+
+
+@pytest.mark.ranks([2, 4])
+def test_what_is_unused_on_every_rank_is_told_parameter_by_parameter():
+    ranks = dist.get_world_size()
+    model, optimizer = sharded(2, dist.group.WORLD)
+    part_of_it = model[:3]
+    found, flags = moved(part_of_it, optimizer)
+    assert found == traffic(2, PARAMETERS, ranks)
+    assert flags == 2 * (1 + TENSORS) * part(ranks)
 
 
 @pytest.mark.ranks(4)
@@ -90,4 +100,4 @@ def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
     found, flags = moved(*sharded(stage, near, replicas=far))
     saved = BLOCK * part(2) if stage == 3 else 0  # the last unit stays gathered
     assert found == traffic(stage, PARAMETERS, 2, replicas=2) - saved
-    assert flags == 2 * 2 * TENSORS * part(2)  # told among the shards, then among the replicas
+    assert flags == 2 * 2 * part(2)  # told among the shards, then among the replicas

@@ -57,7 +57,6 @@ class Chunks:
         chunks: How many such parts there are.
         gathered: Elements that are whole at a time, where parameters are shared.
         stays: Of these, those that are gathered once a pass and not again for backward.
-        tensors: Parameters.
     """
 
     total: int
@@ -65,7 +64,6 @@ class Chunks:
     chunks: int
     gathered: int
     stays: int
-    tensors: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ def chunks_of(count: Count, numbers: Numbers, zero: int) -> Chunks:
     if zero < 3:
         chunks = min(count.tensors, math.ceil(total / bucket))
         chunk = min(total, bucket + count.largest)
-        return Chunks(total=total, chunk=chunk, chunks=chunks, gathered=total, stays=total, tensors=count.tensors)
+        return Chunks(total=total, chunk=chunk, chunks=chunks, gathered=total, stays=total)
     together = max(1, bucket // count.block)  # blocks that make up a unit
     units = math.ceil(count.blocks / together)
     unit, last = count.block * min(together, count.blocks), count.block * (count.blocks - (units - 1) * together)
@@ -101,7 +99,6 @@ def chunks_of(count: Count, numbers: Numbers, zero: int) -> Chunks:
         chunks=units + 1,
         gathered=min(total, count.ends + 2 * unit),
         stays=count.ends + last,
-        tensors=count.tensors,
     )
 
 

@@ -113,7 +113,7 @@ def predict(shape: Shape, topology: Topology, job: Job, machine: Machine | None 
 
 
 def predict_parameters(
-    parameters: int, largest: int, *, ranks: int, job: Job, tensors: int = 1, gloo: bool = False
+    parameters: int, largest: int, *, ranks: int, job: Job, gloo: bool = False
 ) -> tuple[Memory, list[Move]]:
     """The same for a module of which no more is known than its parameters: no activations, the data axis alone.
 
@@ -122,7 +122,6 @@ def predict_parameters(
         largest: Elements of the largest unit that is gathered or reduced at a time.
         ranks: That share them.
         job: Stage, precision and microbatches are looked at.
-        tensors: Parameters there are.
         gloo: As in `Machine`.
     """
     chunks = Chunks(
@@ -131,7 +130,6 @@ def predict_parameters(
         chunks=max(1, math.ceil(parameters / max(1, largest))),
         gathered=min(parameters, 2 * largest),
         stays=0,
-        tensors=tensors,
     )
     sharing = Sharing(zero=job.zero, ranks=ranks, held=job.microbatches > 1, gloo=gloo)
     return state_memory(chunks, job.numbers, sharing), data_traffic(chunks, job.numbers, sharing)

@@ -39,7 +39,7 @@ class Move:
 
 
 def data_traffic(chunks: Chunks, numbers: Numbers, sharing: Sharing) -> list[Move]:
-    """Gradients and parameters over the data axis, and for each reduction a flag a parameter."""
+    """Gradients and parameters over the data axis, and for each reduction a word: that a rank had all gradients."""
     zero, ranks, size = sharing.zero, sharing.ranks, chunks.total
     if ranks == 1:
         return []
@@ -50,7 +50,7 @@ def data_traffic(chunks: Chunks, numbers: Numbers, sharing: Sharing) -> list[Mov
     parameters = elements - gradients - (chunks.stays * share if zero == 3 and not held else 0)
     moves = [
         Move(axis="data", what="gradients", operations=chunks.chunks, bytes=gradients * numbers.gradient),
-        Move(axis="data", what="flags", operations=1, bytes=2 * share * chunks.tensors * 4),
+        Move(axis="data", what="flags", operations=1, bytes=2 * share * 4),
     ]
     if zero:
         times = 2 if zero == 3 and not held else 1

@@ -20,12 +20,10 @@ class Sizes:
 
     Args:
         parameters: Elements.
-        tensors: How many they are in.
         largest: Elements of the largest part that is reduced, or gathered, as one.
     """
 
     parameters: int
-    tensors: int
     largest: int
 
 
@@ -69,7 +67,6 @@ def sizes_of(model: nn.Module, stage: int) -> Sizes:
     width = parameters[0].element_size() if parameters else 1
     return Sizes(
         parameters=sum(counts),
-        tensors=len(counts),
         largest=min(sum(counts), max(largest, BUCKET // width)),
     )
 
@@ -84,10 +81,7 @@ def plan_of(models: Sequence[Sizes], job: Job, schedule: Schedule | None, *, ran
         ranks: Data ranks.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    found = [
-        predict_parameters(each.parameters, each.largest, ranks=ranks, job=job, tensors=each.tensors, gloo=gloo)
-        for each in models
-    ]
+    found = [predict_parameters(each.parameters, each.largest, ranks=ranks, job=job, gloo=gloo) for each in models]
     return StrategyPlan(
         memory=tuple(memory for memory, _ in found),
         moves=tuple(move for _, moves in found for move in moves),

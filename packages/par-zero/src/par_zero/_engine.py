@@ -192,19 +192,36 @@ class Reducer:
             if chunk.number not in self._complete and (self.sync or any(chunk.ready)):
                 self._completed(chunk)
         if self.sync and self._any:
-            flags = torch.cat(self._used).to(self._groups.device_of_flags(self._chunks[0].share.device))
-            told = all_reduce(flags, self._groups.shards, dist.ReduceOp.MAX)
+            device = self._groups.device_of_flags(self._chunks[0].share.device)
+            whole = torch.tensor([all(bool(used.all()) for used in self._used)], dtype=torch.int32, device=device)
+            told = all_reduce(whole, self._groups.shards, dist.ReduceOp.MAX)
             while self._moving:
                 self._advance(self._moving)
             told.wait()
-            if self._groups.replicas is not None:
-                all_reduce(flags, self._groups.replicas, dist.ReduceOp.MAX).wait()
-            self._used = list(flags.cpu().split([len(chunk.members) for chunk in self._chunks]))
+            self._tell(whole)
             for chunk in self._chunks:
                 chunk.bind_gradients(self._stage)
         self._begin()
         if self._at_end is not None:
             self._at_end()
+
+    def _tell(self, whole: torch.Tensor) -> None:
+        """Makes known which members had a gradient on any rank; if one rank had all of them there is nothing to tell.
+
+        Args:
+            whole: (1) int32: whether one of the shards had all.
+        """
+        groups, flags = self._groups, torch.cat(self._used)
+        if groups.replicas is not None:
+            all_reduce(whole, groups.replicas, dist.ReduceOp.MAX).wait()
+        if whole.item():
+            flags.fill_(1)
+        else:
+            flags = flags.to(whole.device)
+            for group in (groups.shards, groups.replicas):
+                if group is not None:
+                    all_reduce(flags, group, dist.ReduceOp.MAX).wait()
+        self._used = list(flags.cpu().split([len(chunk.members) for chunk in self._chunks]))
 
     def _begin(self) -> None:
         self._running, self._any, self._launched = False, False, 0
