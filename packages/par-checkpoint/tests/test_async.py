@@ -11,8 +11,6 @@ from par_checkpoint import _save as saving
 from par_checkpoint import _write as writing
 from par_checkpoint._session import session_of
 
-from .helpers import RUNS, solo
-
 
 def saved(path):
     return safetensors.torch.load_file(path / "model.safetensors")["w"]
@@ -103,26 +101,6 @@ def test_an_error_in_the_background_surfaces(where, tmp_path, monkeypatch):
     assert saved(tmp_path / "c").sum() == 3
     save(tmp_path / "d", model=model)  # told once
     assert saved(tmp_path / "d").sum() == 3
-
-
-@pytest.mark.ranks(4)
-def test_shards_are_copied_before_the_call_returns(tmp_path):
-    for kind in ("tensor", "zero1", "strided"):
-        run = RUNS[kind]()
-        run.steps(range(1))
-        expected = run.whole()
-        handles = []
-        for number in range(3):
-            path = tmp_path / f"{kind}{run.ranks[0]}" / f"{number}"
-            handles.append(save(path, model=run.model, optimizer=run.optimizer, group=run.group, async_=True))
-            if number == 0:
-                run.steps(range(1, 3))  # beside the save: its collectives and the trainer's do not meet
-        for handle in handles:
-            handle.wait()
-        one = RUNS["one"](seed=3)
-        load(tmp_path / f"{kind}{run.ranks[0]}" / "0", model=one.model, optimizer=one.optimizer, group=solo())
-        assert all(torch.equal(value, expected[name]) for name, value in one.whole().items()), kind
-        dist.barrier()
 
 
 @pytest.mark.ranks(2)
