@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ._ownership import check_owned
     from ._process_groups import Channels, ProcessGroups
     from ._segments import Segment, Segments, segments_of, set_segments, sharding_of
+    from ._weight_gradients import WeightGradHook, WeightGradient, weight_and_hook
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,8 @@ __all__ = [
     "Sharding",
     "Split",
     "Topology",
+    "WeightGradHook",
+    "WeightGradient",
     "agree",
     "backend_of",
     "check_owned",
@@ -56,6 +59,7 @@ __all__ = [
     "set_sharding",
     "sharding_of",
     "to_dtensor",
+    "weight_and_hook",
     "whole",
     "written_",
 ]
@@ -70,6 +74,7 @@ _LATE = {
     "_ownership": ("check_owned",),
     "_process_groups": ("Channels", "ProcessGroups"),
     "_segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
+    "_weight_gradients": ("WeightGradHook", "WeightGradient", "weight_and_hook"),
 }
 
 

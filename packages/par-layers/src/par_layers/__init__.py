@@ -19,7 +19,6 @@ from ._modes import register_layer_set
 from ._parameter import constant, normal, uniform
 from ._partial_gradients import PartialGradients
 from ._rules import Cut, Product, Rules
-from ._weight_gradient import WeightGradient
 
 __version__ = "0.1.0"
 
@@ -36,7 +35,6 @@ __all__ = [
     "Rules",
     "TableShape",
     "TransformerShape",
-    "WeightGradient",
     "all_gather_to",
     "all_to_all",
     "constant",

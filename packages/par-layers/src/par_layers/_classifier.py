@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from par_groups import WeightGradHook, weight_and_hook
+
 from ._arithmetic import in_autocast_dtype
 from ._collectives import reduce_from
 from ._embedding import VocabEmbedding, padded
@@ -15,7 +17,6 @@ from ._linear import check_divides
 from ._parallel_layer import ParallelLayer
 from ._parameter import Init, Rows, make_parameter, uniform
 from ._rules import Rules
-from ._weight_gradient import Hook, weight_and_hook
 
 
 class Classifier(ParallelLayer):
@@ -65,7 +66,7 @@ class VocabClassifier(ParallelLayer):
         ValueError: A shared table of another shape, or of another layer set.
     """
 
-    weight_grad_hook: Hook | None = None
+    weight_grad_hook: WeightGradHook | None = None
     """As of a linear; a shared table has none, since its gradient comes from two sides."""
 
     def __init__(

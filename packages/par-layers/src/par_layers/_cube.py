@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from par_groups import WeightGradHook, WeightGradient
+
 from ._arithmetic import LinearFunction, refuse
 from ._collectives import (
     finish,
@@ -23,7 +25,6 @@ from ._collectives import (
     start_reduce_scatter_on,
 )
 from ._product_1d import save_operands
-from ._weight_gradient import Hook, WeightGradient
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Cube:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        hook: Hook | None,
+        hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
         """[B/d2, ..., K/d] and [N/d, K/d2] to [B/d2, ..., N/d]."""
@@ -58,7 +59,7 @@ class Cube:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cube: Cube, hook: Hook | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cube: Cube, hook: WeightGradHook | None) -> Tensor:
         ctx.cube, ctx.hook = cube, hook
         save_operands(ctx, x, weight)
         gathering_x = start_all_gather(x, cube.gather)  # [B/d, ..., K/d]

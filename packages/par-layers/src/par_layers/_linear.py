@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from par_groups import WeightGradHook, weight_and_hook
+
 from ._arithmetic import LinearFunction, in_autocast_dtype
 from ._grid import Axes, Grid
 from ._layout import Layout, check_features
 from ._parallel_layer import ParallelLayer
 from ._parameter import Init, Rows, make_parameter, uniform
 from ._rules import Cut, Product
-from ._weight_gradient import Hook, weight_and_hook
 
 
 class ParallelLinear(ParallelLayer):
@@ -30,7 +31,7 @@ class ParallelLinear(ParallelLayer):
         then: What happens to the output.
     """
 
-    weight_grad_hook: Hook | None = None
+    weight_grad_hook: WeightGradHook | None = None
     """Set by who wants to compute weight gradients later, such as a pipeline schedule."""
 
     linear: LinearFunction | None

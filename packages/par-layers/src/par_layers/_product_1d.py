@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from par_groups import WeightGradHook, WeightGradient
+
 from ._arithmetic import LinearFunction
 from ._collectives import (
     all_gather_on,
@@ -27,14 +29,13 @@ from ._collectives import (
     start_reduce_scatter_on,
     unseen,
 )
-from ._weight_gradient import Hook, WeightGradient
 
 SEQUENCE = 1
 """The dim of an activation that sequence parallelism cuts."""
 
 
 def local_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook | None, linear: LinearFunction | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, hook: WeightGradHook | None, linear: LinearFunction | None = None
 ) -> Tensor:
     """What torch.nn.Linear does, on one device or inside a cut region."""
     if linear is not None:
@@ -62,7 +63,7 @@ class Column1D:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        hook: Hook | None,
+        hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
         """[..., K] or [B, S/p, K] and [N/p, K] to [..., N/p] or [B, S, N/p]."""
@@ -91,7 +92,7 @@ class Row1D:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        hook: Hook | None,
+        hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
         """[..., K/p] and [N, K/p] to [..., N] or [B, S/p, N]; the bias is added once, after the sum."""
@@ -112,7 +113,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: Hook | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: WeightGradHook | None
     ) -> Tensor:
         ctx.group, ctx.hook = group, hook
         save_operands(ctx, x, weight)
@@ -136,7 +137,7 @@ class _SequenceColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: Hook | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, hook: WeightGradHook | None
     ) -> Tensor:
         ctx.group, ctx.hook = group, hook
         save_operands(ctx, x, weight)
@@ -161,7 +162,7 @@ class _Local(torch.autograd.Function):
     """The plain product, whose weight gradient is left to a hook."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, hook: Hook) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, hook: WeightGradHook) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.hook = hook
         return functional.linear(x, weight, bias)
@@ -182,7 +183,7 @@ def save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x or ctx.hook is not None else None)
 
 
-def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: Hook | None) -> Tensor | None:
+def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: WeightGradHook | None) -> Tensor | None:
     """[..., N] and [..., K] to [N, K], now, or by the hook later."""
     left, right = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
     if hook is None:

@@ -6,11 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from par_groups import WeightGradHook
+
 from ._arithmetic import LinearFunction
 from ._grid import Axes
 from ._layout import Layout
 from ._product_1d import local_product
-from ._weight_gradient import Hook
 
 
 class Product(Protocol):
@@ -21,7 +22,7 @@ class Product(Protocol):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        hook: Hook | None,
+        hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
         """Local activations and weight, [..., k] and [n, k], to local activations [..., n'].

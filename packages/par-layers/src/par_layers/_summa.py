@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from par_groups import WeightGradHook, WeightGradient
+
 from ._arithmetic import LinearFunction, refuse
 from ._product_1d import save_operands
-from ._weight_gradient import Hook, WeightGradient
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Summa:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        hook: Hook | None,
+        hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
         """[B/q, ..., K/q] and [N/q, K/q] to [B/q, ..., N/q]."""
@@ -73,7 +74,7 @@ class Summa:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, square: Summa, hook: Hook | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, square: Summa, hook: WeightGradHook | None) -> Tensor:
         ctx.square, ctx.hook = square, hook
         save_operands(ctx, x, weight)
         tokens = x.flatten(0, -2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ._weight_gradient import Hook, PutOff, weight_and_put_off
+from par_groups import WeightGradHook, WeightGradient, weight_and_hook
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 """Activations and weights need the digits, gradients the range."""
@@ -48,7 +48,7 @@ class Float8Linear(nn.Linear):
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (the formats and which tensor has which).
     """
 
-    weight_grad_hook: Hook | None = None
+    weight_grad_hook: WeightGradHook | None = None
     """Set by who wants to compute weight gradients later, such as a pipeline schedule."""
 
     def __init__(
@@ -103,8 +103,8 @@ def float8_linear(
         if tensor.dtype not in {torch.bfloat16, torch.float32}:
             raise TypeError(f"the {name} of a float8 product has dtype {tensor.dtype}; give it bfloat16 or float32")
     _check_sizes(weight.shape[1], weight.shape[0], "keep this layer as it is")
-    weight, put_off = weight_and_put_off(layer, weight)
-    output: Tensor = _Float8Product.apply(given, weight, bias, group, put_off)  # type: ignore[no-untyped-call]
+    weight, hook = (weight, None) if layer is None else weight_and_hook(layer, weight)
+    output: Tensor = _Float8Product.apply(given, weight, bias, group, hook)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -221,7 +221,7 @@ class _Float8Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         group: dist.ProcessGroup | None,
-        put_off: PutOff | None,
+        hook: WeightGradHook | None,
     ) -> Tensor:
         rows = _rows(given)
         largest = _largest(group, rows, weight)
@@ -230,7 +230,7 @@ class _Float8Product(torch.autograd.Function):
         if bias is not None:
             output += bias
         ctx.save_for_backward(*given8, weight, largest[1])
-        ctx.group, ctx.put_off = group, put_off
+        ctx.group, ctx.hook = group, hook
         ctx.shape, ctx.dtype, ctx.bias = given.shape, given.dtype, bias is not None and bias.dtype
         return output.view(
             *given.shape[:-1], weight.shape[0]
@@ -248,7 +248,10 @@ class _Float8Product(torch.autograd.Function):
             of_given = product[: ctx.shape[:-1].numel()].view(ctx.shape)
         if ctx.needs_input_grad[1]:
             compute = partial(_weight_gradient, gradient8, _Scaled(values, unit), weight.dtype)
-            of_weight = compute() if ctx.put_off is None else ctx.put_off(compute)
+            if ctx.hook is None:
+                of_weight = compute()
+            else:
+                ctx.hook(WeightGradient(weight, compute))
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
         return of_given, of_weight, of_bias, None, None

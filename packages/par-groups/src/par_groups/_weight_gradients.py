@@ -1,13 +1,14 @@
-"""Weight gradients that are computed later: the split of backward that zero-bubble pipeline schedules need."""
+"""Weight gradients that are computed later: what a layer and a zero-bubble pipeline schedule agree on.
+
+A layer that can put off the gradient of its weight has an attribute `weight_grad_hook`, None at first. Whoever sets it
+is handed a `WeightGradient` in backward, in place of the gradient, and calls it when he likes.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-
-Hook = Callable[["WeightGradient"], None]
-"""What a linear's `weight_grad_hook` is: it is handed the closure during backward, and calls it when it likes."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,27 @@ class WeightGradient:
             gradient.add_(self.compute())
 
 
-def weight_and_hook(module: nn.Module) -> tuple[Tensor, Hook | None]:
-    """The weight to multiply with, and the hook that a pipeline runtime has set on a linear, if it has.
+WeightGradHook = Callable[[WeightGradient], None]
+"""What a layer's `weight_grad_hook` is."""
+
+
+def weight_and_hook(layer: nn.Module, weight: Tensor | None = None) -> tuple[Tensor, WeightGradHook | None]:
+    """The weight that a layer multiplies with, and the hook that backward calls in place of computing its gradient.
 
     With a hook, autograd is given a stand-in that shares the weight's memory. Of the parameter itself it would call
     the hooks in backward already, without a gradient, and a data-parallel reducer would take it for ready.
+
+    Args:
+        layer: One that has a `weight`, and a `weight_grad_hook` if it can put it off.
+        weight: What became of the weight, such as in another dtype; default: the parameter itself.
+
+    Returns:
+        The weight and None where nothing is to be put off, as of a frozen weight. Else a stand-in, and a hook that
+        takes the stand-in's `WeightGradient` and hands on the parameter's.
     """
-    weight: Tensor = module.weight  # type: ignore[assignment]  # a linear has one
-    hook: Hook | None = getattr(module, "weight_grad_hook", None)
+    parameter: Tensor = layer.weight  # type: ignore[assignment]  # a linear has one
+    weight = parameter if weight is None else weight
+    hook: WeightGradHook | None = getattr(layer, "weight_grad_hook", None)
     if hook is None or not weight.requires_grad:
         return weight, None
-    return weight.detach().requires_grad_(), lambda gradient: hook(replace(gradient, weight=weight))
+    return weight.detach().requires_grad_(), lambda gradient: hook(replace(gradient, weight=parameter))
