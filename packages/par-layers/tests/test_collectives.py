@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -151,6 +153,17 @@ def test_a_sum_overwrites_a_temporary_that_nobody_can_see():
     torch.testing.assert_close(y, total, rtol=1e-12, atol=1e-12)
     assert torch.equal(seen, of(rank, *SHAPE))
     assert [event.op for event in counted.events] == ["all_reduce"]
+
+
+@pytest.mark.ranks([1, 2])
+def test_an_all_gather_keeps_away_from_the_operator_that_corrupts_memory_over_gloo():
+    x = of(dist.get_rank(), *SHAPE).requires_grad_()
+    with torch.profiler.profile() as profile:  # no dispatch mode
+        gather_from(x, dist.group.WORLD, 1)
+        reduce_scatter_to(x, dist.group.WORLD, 1).sum().backward()
+    calls = Counter(event.name for event in profile.events())
+    assert calls["_c10d_functional::all_gather_into_tensor_out"] == 2
+    assert calls["_c10d_functional::all_gather_into_tensor"] == 0
 
 
 @pytest.mark.ranks(2)

@@ -52,8 +52,19 @@ def unseen() -> bool:
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather over `group`, along dim 0."""
-    started: Tensor = _ops.all_gather_into_tensor.default(x.contiguous(), group.size(), group.group_name)
+    """All-gather over `group`, along dim 0.
+
+    The operator that makes its own output is for graphs and dispatch modes alone: with gloo, two of them that end
+    together may free the same memory. Each of a group's two threads notes the name of the work that it has ended,
+    without a lock (torch 2.13, ProcessGroupGloo::runLoop), and only this one's name, ALLGATHER_COALESCED, is so long
+    that it is on the heap.
+    """
+    x = x.contiguous()
+    if unseen():
+        started: Tensor = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        _ops.all_gather_into_tensor_out.default(x, group.size(), group.group_name, out=started)
+    else:
+        started = _ops.all_gather_into_tensor.default(x, group.size(), group.group_name)
     return started
 
 
