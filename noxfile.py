@@ -23,7 +23,8 @@ CONSTRAINTS = ["-c", "constraints.txt"]
 def tests(session: nox.Session) -> None:
     """Everything that CI tests, in one environment. Arguments go to pytest."""
     install_workspace(session, "test", "integration")
-    session.run("pytest", *workers(), *session.posargs)
+    # Where Python may not write bytecode, every command that a test starts would compile all packages again.
+    session.run("pytest", *workers(), *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
 
 
 @nox.session

@@ -14,6 +14,7 @@ from par_checkpoint import CheckpointError, Part
 from par_groups import Box, Sharding
 
 safetensors = pytest.importorskip("safetensors.torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 TEXT = {
     "hidden_size": 32,
@@ -23,14 +24,17 @@ TEXT = {
     "intermediate_size": 48,
     "vocab_size": 64,
 }
-FAMILIES = {
-    "llama": ("LlamaForCausalLM", {**TEXT, "tie_word_embeddings": False}),
-    "tied llama": ("LlamaForCausalLM", {**TEXT, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}),
-    "mixtral": ("MixtralForCausalLM", {**TEXT, "num_local_experts": 4, "tie_word_embeddings": False}),
-    "qwen2": ("Qwen2ForCausalLM", {**TEXT, "tie_word_embeddings": True}),
+FAMILIES = {  # transformers loads the classes here, once for all ranks
+    "llama": (transformers.LlamaForCausalLM, {**TEXT, "tie_word_embeddings": False}),
+    "tied llama": (transformers.LlamaForCausalLM, {**TEXT, "tie_word_embeddings": True}),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32},
+    ),
+    "mixtral": (transformers.MixtralForCausalLM, {**TEXT, "num_local_experts": 4, "tie_word_embeddings": False}),
+    "qwen2": (transformers.Qwen2ForCausalLM, {**TEXT, "tie_word_embeddings": True}),
     "t5": (
-        "T5ForConditionalGeneration",
+        transformers.T5ForConditionalGeneration,
         {
             "d_model": 32,
             "d_kv": 8,
@@ -41,20 +45,14 @@ FAMILIES = {
             "decoder_start_token_id": 0,
         },
     ),
-    "bert": ("BertForMaskedLM", {**TEXT, "max_position_embeddings": 32}),
+    "bert": (transformers.BertForMaskedLM, {**TEXT, "max_position_embeddings": 32}),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def transformers():
-    """The package, imported where it is used: most ranks do without it, and it is slow to import."""
-    return pytest.importorskip("transformers", minversion="5.0")
-
-
 def build(family, seed=0):
     torch.manual_seed(seed)
-    name, settings = FAMILIES[family]
-    kind = getattr(transformers(), name)
+    kind, settings = FAMILIES[family]
     model = kind(kind.config_class(**settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -115,7 +113,7 @@ def test_transformers_loads_what_we_save(family, size, tmp_path):
 def test_auto_classes_open_what_we_save(family, tmp_path):
     model = build(family)
     par_checkpoint.save(tmp_path / "c", model=model, config=model.config, max_shard_size="20KB")
-    assert_same_state(opened(tmp_path / "c", transformers().AutoModelForCausalLM), model)
+    assert_same_state(opened(tmp_path / "c", transformers.AutoModelForCausalLM), model)
 
 
 @every_family
@@ -385,11 +383,11 @@ def test_tied_llama_over_tensor_pipeline_and_data_parallel_ranks(folder):
     with first_rank() as first:
         if first:
             assert_same_files(folder / "one name", folder / "theirs")
-            model = opened(folder / "theirs", transformers().AutoModelForCausalLM)
+            model = opened(folder / "theirs", transformers.AutoModelForCausalLM)
             for path in (folder / "two names", folder / "one name"):
                 (path / "config.json").write_text((folder / "theirs/config.json").read_text())
                 assert len(list(path.glob("*.safetensors"))) > 2
-                other = opened(path, transformers().AutoModelForCausalLM)
+                other = opened(path, transformers.AutoModelForCausalLM)
                 assert_same_state(other, model)
                 assert other.lm_head.weight is other.model.embed_tokens.weight
                 assert torch.equal(logits(other), logits(model))

@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from par_train import Strategy
 
+transformers = pytest.importorskip("transformers")
+GPT2Config, GPT2LMHeadModel = transformers.GPT2Config, transformers.GPT2LMHeadModel  # loaded once for all ranks
+
 MAX_EPOCHS = 2
 
 
 def GPT2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0  # random numbers differ between 1 and 2 ranks

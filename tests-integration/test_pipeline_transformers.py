@@ -9,6 +9,7 @@ import torch.distributed as dist
 from par_pipeline import Pipeline, build_stage, schedule
 
 transformers = pytest.importorskip("transformers")
+LlamaConfig, LlamaForCausalLM = transformers.LlamaConfig, transformers.LlamaForCausalLM  # loaded once for all ranks
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -16,7 +17,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embed
 
 def llama(**options):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, **options)).double()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **options)).double()
 
 
 def loss_of(logits, tokens):

@@ -16,6 +16,11 @@ def test_wrong_marker_is_an_error_of_collection(run_inner):
     assert "ranks(0): a world has at least 1 rank" in case.report
 
 
+def test_a_module_that_ranks_cannot_import_fails_its_tests(run_inner):
+    case = run_inner("elsewhere.py")["test_is_found_out"]
+    assert case.headline == "rank 0 of 1 raised RuntimeError: not in this process"
+
+
 def test_run_with_xdist():
     pytest.importorskip("xdist")
     arguments = command("spread.py", "-n", "2", "--dist", "loadgroup")

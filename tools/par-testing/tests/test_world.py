@@ -13,6 +13,7 @@ from par_testing import fail_at
 from .helpers import Point
 
 SIZES = (1, 2, 4)
+IMPORTED_IN = os.getpid()
 
 
 class Local:
@@ -121,6 +122,11 @@ def test_all_may_die():
 def test_every_test_has_a_world_of_its_own():
     marker = sys.modules["torch"].__dict__.setdefault("_mark_of_an_earlier_test", os.getpid())
     assert marker == os.getpid()
+
+
+@pytest.mark.ranks(2)
+def test_the_module_of_the_test_is_imported_before_ranks_are_forked():
+    assert os.getppid() == IMPORTED_IN
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ._job import Body
+from ._job import Body, Module
 
 
 def body_of(item: pytest.Function) -> Body:
@@ -14,17 +14,24 @@ def body_of(item: pytest.Function) -> Body:
     Raises:
         TypeError: An argument cannot be pickled; the message names it.
     """
+    return Body(
+        module=module_of(item),
+        qualname=item.originalname if item.cls is None else f"{item.cls.__qualname__}.{item.originalname}",
+        arguments=_pickle_each({name: item.funcargs[name] for name in item._fixtureinfo.argnames}),
+    )
+
+
+def module_of(item: pytest.Function) -> Module:
+    """Describes the module in which the function of `item` lies."""
     config = item.config
     rewriting = config.getoption("assertmode") == "rewrite"
-    return Body(
+    return Module(
         path=item.getparent(pytest.Module).path,  # type: ignore[union-attr]  # a function lies in a module
-        module=item.module.__name__,
+        name=item.module.__name__,
         root=config.rootpath,
         import_mode=str(config.getoption("importmode")),
         namespace_packages=config.getini("consider_namespace_packages"),
         rewrite=tuple(config.getini("python_files")) if rewriting else None,
-        qualname=item.originalname if item.cls is None else f"{item.cls.__qualname__}.{item.originalname}",
-        arguments=_pickle_each({name: item.funcargs[name] for name in item._fixtureinfo.argnames}),
     )
 
 

@@ -1,11 +1,15 @@
 """The process from which every rank is forked, with all slow imports already done."""
 
 import multiprocessing
+import pickle
+import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 import pytest
+
+from ._job import Module
 
 PRELOAD = (
     "numpy",
@@ -19,31 +23,37 @@ PRELOAD = (
     "torch.nn.parallel",
     "torch._dynamo",
     "torch.testing._internal.distributed.fake_pg",
-    "par_testing._warm",
 )
 
+MODULES = "PAR_TESTING_MODULES"
+"""Environment variable of the server: a file with the pickled test modules to import."""
 
-def start_forkserver(also: Sequence[str]) -> ForkServerContext:
+
+def start_forkserver(also: Sequence[str], modules: Sequence[Module] = ()) -> ForkServerContext:
     """Starts the server unless it runs, and waits until it has imported everything.
 
     Waiting here keeps the seconds of import out of the first test's timeout.
 
     Args:
         also: Names of modules to import beside the usual ones; names that cannot be imported are skipped.
+        modules: Test modules to import: a rank would otherwise take 0.1 s to 2 s for one and what it imports.
 
     Returns:
         The multiprocessing context whose processes are the server's children.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *also])
-    with pytest.MonkeyPatch.context() as patch:
+    context.set_forkserver_preload([*PRELOAD, *also, "par_testing._warm"])
+    with pytest.MonkeyPatch.context() as patch, tempfile.NamedTemporaryFile(prefix="par-testing-") as file:
+        file.write(pickle.dumps(list(modules)))
+        file.flush()
+        patch.setenv(MODULES, file.name)
         # Thread pools are sized when libraries are loaded, so this must be the server's environment.
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
-    first = context.Process(target=_do_nothing)
-    first.start()
-    first.join()
-    first.close()
+        first = context.Process(target=_do_nothing)
+        first.start()
+        first.join()
+        first.close()
     return context
 
 

@@ -5,26 +5,37 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Body:
-    """Where a rank finds the body of the test, and what to call it with.
+class Module:
+    """Where a rank finds a test module, and how pytest imports it.
 
     Args:
         path: The test module's file.
-        module: The name under which pytest imported it.
+        name: The name under which pytest imported it.
         root: pytest's root directory, from which module names are derived.
         import_mode: pytest's `--import-mode`.
         namespace_packages: pytest's `consider_namespace_packages`.
         rewrite: The file patterns whose asserts pytest rewrites; None for `--assert=plain`.
-        qualname: The test function in that module, such as "test_it" or "TestClass.test_it".
-        arguments: Each argument, pickled on its own, by name.
     """
 
     path: Path
-    module: str
+    name: str
     root: Path
     import_mode: str
     namespace_packages: bool
     rewrite: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """Where a rank finds the body of the test, and what to call it with.
+
+    Args:
+        module: The test module.
+        qualname: The test function in that module, such as "test_it" or "TestClass.test_it".
+        arguments: Each argument, pickled on its own, by name.
+    """
+
+    module: Module
     qualname: str
     arguments: dict[str, bytes]
 

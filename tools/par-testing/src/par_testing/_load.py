@@ -6,10 +6,11 @@ from functools import cache
 from types import ModuleType
 
 from _pytest.assertion import install_importhook
-from _pytest.config import Config, get_config
+from _pytest.assertion.rewrite import AssertionRewritingHook
+from _pytest.config import get_config
 from _pytest.pathlib import import_path
 
-from ._job import Body
+from ._job import Body, Module
 
 
 def load(body: Body) -> tuple[Callable[..., object], dict[str, object]]:
@@ -17,29 +18,33 @@ def load(body: Body) -> tuple[Callable[..., object], dict[str, object]]:
 
     The arguments are unpickled last: their classes may be defined in the test module.
     """
-    if body.rewrite is not None:
-        _rewrite_asserts(body.module, body.rewrite)
-    module = import_path(
-        body.path,
-        mode=body.import_mode,
-        root=body.root,
-        consider_namespace_packages=body.namespace_packages,
-    )
-    function = _find(module, body.qualname)
+    function = _find(import_module(body.module), body.qualname)
     return function, {name: pickle.loads(value) for name, value in body.arguments.items()}  # noqa: S301  # our own
+
+
+def import_module(module: Module) -> ModuleType:
+    """The test module; at once if this process, or the one it was forked from, has imported it before."""
+    if module.rewrite is not None:
+        _rewrite_asserts(module.name, module.rewrite)
+    return import_path(
+        module.path,
+        mode=module.import_mode,
+        root=module.root,
+        consider_namespace_packages=module.namespace_packages,
+    )
 
 
 def _rewrite_asserts(module: str, patterns: tuple[str, ...]) -> None:
     """Installs pytest's import hook; it finds the rewritten code that the pytest process has cached."""
-    hook = install_importhook(pytest_config())
+    hook = _import_hook()
     hook.fnpats = list(patterns)
     hook.mark_rewrite(module)
 
 
 @cache
-def pytest_config() -> Config:
-    """A configuration of pytest with the default settings; the import hook does not work without one."""
-    return get_config()
+def _import_hook() -> AssertionRewritingHook:
+    """The hook, which needs a configuration of pytest: the default one, which takes 14 ms."""
+    return install_importhook(get_config())
 
 
 def _find(module: ModuleType, qualname: str) -> Callable[..., object]:

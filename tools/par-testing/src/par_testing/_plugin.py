@@ -66,7 +66,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from ._run import run_on_ranks  # noqa: PLC0415  # imports torch
 
     size = pyfuncitem.callspec.params[_SIZE] if options.listed else options.sizes[0]
-    run_on_ranks(pyfuncitem, options, cast("int", size), _context_of(pyfuncitem.config))
+    run_on_ranks(pyfuncitem, options, cast("int", size), _context_of(pyfuncitem.session))
     return True
 
 
@@ -75,10 +75,13 @@ def _options_of(item: pytest.Item) -> RanksOptions | None:
     return None if mark is None else ranks(*mark.args, **mark.kwargs)
 
 
-def _context_of(config: pytest.Config) -> "ForkServerContext":
+def _context_of(session: pytest.Session) -> "ForkServerContext":
     """The forkserver of this session, started at the first rank test."""
-    if _CONTEXT not in config.stash:
+    if _CONTEXT not in session.stash:
+        from ._body import module_of  # noqa: PLC0415
         from ._forkserver import start_forkserver  # noqa: PLC0415
 
-        config.stash[_CONTEXT] = start_forkserver(config.getini("ranks_preload"))
-    return config.stash[_CONTEXT]
+        items = [item for item in session.items if isinstance(item, pytest.Function) and _options_of(item)]
+        modules = {item.path: module_of(item) for item in items}
+        session.stash[_CONTEXT] = start_forkserver(session.config.getini("ranks_preload"), [*modules.values()])
+    return session.stash[_CONTEXT]

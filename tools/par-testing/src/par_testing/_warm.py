@@ -1,9 +1,22 @@
 """Imported by the forkserver alone, and last: does once what every rank would otherwise do again."""
 
 import gc
+import os
+import pickle
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
 
 from . import _rank  # noqa: F401  # the code of a rank, and all that it imports
-from ._load import pytest_config
+from ._forkserver import MODULES
+from ._load import import_module
 
-pytest_config()  # 14 ms
+with warnings.catch_warnings(action="ignore"):  # pytest has reported them when it collected the modules
+    for module in pickle.loads(Path(os.environ.pop(MODULES)).read_bytes()):  # noqa: S301  # our own
+        try:
+            import_module(module)
+        except (Exception, pytest.skip.Exception):  # which a rank will meet again, and report with its test
+            sys.modules.pop(module.name, None)
 gc.freeze()  # a collection in a rank then leaves the shared memory pages alone
