@@ -14,6 +14,8 @@ from torch import nn
 from par_testing import count_collectives
 from par_zero import no_sync, shard, traffic
 
+from .helpers import for_each, for_each_stage
+
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH + WIDTH  # divisible by 16 x 4, so that nothing is padded
 PARAMETERS, TENSORS = BLOCKS * BLOCK, 2 * BLOCKS
@@ -54,9 +56,9 @@ def part(ranks):
 
 
 @pytest.mark.ranks([2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("microbatches", "together"), [(1, False), (3, False), (3, True)])
-def test_stages_0_to_2_move_what_traffic_says(stage, microbatches, together):
+@for_each(stage=(0, 1, 2), passes=((1, False), (3, False), (3, True)))
+def test_stages_0_to_2_move_what_traffic_says(stage, passes):
+    microbatches, together = passes
     ranks = dist.get_world_size()
     found, flags = moved(*sharded(stage, dist.group.WORLD), microbatches, together=together)
     assert found == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together)
@@ -64,7 +66,7 @@ def test_stages_0_to_2_move_what_traffic_says(stage, microbatches, together):
 
 
 @pytest.mark.ranks([2, 4])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@for_each(microbatches=(1, 3))
 def test_stage_3_saves_one_gathering_of_the_unit_that_ends_forward_and_begins_backward(microbatches):
     ranks = dist.get_world_size()
     found, flags = moved(*sharded(3, dist.group.WORLD), microbatches)
@@ -92,7 +94,7 @@ def test_what_is_unused_on_every_rank_is_told_parameter_by_parameter():
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("stage", range(4))
+@for_each_stage
 def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
     rank = dist.get_rank()
     near = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]

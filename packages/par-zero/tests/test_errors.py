@@ -1,7 +1,9 @@
 """Mistakes end in one clear error on every rank, before any other collective; failures leave nobody waiting."""
 
 import copy
+import io
 import os
+import pickle
 import signal
 
 import pytest
@@ -15,9 +17,22 @@ from par_groups import gradients
 from par_testing import count_collectives
 from par_zero import ShardOptions, no_sync, reset, shard, summon
 
-from .helpers import STAGES, adamw, assert_near, batch, copies, joint, loss_of, mlp, sgd, sharded, train, whole
-
-stages = pytest.mark.parametrize("stage", STAGES)
+from .helpers import (
+    STAGES,
+    adamw,
+    assert_near,
+    batch,
+    copies,
+    for_each,
+    for_each_stage,
+    joint,
+    loss_of,
+    mlp,
+    sgd,
+    sharded,
+    train,
+    whole,
+)
 
 
 def refused(expected, *words, module=None, optimizer=None, stage=2, **options):
@@ -110,7 +125,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@for_each(mistake=MISTAKES)
 @pytest.mark.ranks(2)
 def test_a_mistake_is_an_error_on_all_ranks(mistake):
     make, words = MISTAKES[mistake]
@@ -167,15 +182,28 @@ def test_a_param_group_that_comes_later_is_refused():
     train(module, optimizer, [[batch(0, width=8)]])
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_a_sharded_module_is_not_copied(stage):
     module, _ = sharded(mlp(), stage)
-    with pytest.raises(TypeError, match=r"neither copied nor pickled; .* before shard"):
-        copy.deepcopy(module)
+    for how in (copy.deepcopy, pickle.dumps, lambda each: torch.save(nn.Sequential(each), io.BytesIO())):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled; .* before shard"):
+            how(module)
 
 
-@stages
+@for_each_stage
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_gradient_with_a_graph_is_named(stage):
+    module, optimizer = sharded(mlp(), stage)
+    loss = loss_of(module, batch(0, width=8))
+    with pytest.raises(RuntimeError, match=r"'2\.2\.\w+' has a graph itself, .* leave out create_graph=True"):
+        loss.backward(create_graph=True)
+    reset(module)
+    train(module, optimizer, [[batch(0, width=8)]])
+
+
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_who_asks_the_module_for_gradients_is_told_where_they_are(stage):
     module, optimizer = sharded(mlp(), stage)
@@ -185,7 +213,7 @@ def test_who_asks_the_module_for_gradients_is_told_where_they_are(stage):
     assert list(gradients(optimizer))
 
 
-@pytest.mark.parametrize("mistake", ["an optimizer that has stepped", "nothing in it", "units of others"])
+@for_each(mistake=("an optimizer that has stepped", "nothing in it", "units of others"))
 @pytest.mark.ranks(2)
 def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
     make, words = MISTAKES[mistake]
@@ -198,7 +226,7 @@ def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
         refused(ValueError, *words, stage=stage, **mine)
 
 
-@pytest.mark.parametrize("differ", ["sizes", "stage", "bucket", "dtype", "groups", "units"])
+@for_each(differ=("sizes", "stage", "bucket", "dtype", "groups", "units"))
 @pytest.mark.ranks(4)
 def test_ranks_that_differ_are_named(differ):
     odd = dist.get_rank() == 2
@@ -263,8 +291,7 @@ class Stumbling(nn.Module):
         raise ArithmeticError("backward stumbles")
 
 
-@stages
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@for_each(stage=STAGES, where=("forward", "backward"))
 @pytest.mark.ranks(2)
 def test_after_an_exception_and_reset_the_next_step_is_right(stage, where):
     module, optimizer = sharded(Stumbling(), stage, sgd)
@@ -285,7 +312,7 @@ def test_after_an_exception_and_reset_the_next_step_is_right(stage, where):
     assert_near(whole(module), copies(reference))
 
 
-@stages
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.ranks(2, dies=(1,), timeout=20)
 def test_a_rank_that_dies_in_backward_ends_the_others_with_an_error(stage):
     module, optimizer = sharded(mlp(), stage)
@@ -304,7 +331,7 @@ def test_a_rank_that_dies_in_backward_ends_the_others_with_an_error(stage):
         loss.backward()
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_a_layer_in_two_reentrant_checkpoints_is_named(stage):
     from torch.utils.checkpoint import checkpoint

@@ -9,7 +9,20 @@ from par_groups import check_owned, sharding_of
 from par_zero import no_sync, shard, summon
 from par_zero._shard import engine_of
 
-from .helpers import STAGES, adamw, assert_same, batch, copies, loss_of, mlp, sharded, train, uneven, whole
+from .helpers import (
+    adamw,
+    assert_same,
+    batch,
+    copies,
+    for_each,
+    for_each_stage,
+    loss_of,
+    mlp,
+    sharded,
+    train,
+    uneven,
+    whole,
+)
 
 
 def units_of(module):
@@ -89,7 +102,7 @@ def test_under_no_sync_whole_parameters_stay():
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_summon_reads_and_writes(stage):
     module, _ = sharded(uneven(), stage)
@@ -104,7 +117,7 @@ def test_summon_reads_and_writes(stage):
     assert_same({"": whole(module)["first.weight"]}, {"": expected["first.weight"] * 2 + 1})
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_reading_rounds_no_master(stage):
     """The optimizer's fp32 copies keep their digits when bfloat16 parameters are looked at."""
@@ -128,7 +141,7 @@ def test_an_exception_inside_summon_frees_too():
     assert not any(sizes(module))
 
 
-@pytest.mark.parametrize("units", ["auto", "none", "linears", "first"])
+@for_each(units=("auto", "none", "linears", "first"))
 @pytest.mark.ranks(2)
 def test_units_are_chosen_in_every_way(units):
     module, reference = mlp(), mlp()

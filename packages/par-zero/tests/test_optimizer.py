@@ -8,7 +8,22 @@ from torch import nn
 from par_zero import shard
 from par_zero._step import works_flat
 
-from .helpers import STAGES, adamw, assert_near, assert_same, batch, copies, joint, loss_of, mlp, sharded, train, whole
+from .helpers import (
+    STAGES,
+    adamw,
+    assert_near,
+    assert_same,
+    batch,
+    copies,
+    for_each,
+    for_each_stage,
+    joint,
+    loss_of,
+    mlp,
+    sharded,
+    train,
+    whole,
+)
 
 FLAT = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -72,7 +87,7 @@ def test_the_probe_runs_no_hooks_of_the_optimizer():
     assert not called
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "NormScaled"])
+@for_each(name=("Adafactor", "NormScaled"))
 @pytest.mark.ranks([2, 4])
 def test_atomic_keeps_tensors_whole_and_equals_one_device(name):
     reference = mlp(width=10)
@@ -114,7 +129,7 @@ def test_muon_equals_one_device():
     assert_near(results[0], copies(reference), rtol=0.05, atol=5e-3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_an_atomic_tensor_that_is_unused_is_passed_over(stage):
     class Half(nn.Module):
@@ -140,7 +155,7 @@ def test_an_atomic_tensor_that_is_unused_is_passed_over(stage):
     assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-4)  # mean of means, through a quotient
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_the_group_dicts_stay_and_take_new_settings(stage):
     module = mlp()
@@ -154,7 +169,7 @@ def test_the_group_dicts_stay_and_take_new_settings(stage):
     assert_same(whole(module), copies(mlp()))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_names_given_to_the_optimizer_do_no_harm(stage):
     module = mlp()

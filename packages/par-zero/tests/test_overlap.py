@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from par_zero import shard
 
+from .helpers import for_each_stage
+
 WIDTH, BLOCKS, BATCH = 256, 4, 512
 TRIES = 10  # on a busy machine a collective may end before a product gets a core
 
@@ -40,12 +42,13 @@ def traced(run):
 
 def seen_in_flight(run, collective, product, which):
     """Whether, on some rank in one of a few runs, the chosen collectives and products overlap."""
-    seen = torch.zeros(1)
-    for _ in range(TRIES):  # equally often on every rank
+    for _ in range(TRIES):
         trace = traced(run)
-        seen += which(intervals(trace, collective), intervals(trace, product))
-    dist.all_reduce(seen)
-    return seen.item() > 0
+        seen = torch.tensor(float(which(intervals(trace, collective), intervals(trace, product))))
+        dist.all_reduce(seen)  # so that all ranks try equally often
+        if seen:
+            return True
+    return False
 
 
 def any_overlap(flights, products):
@@ -53,7 +56,7 @@ def any_overlap(flights, products):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@for_each_stage
 def test_a_reduction_is_in_flight_while_backward_goes_on(stage):
     (model, optimizer), x = sharded(stage), torch.randn(BATCH, WIDTH)
     launch, flight = ("allreduce_", "all_reduce") if stage == 0 else ("alltoall_base_", "all_to_all")

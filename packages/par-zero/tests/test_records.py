@@ -8,9 +8,21 @@ from torch import nn
 from par_groups import Sharding, check_owned, gradients, segments_of, sharding_of, written_
 from par_zero import shard
 
-from .helpers import STAGES, adamw, batch, joint, loss_of, mlp, sgd, sharded, train, uneven, whole
-
-stages = pytest.mark.parametrize("stage", STAGES)
+from .helpers import (
+    STAGES,
+    adamw,
+    batch,
+    for_each,
+    for_each_stage,
+    joint,
+    loss_of,
+    mlp,
+    sgd,
+    sharded,
+    train,
+    uneven,
+    whole,
+)
 
 
 def held(optimizer):
@@ -32,15 +44,14 @@ def check_once(optimizer, module_names):
     assert set().union(*every) == set(module_names)
 
 
-@stages
-@pytest.mark.parametrize("atomic", [False, True])
+@for_each(stage=STAGES, atomic=(False, True))
 @pytest.mark.ranks([1, 2, 4])
 def test_the_optimizers_tensors_hold_each_parameter_once(stage, atomic):
     _, optimizer = sharded(uneven(), stage, atomic=atomic)
     check_once(optimizer, dict(uneven().named_parameters()))
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks([2, 4])
 def test_gradients_are_found_under_their_names(stage):
     module, optimizer = sharded(uneven(), stage)
@@ -59,7 +70,7 @@ def test_gradients_are_found_under_their_names(stage):
         assert torch.equal(each, torch.ones_like(each)), name
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_what_is_written_to_a_gradient_reaches_the_step(stage):
     module, optimizer = sharded(mlp(), stage, lambda p: torch.optim.SGD(p, lr=1.0))
@@ -71,7 +82,7 @@ def test_what_is_written_to_a_gradient_reaches_the_step(stage):
         assert torch.equal(value, mlp().get_parameter(name).detach() - 0.5)
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_tied_parameters_have_one_record(stage):
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
@@ -80,7 +91,7 @@ def test_tied_parameters_have_one_record(stage):
     check_once(optimizer, ["0.weight", "0.bias", "1.bias"])
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(4)
 def test_hybrid_records_count_once_over_the_world_and_over_a_group(stage):
     rank = dist.get_rank()
@@ -98,7 +109,7 @@ def test_hybrid_records_count_once_over_the_world_and_over_a_group(stage):
             assert set(box.copies) == expected
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_parameters_written_from_outside_reach_the_masters(stage):
     module, optimizer = sharded(mlp(), stage, adamw, param_dtype=torch.bfloat16)
@@ -111,7 +122,7 @@ def test_parameters_written_from_outside_reach_the_masters(stage):
         torch.testing.assert_close(each.float(), torch.full_like(each.float(), 0.25), rtol=0, atol=0.012)
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_moments_lie_like_the_parameters(stage):
     module, optimizer = sharded(mlp(), stage, sgd)
@@ -126,7 +137,7 @@ def test_moments_lie_like_the_parameters(stage):
                 torch.testing.assert_close(view, expected, rtol=1e-4, atol=1e-6)  # the mean of means
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_a_record_that_was_there_is_cut_further(stage):
     """A model that is cut by rows already, each half on a rank of its own: here both ranks hold the upper half."""

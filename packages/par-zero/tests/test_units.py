@@ -12,11 +12,10 @@ from par_testing import count_collectives
 from par_zero import no_sync, reset, shard
 from par_zero._units import called, choose_units, places
 
-from .helpers import STAGES, adamw, assert_near, assert_same, batch, loss_of, mlp, sgd, whole
+from .helpers import STAGES, adamw, assert_near, assert_same, batch, for_each, for_each_stage, loss_of, mlp, sgd, whole
 
 ORDERS = ["ac", "ca", "a", "c", "cca", "aa", "ac"]
 """Which item runs when, in some steps, each with its own backward."""
-stages = pytest.mark.parametrize("stage", STAGES)
 
 
 def both():
@@ -75,13 +74,13 @@ def test_units_are_chosen_within_each_item():
     assert found[module["critic"].weight] == (6, (2,))
 
 
-@pytest.mark.parametrize("held", [None, "container", "item"])
+@for_each(make=(adamw, sgd))
 @pytest.mark.ranks(2)
-def test_items_train_in_any_order_and_not_all_in_every_step(held):
+def test_items_train_in_any_order_and_not_all_in_every_step(make):
     """The count of steps of one that did not run stays: torch passes over it too."""
-    for make in (adamw, sgd):
-        reference = both()
-        train(reference, make(reference.parameters()), ranks=(0, 1))
+    reference = both()
+    train(reference, make(reference.parameters()), ranks=(0, 1))
+    for held in (None, "item" if make is adamw else "container"):
         weights = []
         for stage in STAGES:
             module, optimizer = sharded(stage, make)
@@ -92,20 +91,23 @@ def test_items_train_in_any_order_and_not_all_in_every_step(held):
             assert_same(each, weights[0])
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_passes_that_are_held_back_by_an_item_are_reduced_once(stage):
     module, optimizer = sharded(stage)
     train(module, optimizer, ["ac"])
-    counts = []
+    reductions, told = [], []
     for held in (None, "item"):
         with count_collectives() as counted:
             train(module, optimizer, ["acac"], held=held)
-        counts.append(counted.calls("all_to_all") + counted.calls("all_reduce"))
-    assert 0 < 4 * counts[1] == counts[0]
+        events = [event for event in counted.events if event.op in ("all_to_all", "all_reduce")]
+        told.append(sum(event.dtype == torch.int32 for event in events))
+        reductions.append(len(events) - told[-1])
+    assert 0 < 4 * reductions[1] == reductions[0]
+    assert told == [4 + 1, 1]  # a word each time, and after the first "a" alone, which parameters had no gradient
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_items_may_share_a_part_and_be_parts(stage):
     def trained(parallel):
@@ -148,7 +150,7 @@ def test_at_stage_3_only_the_item_that_runs_is_gathered():
             assert seen[when][other] <= full[other] / 2 + 64  # a share, and padding
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_dropping_the_gradients_of_an_item_leaves_the_others(stage):
     module, optimizer = sharded(stage)
@@ -161,7 +163,7 @@ def test_dropping_the_gradients_of_an_item_leaves_the_others(stage):
         assert torch.equal(value, before[name]) is name.startswith("actor")
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_an_item_that_raised_can_be_reset(stage):
     weights = []
@@ -179,7 +181,7 @@ def test_an_item_that_raised_can_be_reset(stage):
     assert_same(*weights)
 
 
-@stages
+@for_each_stage
 @pytest.mark.ranks(2)
 def test_items_may_checkpoint_with_passes_within_the_pass(stage):
     class Checkpointed(nn.Sequential):

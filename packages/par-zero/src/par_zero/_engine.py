@@ -128,6 +128,12 @@ class Reducer:
     def _arrived(self, number: int, index: int) -> None:
         """A gradient is there."""
         chunk = self._chunks[number]
+        member = chunk.members[index]
+        if member.parameter.grad is not None and member.parameter.grad.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {member.names[0]!r} has a graph itself, which would end at the sum over the ranks; "
+                "leave out create_graph=True, or ask torch.autograd.grad for gradients of inputs alone"
+            )
         self.start()
         self._any = True
         if not chunk.ready[index]:
@@ -135,7 +141,7 @@ class Reducer:
             chunk.pending -= 1
         elif self.sync and self._launched > chunk.number:
             raise RuntimeError(
-                f"{chunk.members[index].names[0]!r} got another gradient after its sum over the ranks had begun: it is "
+                f"{member.names[0]!r} got another gradient after its sum over the ranks had begun: it is "
                 "used in two reentrant checkpoints; pass use_reentrant=False"
             )
         if chunk.pending == 0:  # again where activation checkpointing runs a pass within the pass

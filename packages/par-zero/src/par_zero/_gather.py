@@ -31,7 +31,7 @@ class Unit:
         self.number, self.modules, self.chunks = number, tuple(modules), tuple(chunks)
         self.handles: list[Handle] | None = None  # of a gathering under way
         self.gathered = False
-        self.kept = False  # gathered under no_sync, for the passes after it too
+        self.kept = False  # gathered for later passes too
         self.running = 0  # calls of forward under way
         self.outer: frozenset[int] = frozenset()  # the units around it
 
@@ -51,6 +51,7 @@ class Gatherer:
         self._order: list[int] = []  # of gathering, as the step before had it
         self._recorded: list[int] = []
         self._in_backward = False
+        self._graphed = False  # whether the pass under way makes a graph, for a gradient of a gradient
         self._begun: list[Unit] = []  # in backward
         self._end: object = None  # what the units that began last return
         owner: dict[int, Unit] = {
@@ -109,15 +110,16 @@ class Gatherer:
         """After a step, what is gathered is out of date."""
         for unit in self._units:
             self.free_(unit)
-        self._in_backward, self._end = False, None
-        self._begun.clear()
+        self._between_passes()
 
     def end_backward(self) -> None:
-        """After a backward pass."""
-        self._in_backward, self._end = False, None
-        self._begun.clear()
-        if not self.keep:
+        """After a backward pass. Nobody would gather again what a pass through its graph needs."""
+        if self._graphed:
+            for unit in self._units:
+                unit.kept |= unit.gathered
+        elif not self.keep:
             self.free_all()
+        self._between_passes()
         self._order, self._recorded = self._recorded, []
 
     @contextmanager
@@ -145,6 +147,10 @@ class Gatherer:
             for unit in freed:
                 self.free_(unit)
             self._recorded = []
+
+    def _between_passes(self) -> None:
+        self._in_backward, self._graphed, self._end = False, False, None
+        self._begun.clear()
 
     def _begin(self, unit: Unit) -> None:
         if unit.handles is None and not unit.gathered:
@@ -201,13 +207,13 @@ class Gatherer:
 
     def _before_backward(self, unit: Unit, end: object, _: torch.Tensor) -> None:
         """The gradient of a unit's output is there, so those of the units that began before are done."""
-        self._in_backward = True
+        self._in_backward, self._graphed = True, torch.is_grad_enabled()
         self.gather(unit)
         if end is not self._end:  # else they end together, and begin together
             for begun in list(self._begun):
                 if begun.number not in unit.outer and begun is not unit and begun.number and self._is_done(begun):
                     self._begun.remove(begun)
-                    if not self.keep:
+                    if not self.keep and not self._graphed:
                         self.free_(begun)
         self._end = end
         if unit not in self._begun:

@@ -55,6 +55,7 @@ class Zero:
         module.__dict__.update(zero_grad=self.zero_grad, no_sync=self.no_sync)
         for each in dict.fromkeys((module, *called(module))):
             each.register_load_state_dict_post_hook(self.refresh)
+            each.__dict__["__reduce_ex__"] = self.__reduce_ex__  # else pickle would stumble over a hook before
         for number, item in enumerate(called(module)):
             if item is not module:
                 item.__dict__.update(zero_grad=partial(self._zero_grad_of, number), no_sync=self.no_sync)
