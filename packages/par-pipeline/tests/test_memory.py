@@ -11,7 +11,19 @@ from torch import nn
 from par_pipeline import Offload, gpipe, one_f_one_b, simulate, zb_v
 from par_pipeline._offload import from_host, to_host
 
-from .runtime_helpers import SCHEDULES, WHOLE, assert_gradients, block, copied, data, mine, pipeline, serial, stages_of
+from .runtime_helpers import (
+    SCHEDULES,
+    WHOLE,
+    assert_gradients,
+    block,
+    copied,
+    data,
+    for_each,
+    mine,
+    pipeline,
+    serial,
+    stages_of,
+)
 
 
 class Counted(nn.Module):
@@ -36,7 +48,7 @@ class Counted(nn.Module):
         Counted.live -= 1
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@for_each(SCHEDULES)
 @pytest.mark.ranks([2, 4])
 def test_live_activations_are_the_simulator_s_peak(name):
     schedule = SCHEDULES[name](dist.get_world_size(), 9)

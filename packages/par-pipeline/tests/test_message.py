@@ -15,6 +15,7 @@ VALUES = [
     torch.zeros(0, 3),
     (torch.ones(17, dtype=torch.bfloat16), None, torch.arange(123)),
     {"a": torch.tensor([True, False]), "b": [torch.ones(3, dtype=torch.complex64), "text"]},
+    (torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j, 3 - 4j]).conj().imag),  # bytes of other values
     None,
     (),
 ]

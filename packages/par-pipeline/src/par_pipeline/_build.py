@@ -103,11 +103,12 @@ def _stage(named: Sequence[tuple[str, nn.Module | Lazy]], run: range, seed: int 
 
 @contextmanager
 def _seeded(seed: int | None, position: int) -> "Iterator[None]":
-    """Random numbers of a layer's own inside; torch's generators are put back."""
+    """Random numbers of a layer's own inside; the generators of the CPU and of this rank's device are put back."""
     if seed is None:
         yield
         return
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
-    with torch.random.fork_rng():
+    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    with torch.random.fork_rng(devices):  # the default wakes up every device of the machine, and warns
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         yield

@@ -120,7 +120,7 @@ def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device
     """The tensors' bytes, each followed by what aligns the next."""
     parts = []
     for tensor, spec in zip(tensors, signature.specs, strict=True):
-        part = tensor.detach()
+        part = tensor.detach().resolve_conj().resolve_neg()  # its bytes are then its elements
         if spec.sent is not spec.dtype or spec.device != device.type:
             part = part.to(device, spec.sent)
         parts.append(part.reshape(-1).view(torch.uint8))

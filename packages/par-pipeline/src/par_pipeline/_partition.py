@@ -42,7 +42,8 @@ def partition(
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"the weight {weight} must be a finite number of at least 0")
     if uniform or not any(weights):
-        ends = [count * (part + 1) // parts for part in range(parts)]
+        size, larger = divmod(count, parts)
+        ends = [size * part + max(0, part - (parts - larger)) for part in range(1, parts + 1)]
     else:
         ends = _balanced([0, *accumulate(weights)], parts)
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -128,8 +128,8 @@ class Run:
 
     def _forward(self, instruction: Instruction, taken: Contents | None) -> None:
         _, number, microbatch = instruction.action
-        args, kwargs, leaves = self._arguments(microbatch, taken)
         stage, activations = self.parts.stages[number], self.parts.activations
+        args, kwargs, leaves = self._arguments(stage, microbatch, taken)
         if not self.training:
             output = stage.module(*args, **kwargs)
         else:
@@ -145,14 +145,14 @@ class Run:
             activations.free_(leaves, output)
 
     def _arguments(
-        self, microbatch: int, taken: Contents | None
+        self, stage: Stage, microbatch: int, taken: Contents | None
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """What a stage is called with, and those tensors that another stage made."""
         every = self.feed.kwargs[microbatch]
         if taken is None:
             args, kwargs = self.feed.inputs[microbatch] if self.feed.inputs else ((), {})
             return args, kwargs | every, []
-        value, leaves = border(*taken)
+        value, leaves = border(*taken, copied=stage.writes)
         return arguments(value), every, leaves
 
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:

@@ -38,6 +38,7 @@ class Stage:
 
     def __init__(self, module: nn.Module, *, keeps_outputs: bool = False) -> None:
         self.module, self._keeps_outputs = module, keeps_outputs
+        self.writes = _begins_in_place(module)
         self.output: Signature | None = None  # of the last microbatch's output, and ...
         self.gradient: Signature | None = None  # ... of its inputs' gradients: the next one's may be the same
         self._saved: dict[int, Saved] = {}
@@ -85,13 +86,25 @@ def arguments(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
 
 
-def border(signature: Signature, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """A value on the other side of a border between stages, and its tensors, which become leaves there."""
+def border(signature: Signature, tensors: Sequence[Tensor], *, copied: bool = False) -> tuple[Any, list[Tensor]]:
+    """A value on the other side of a border between stages, and its tensors, which become leaves there.
+
+    Args:
+        signature: Of the value.
+        tensors: Its tensors.
+        copied: Whether the value has copies of the leaves, which may be written into.
+    """
     leaves = []
     for tensor, spec in zip(tensors, signature.specs, strict=True):
         leaf = tensor if tensor.device.type == spec.device else tensor.to(spec.device)  # gloo's are on the CPU
         leaves.append(leaf.requires_grad_() if spec.requires_grad else leaf)
-    return signature.build(leaves), leaves
+    return signature.build([each.clone() for each in leaves] if copied else leaves), leaves
+
+
+def _begins_in_place(module: nn.Module) -> bool:
+    """Whether the first layer writes into its input, which autograd refuses if that is a leaf."""
+    first = next((each for each in module.modules() if not each._modules), module)
+    return bool(getattr(first, "inplace", False))
 
 
 def _run_backward(edges: tuple[GradientEdge, ...], gradients: Gradients) -> None:

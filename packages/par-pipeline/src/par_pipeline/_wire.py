@@ -119,17 +119,17 @@ class Wire:
         lower = [channel for peer, channel in self._channels.items() if peer < self._rank]
         higher = [channel for peer, channel in self._channels.items() if peer > self._rank]
         if not together:
-            self._tell(lower)
+            self._tell(lower, heard=False)
         self._hear(lower)
-        self._tell(higher)
+        self._tell(higher, heard=True)
         if together:
             self._hear(higher)
-            self._tell(lower)
+            self._tell(lower, heard=True)
 
     @staticmethod
-    def _tell(channels: Sequence["Channel"]) -> None:
+    def _tell(channels: Sequence["Channel"], *, heard: bool) -> None:
         for channel in channels:
-            channel.tell()
+            channel.tell(heard=heard)
 
     @staticmethod
     def _hear(channels: Sequence["Channel"]) -> None:
@@ -238,14 +238,24 @@ class Channel:
         works = [(part, self._send(part, number)) for number, part in enumerate(parts)]
         self._sending.append((self._consumed[message], works))
 
-    def tell(self) -> None:
-        """Says that this rank is done with the step."""
+    def tell(self, *, heard: bool) -> None:
+        """Says that this rank is done with the step.
+
+        Args:
+            heard: Whether the peer waits for that in this step. This rank then stays until it is on its way; it may
+                leave afterwards. A peer that does not may leave itself, and gloo would not tell who waits to send.
+        """
         self.end()
         with suppress(ConnectionError):  # a rank that is done may have left
             for _, work in self._told:
                 self._wait(work)
+            self._told.clear()
             (part,) = encode(NOTHING, [], NOTHING, self._device)
-            self._told = [(part, self._send(part, 0))]
+            work = self._send(part, 0)
+            if heard:
+                self._wait(work)
+            else:
+                self._told.append((part, work))
         self._given.add(STATUS)
 
     def _settle(self, position: int) -> None:
