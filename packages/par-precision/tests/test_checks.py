@@ -40,6 +40,10 @@ def complex_parameter():
     return given(module, "fp32", torch.optim.SGD(module.parameters()))
 
 
+def sparse():
+    return given(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+
+
 def stepped():
     arguments = given()
     arguments["module"](torch.ones(1, 16)).sum().backward()
@@ -93,6 +97,7 @@ MISTAKES = {
     "a bucket of nothing": (lambda: given(bucket=0), ValueError, "bucket is 0"),
     "an unknown precision": (lambda: given(precision="fp4"), ValueError, "precision is 'fp4'"),
     "tf32 on a CPU": (lambda: given(precision="tf32"), RuntimeError, "'tf32' needs the TF32 units .* use 'fp32'"),
+    "sparse gradients": (sparse, ValueError, "'0' has sparse gradients, .*; use sparse=False"),
     "complex parameters": (complex_parameter, ValueError, "'phase' has dtype torch.complex64"),
     "an optimizer already mixed": (wrapped, ValueError, "this AdamW is mixed already"),
     "the same optimizer again": (wrapped_and_given_again, ValueError, "this AdamW is mixed already"),

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from par_groups import sharding_of
 from par_precision import clip_grad_norm_, clip_grad_value_
+from par_precision._clip import multiply_
 from par_testing import count_collectives
 
 from .helpers import expected_norm, gradient, parameter, stage_parameters, zero_parameters
@@ -101,3 +102,20 @@ def test_an_infinite_limit_clips_nothing():
     one = parameter(torch.tensor([3.0, 4.0]))
     assert clip_grad_norm_(one, math.inf, None) == 5
     assert one.grad.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_multiplied_to_the_bits_of_torchs_product(dtype):
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in [(123,), (), (0,), (15, 17), (2, 3, 4)]]
+    given += [torch.randn(15, 17).to(dtype).t(), torch.randn(16, 8).to(dtype)[::2, 1:5]]
+    given[0][:3] = torch.tensor([math.inf, math.nan, -math.inf])
+    for factor in (0.37, 1.0, 0.0, math.nan):
+        by = torch.tensor(factor, dtype=torch.float64)
+        single = by.to(dtype if dtype == torch.float64 else torch.float32)
+        expected = [each.clone().mul_(single) for each in given]
+        multiplied = [torch.empty_strided(each.shape, each.stride(), dtype=dtype).copy_(each) for each in given]
+        multiply_(multiplied, by)
+        for each, wanted in zip(multiplied, expected, strict=True):
+            assert each.dtype == dtype
+            torch.testing.assert_close(each, wanted, rtol=0, atol=0, equal_nan=True)

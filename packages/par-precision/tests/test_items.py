@@ -127,12 +127,12 @@ def world():
     return {"group": dist.group.WORLD, "replicas": dist.group.WORLD}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.ranks(2)
-def test_means_of_4_and_of_1_item_make_the_mean_of_5(precision):
+def test_means_of_4_and_of_1_item_make_the_mean_of_5():
     values = torch.tensor(ITEMS[dist.get_rank()])
-    for fused, as_tensor, (clip, expected) in itertools.product(
-        (True, False), (True, False), (({}, 1.8), ({"clip_norm": 0.9}, 0.9), ({"clip_value": 0.9}, 0.9))
+    clips = (({}, 1.8), ({"clip_norm": 0.9}, 0.9), ({"clip_value": 0.9}, 0.9))
+    for precision, fused, as_tensor, (clip, expected) in itertools.product(
+        PRECISIONS, (True, False), (True, False), clips
     ):
         module = Scalar()
         scale = 1024.0 if precision.startswith("fp16") else None
@@ -147,10 +147,10 @@ def test_means_of_4_and_of_1_item_make_the_mean_of_5(precision):
             average(module)
             step = optimizer.step()
             optimizer.zero_grad()
-            assert step.grad_norm.item() == pytest.approx(1.8, rel=1e-15)  # 4 and 5 are exact in every dtype
+            assert step.grad_norm.item() == pytest.approx(1.8, rel=1e-15), precision  # 4 and 5 are exact in every dtype
             (master,) = optimizer.param_groups[0]["params"]
             near = 2**-7 if precision == "bf16-sr" else 1e-6  # gradient and weight are bf16; a digit of fp32
-            assert master.item() == pytest.approx(-expected, rel=near)
+            assert master.item() == pytest.approx(-expected, rel=near), precision
 
 
 @pytest.mark.ranks(2)
@@ -223,21 +223,21 @@ def test_a_loss_that_is_nan_skips_also_where_it_weighs_nothing():
     assert optimizer.step().skipped
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.ranks(2)
-def test_where_one_rank_weighs_and_one_does_not_both_raise_and_can_go_on(fused):
-    module = model()
-    module, optimizer = mixed(module, adamw(module, fused=fused), "bf16", **world())
-    before = copy.deepcopy(module.state_dict())
-    optimizer.backward(loss_of(module, 0), weight=None if dist.get_rank() else 4)
-    average(module)
-    with pytest.raises(ValueError, match="some ranks of the group gave their losses a weight"):
-        optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    optimizer.zero_grad()
-    optimizer.backward(loss_of(module, 0), weight=4)
-    average(module)
-    assert not optimizer.step().skipped
+def test_where_one_rank_weighs_and_one_does_not_both_raise_and_can_go_on():
+    for fused in (True, False):
+        module = model()
+        module, optimizer = mixed(module, adamw(module, fused=fused), "bf16", **world())
+        before = copy.deepcopy(module.state_dict())
+        optimizer.backward(loss_of(module, 0), weight=None if dist.get_rank() else 4)
+        average(module)
+        with pytest.raises(ValueError, match="some ranks of the group gave their losses a weight"):
+            optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(module, 0), weight=4)
+        average(module)
+        assert not optimizer.step().skipped
 
 
 @pytest.mark.ranks(2)

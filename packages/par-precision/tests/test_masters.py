@@ -1,6 +1,7 @@
 """fp32 masters: how their gradients become fp32, and what is seen of them in between."""
 
 import copy
+import io
 import math
 import pickle
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import set_sharding, whole
+from par_groups import set_sharding, whole, written_
 from par_precision import mixed
 
 SHAPES = [(15, 17), (123,), (15, 17), (), (0,), (17, 15), (123,), (2, 3, 4)]
@@ -129,3 +130,16 @@ def test_of_masters_of_one_shape_each_is_counted_by_its_own_rule():
         module[0].grad = torch.full((15, 17), 3.0 + dist.get_rank(), dtype=torch.float16)
         squares = 15 * 17 * (2**2 + 3**2 + 4**2)
         assert optimizer.step().grad_norm.item() == pytest.approx(squares**0.5, rel=1e-14)  # fp64
+
+
+def test_a_module_that_is_saved_leaves_its_masters_behind_and_works_without():
+    module = nn.Linear(256, 256)
+    module, _ = mixed(module, torch.optim.AdamW(module.parameters()), "bf16")
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert file.tell() < 1.5 * sum(each.nbytes for each in module.parameters())  # fp32 masters would make it 3 times
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    given = torch.ones(2, 256)
+    assert torch.equal(loaded(given), module(given))
+    written_(loaded.parameters())

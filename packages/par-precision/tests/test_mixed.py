@@ -1,6 +1,7 @@
 """Training in each precision: against one device, against fp32, on plain modules, DTensors and FSDP2."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -214,13 +215,12 @@ def sharded(how, mesh):
     return module
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp", "fp16", "bf16-sr"])
 @pytest.mark.parametrize("how", ["tensor parallel", "sequence parallel", "FSDP2"])
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 @pytest.mark.ranks(2)
-def test_models_of_dtensors_train_as_on_one_device(precision, how):
+def test_models_of_dtensors_train_as_on_one_device(how):
     mesh = init_device_mesh("cpu", (2,))
-    for fused in (True, False):
+    for precision, fused in itertools.product(["fp32", "bf16", "bf16-amp", "fp16", "bf16-sr"], [True, False]):
         module, reference = sharded(how, mesh), model()
         plain = [p for p in module.parameters() if not hasattr(p, "placements")]
         if plain and not PRECISIONS[precision].masters:
@@ -228,7 +228,8 @@ def test_models_of_dtensors_train_as_on_one_device(precision, how):
         world = {"group": dist.group.WORLD, "replicas": dist.group.WORLD}
         losses = train(*mixed(module, adamw(module, fused=fused), precision, clip_norm=1.0, **world), steps=6)
         expected = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=1.0), steps=6)
-        assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else DISTANCE[precision])
+        distance = 1e-5 if precision == "fp32" else DISTANCE[precision]
+        assert losses == pytest.approx(expected, rel=distance), (precision, fused)
 
 
 def test_every_option_is_a_keyword():

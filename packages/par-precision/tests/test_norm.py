@@ -1,5 +1,6 @@
 """Norms: the same on every rank as on one device, with one all-reduce."""
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from par_groups import set_gradient_elsewhere
-from par_precision import grad_norm
+from par_precision import clip_grad_norm_, grad_norm
 from par_testing import count_collectives
 
 from .helpers import expected_norm, gradient, parameter, rows_of, stage_parameters, zero_parameters
@@ -67,10 +68,9 @@ def test_plain_tensors_are_each_ranks_own_unless_replicas_says_that_they_are_cop
     assert grad_norm(one, None) == 3
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.ranks(2)
-def test_what_is_not_finite_on_one_rank_is_seen_on_all(bad):
-    for place in (0, 1):
+def test_what_is_not_finite_on_one_rank_is_seen_on_all():
+    for bad, place in itertools.product((math.nan, math.inf), (0, 1)):
         one = parameter(torch.tensor([bad if dist.get_rank() == place else 1.0]))
         for order in (1.0, 2.0, math.inf):
             assert not grad_norm(one, dist.group.WORLD, norm_type=order).isfinite()
@@ -169,3 +169,15 @@ def test_a_bf16_norm_has_more_digits_than_bf16():
     expected = one.grad.double().norm()
     assert near(grad_norm(one, None), expected)
     assert abs(torch.nn.utils.get_total_norm([one.grad]).item() / expected - 1) > 1e-4  # what torch gives
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_gradient_on_one_rank_is_an_error_on_both():
+    one = parameter(torch.tensor([3.0, 4.0]))
+    if dist.get_rank() == 1:
+        one.grad = one.grad.to_sparse()
+    where = "on another rank" if dist.get_rank() == 0 else r"of shape \(2,\)"
+    for norm in (grad_norm, lambda each, group: clip_grad_norm_(each, 1.0, group)):
+        with pytest.raises(TypeError, match=f"a gradient {where} is sparse.*use an embedding with sparse=False"):
+            norm(one, dist.group.WORLD)
+    assert one.grad.sum() == 7

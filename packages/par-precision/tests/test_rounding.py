@@ -356,3 +356,16 @@ def test_the_kernel_for_gpus_has_the_same_hash(monkeypatch):
     for index in [*range(1000), 2**31, 2**32 + 5]:
         state = Unsigned(index * _rounding.SPREAD + keys[0] & EVERY_BIT)
         assert kernel.mix(state, Unsigned(keys[1])) == hashed(index, keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_numbers_of_a_row_do_not_depend_on_how_it_is_counted(dtype):
+    """Lengths that are folded, that are not, and steps in memory."""
+    source = torch.randn(2049, generator=torch.Generator().manual_seed(0))
+    row = torch.empty(2049, dtype=dtype)
+    stochastic_round_(row, source, 3, 5, name="w")
+    for size in (2048, 1500, 512):
+        for step in (1, 2):
+            part = torch.empty(size * step, dtype=dtype)[::step]
+            stochastic_round_(part, source[:size], 3, 5, name="w")
+            assert torch.equal(part, row[:size])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_precision import stochastic_round_
+from par_precision import mixed, stochastic_round_
 from par_precision._stochastic_step import StochasticStep, stochastic_step_
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -301,3 +301,16 @@ def test_what_cannot_work_is_refused():
         StochasticStep(moments=torch.float16)
     with pytest.raises(ValueError, match="a piece of 0 elements"):
         StochasticStep(piece=0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_clipped_gradients_are_not_rounded_on_the_way(fused):
+    """The step is of fp32 gradients, whoever multiplies them; 1 - 2**-6 - 2**-9 has more digits than bf16."""
+    parameter = nn.Parameter(torch.zeros(4096, dtype=BF16))
+    module = nn.ParameterDict({"w": parameter})
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=fused)
+    module, optimizer = mixed(module, optimizer, "bf16-sr", clip_norm=64 * (1 - 2**-6 - 2**-9))
+    module["w"].grad = torch.ones_like(module["w"])
+    optimizer.step()
+    values = module["w"].detach().float()
+    assert set(values.tolist()) == {-(1 - 2**-6), -(1 - 2**-6 - 2**-8)}  # its neighbours, each half of the time

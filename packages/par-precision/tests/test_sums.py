@@ -43,6 +43,8 @@ def test_tensors_larger_than_a_block_and_runs_of_small_ones_are_summed_once(monk
 def test_dtypes_and_strides_may_be_mixed():
     given = [torch.full((3, 5), 2.0).t(), torch.ones(4, dtype=torch.bfloat16), torch.ones(6, dtype=torch.float64)[::2]]
     assert sum_of_powers(given, 2.0, CPU) == 60 + 4 + 3
+    alike = [torch.full((5,), 3.0, dtype=dtype) for dtype in DTYPES]
+    assert sum_of_powers([*alike, torch.full((10,), 2.0)[::2]], 2.0, CPU) == 4 * 45 + 20
 
 
 def test_squares_beyond_fp32_are_finite():

@@ -41,6 +41,7 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
         raise TypeError(
             "LBFGS computes gradients many times in a step, each to be scaled and clipped; use AdamW or SGD"
         )
+    _check_dense(module)
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise ValueError(f"{name!r} has dtype {parameter.dtype}; no precision is made for complex parameters")
@@ -54,6 +55,12 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
         raise ValueError(f"accumulate_fp32: under {precision!r} gradients are fp32 already; leave it away")
     else:
         _check_wide(optimizer, precision)
+
+
+def _check_dense(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+            raise ValueError(f"{name!r} has sparse gradients, and norms and casts are of dense ones; use sparse=False")
 
 
 def _check_wide(optimizer: Optimizer, precision: str) -> None:

@@ -13,7 +13,7 @@ from par_groups import on_written, set_gradient_elsewhere, set_sharding, shardin
 from ._counted import EVERYTHING, Counted
 from ._norm import Held
 from ._ownership import Ownership
-from ._placed import is_in_place, is_placed, local_gradient, local_part
+from ._placed import is_in_place, is_placed, local_gradient, local_part, local_parts
 from ._weights import Change, Weights
 
 
@@ -61,6 +61,7 @@ class Masters(Weights):
             self._pairs += pairs
         self._by_id = {id(each.parameter): each for each in self._pairs}
         self._buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
+        self._alike = [_alike(each) for each in self._buckets]
 
     def watch(self) -> None:
         """Follows gradients, and what is written to the parameters from outside. After the module was cast."""
@@ -68,13 +69,13 @@ class Masters(Weights):
             _on_gradient(pair.parameter, partial(self._arrived, pair))
             if self._accumulate:
                 set_gradient_elsewhere(pair.parameter, "the optimizer's fp32 master")
-        on_written([pair.parameter for pair in self._pairs], self._refresh)
+        on_written([pair.parameter for pair in self._pairs], _Refresh(self))
 
     @torch.no_grad()
     def gradients(self) -> Held:
         """Those there are, in their own dtype or added up in fp32; if one bucket holds them all, made fp32 already."""
         if len(self._buckets) == 1 and not self._accumulate:
-            return _widen(self._pairs)
+            return _widen(self._alike[0])
         for pair in self._pairs:
             if not self._accumulate or pair.parameter.grad is not None:
                 self._take(pair)
@@ -85,9 +86,9 @@ class Masters(Weights):
         several = len(self._buckets) > 1
         if several:
             _hide(self._pairs)
-        for bucket in self._buckets:
+        for bucket, alike in zip(self._buckets, self._alike, strict=True):
             if several:
-                _widen(bucket)
+                _widen(alike)
             stepped = [pair for pair in bucket if pair.master.grad is not None]
             if stepped:
                 change.apply_([pair.master for pair in stepped])
@@ -114,7 +115,8 @@ class Masters(Weights):
         _round(self._pairs)
 
     @torch.no_grad()
-    def _refresh(self, written: Sequence[Tensor]) -> None:
+    def refresh(self, written: Sequence[Tensor]) -> None:
+        """Takes over what was written to parameters."""
         pairs = [self._by_id[id(each)] for each in written]
         _copy_([pair.master for pair in pairs], [local_part(pair.parameter) for pair in pairs])
 
@@ -134,6 +136,24 @@ class Masters(Weights):
             pair.master.grad = gradient.float()
         else:
             pair.master.grad.add_(gradient)
+
+
+class _Refresh:
+    """What is called when parameters were written. A module that is pickled leaves the masters behind.
+
+    Args:
+        masters: Of the parameters; None: of a module that was loaded.
+    """
+
+    def __init__(self, masters: Masters | None = None) -> None:
+        self._masters = masters
+
+    def __call__(self, written: Sequence[Tensor]) -> None:
+        if self._masters is not None:
+            self._masters.refresh(written)
+
+    def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
+        return _Refresh, ()
 
 
 def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
@@ -170,22 +190,28 @@ def _buckets(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
         yield bucket
 
 
-def _widen(pairs: Sequence[Pair]) -> Held:
-    """Gives masters their gradients in fp32. Those of a kind lie in one tensor, made and summed up at once."""
-    kinds: dict[str, tuple[list[Pair], list[Tensor]]] = {}
+def _alike(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Those of each kind."""
+    kinds: dict[str, list[Pair]] = {}
     for pair in pairs:
-        gradient = local_gradient(pair.parameter)
-        if gradient is None:
-            pair.master.grad = None
-        else:
-            alike, gradients = kinds.setdefault(pair.kind, ([], []))
-            alike.append(pair)
-            gradients.append(gradient)
-    return [each for alike, gradients in kinds.values() for each in _stack(alike, gradients)]
+        kinds.setdefault(pair.kind, []).append(pair)
+    return list(kinds.values())
 
 
-def _stack(alike: Sequence[Pair], gradients: Sequence[Tensor]) -> Held:
+def _widen(kinds: Iterable[Sequence[Pair]]) -> Held:
+    """Gives masters their gradients in fp32. Those of a kind lie in one tensor, made and summed up at once."""
+    return [each for alike in kinds for each in _stack(alike)]
+
+
+def _stack(alike: Sequence[Pair]) -> Held:
     """Gives masters of one kind their gradients, laid out like the masters, in fp32."""
+    found = [local_gradient(pair.parameter) for pair in alike]
+    gradients = [each for each in found if each is not None]
+    if len(gradients) < len(alike):
+        _hide(alike)
+        alike = [pair for pair, gradient in zip(alike, found, strict=True) if gradient is not None]
+    if not alike:
+        return []
     master, counted = alike[0].master, alike[0].counted
     size, stride = (len(alike), *master.shape), (master.numel(), *master.stride())
     wide = torch.empty_strided(size, stride, dtype=torch.float32, device=master.device)
@@ -204,7 +230,7 @@ def _hide(pairs: Iterable[Pair]) -> None:
 
 
 def _round(pairs: Sequence[Pair]) -> None:
-    _copy_([local_part(pair.parameter) for pair in pairs], [pair.master for pair in pairs])
+    _copy_(local_parts(pair.parameter for pair in pairs), [pair.master for pair in pairs])
 
 
 def _copy_(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -40,6 +40,8 @@ def grad_norm(
 
     Raises:
         ValueError: Another norm_type; or tensors that are cut over ranks, and no group.
+        TypeError: A sparse gradient. On all ranks of the group where sums are made on a CPU; else on its own rank, and
+            the others get what is not finite.
     """
     check_order(norm_type)
     tensors = list(tensors_in(params))
@@ -64,14 +66,23 @@ def total_norm(held: Held, group: dist.ProcessGroup | None, device: torch.device
         group: Who sums; None: this rank alone.
         device: Of the all-reduce and of the result.
         order: Of the norm.
+
+    Raises:
+        TypeError: A gradient is sparse; as for `grad_norm`.
     """
-    parts = counted_parts(held)
+    sparse = next((gradient for _, gradient in held if gradient.is_sparse), None)
+    parts = counted_parts(held) if sparse is None else []
     if order == math.inf:
         total, operation = largest(parts, device), dist.ReduceOp.MAX
     else:
         total, operation = sum_of_powers(parts, order, device), dist.ReduceOp.SUM
+    if sparse is not None:
+        total.fill_(math.inf if order == math.inf else -math.inf)  # no sum of powers is negative: others see it
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(total, op=operation, group=group)  # one fp64 number
+    if sparse is not None or (total.is_cpu and total < 0):  # where a look at it is free
+        what = "on another rank" if sparse is None else f"of shape {tuple(sparse.shape)}"
+        raise TypeError(f"a gradient {what} is sparse, and norms are of dense ones; use an embedding with sparse=False")
     return total if order == math.inf else total.sqrt() if order == 2 else total.pow(1 / order)
 
 

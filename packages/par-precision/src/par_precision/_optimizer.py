@@ -221,7 +221,7 @@ class MixedOptimizer(Optimizer):
             with torch.enable_grad():
                 closure()
         norm, divisor = self._summed()
-        step = Step(grad_norm=norm, skipped=norm.isfinite().logical_not_())
+        step = Step(grad_norm=norm, skipped=(norm - norm) != 0)  # `isfinite` takes twice as many operations
         if not self._waits():
             self._update(step, divisor, step.skipped.float())
         elif not bool(step.skipped):

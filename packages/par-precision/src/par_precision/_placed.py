@@ -32,6 +32,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_placed(tensor) else tensor
 
 
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same of several."""
+    return [each if type(each) in _ORDINARY else local_part(each) for each in tensors]
+
+
 def local_gradient(tensor: Tensor) -> Tensor | None:
     """This rank's part of the gradient of a tensor, cut like the tensor; None if there is none.
 

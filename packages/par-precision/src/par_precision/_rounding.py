@@ -6,6 +6,7 @@ lower one. So the mean of many roundings is the value, and updates too small for
 
 import hashlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -27,6 +28,8 @@ DROPPED = {torch.bfloat16: 16, torch.float16: 13}
 """Low bits of an fp32 number that a normal number of the target lacks."""
 _TILE = 1 << 17
 """Elements that are rounded at a time: scratch stays in cache, and calls are few."""
+_ROW = 1 << 8
+"""Elements of the rows that a long one is folded into: what adds up their two counts is quicker than counting on."""
 SPREAD = 0x9E3779B1
 """What one index more adds to the state of the hash: 2**32 over the golden ratio."""
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
@@ -48,6 +51,7 @@ class Matrix(NamedTuple):
     steps: tuple[int, int]
 
 
+@torch.no_grad()
 def stochastic_round_(target: Tensor, source: Tensor, seed: int, step: int, *, name: str = "") -> None:
     """Writes fp32 values into a bf16 or fp16 tensor, each rounded up or down at random, without bias.
 
@@ -75,7 +79,11 @@ def stochastic_round_(target: Tensor, source: Tensor, seed: int, step: int, *, n
         C. Wellons' "lowbias32", keyed, without the last shift, since only upper bits of it are used.
     """
     _check(target, source)
-    round_segments_(target, source, segments_of(target, name), seed, step)
+    plain = type(target) is Tensor and not target.__dict__ and target.numel()
+    if plain and target.is_contiguous() and source.is_contiguous():  # what the other way comes to, sooner
+        _rounds_on(target)(Matrix(target.view(1, -1), source.view(1, -1), 0, (0, 1)), keys_of(seed, step, name))
+    else:
+        round_segments_(target, source, segments_of(target, name), seed, step)
 
 
 @torch.no_grad()
@@ -160,6 +168,7 @@ def _merged(dims: Iterable[Dim]) -> list[Dim]:
 
 def round_in_tiles_(matrix: Matrix, keys: Keys) -> None:
     """Rounds a matrix with a tensor's keys, by torch's own operations; all integers are int32 that wrap around."""
+    matrix = _folded(matrix)
     rows, columns = matrix.target.shape
     width = min(columns, _TILE)
     height = min(rows, max(1, _TILE // width))
@@ -172,6 +181,15 @@ def round_in_tiles_(matrix: Matrix, keys: Keys) -> None:
         _begin_(state, counting, tile, keys[0])
         _mix_(state, spare, key)
         _round_tile_(tile.target, tile.source, state, spare)
+
+
+def _folded(matrix: Matrix) -> Matrix:
+    """A single row as several."""
+    rows, columns = matrix.target.shape
+    if rows > 1 or columns % _ROW:
+        return matrix
+    step = matrix.steps[1]
+    return Matrix(matrix.target.view(-1, _ROW), matrix.source.view(-1, _ROW), matrix.first, (_ROW * step, step))
 
 
 def _tiles(matrix: Matrix, height: int, width: int) -> Iterator[Matrix]:
@@ -215,8 +233,10 @@ def _round_tile_(target: Tensor, source: Tensor, state: Tensor, spare: Tensor) -
     rounded = bits.view(torch.float32)
     if shift is not None:
         rounded.sub_(shift)
-    finite = torch.clamp(source, -1, 1, out=state.view(torch.float32))  # but for NaN, whose bits may be a number's now
-    target.copy_(rounded.add_(finite, alpha=0))
+    if not source.is_cpu or math.isnan(source.sum()):  # a look at it is free there
+        finite = torch.clamp(source, -1, 1, out=state.view(torch.float32))  # but for NaN, which may look like a number
+        rounded.add_(finite, alpha=0)
+    target.copy_(rounded)
 
 
 def _shift(state: Tensor, bits: int, out: Tensor) -> Tensor:

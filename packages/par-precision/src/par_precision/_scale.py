@@ -75,6 +75,9 @@ class DynamicScale:
         """
         if found_inf.device != self.value.device:
             self.to_(found_inf.device)
+        if found_inf.is_cpu and not found_inf and int(self._finite) + 1 < self.interval:
+            self._finite += 1  # all that happens in most steps; a look at it is free there
+            return
         bad = found_inf != 0
         finite = torch.where(bad, -self.late, self._finite + 1)
         grows = finite >= self.interval  # beyond it where the run before had a longer one

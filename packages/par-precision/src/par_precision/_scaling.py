@@ -62,6 +62,9 @@ class Scaling:
         self.steps += 1
         if self.scale is not None:
             self.scale.update(found_inf)
+        if found_inf.is_cpu and not found_inf:  # looking is free there
+            self._in_a_row.zero_()
+            return
         self._skipped += found_inf
         self._in_a_row = (self._in_a_row + 1) * found_inf
         if found_inf.is_cpu or self.steps % self._max_skipped == 0:

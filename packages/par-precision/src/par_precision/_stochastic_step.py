@@ -50,7 +50,13 @@ class StochasticStep:
             raise ValueError(f"a piece of {self.piece} elements: it needs at least 1")
 
 
-def stochastic_step_(optimizer: Optimizer, step: int, options: StochasticStep) -> None:
+Prepare = Callable[[Sequence[Tensor]], object]
+"""Called with the fp32 tensors of a piece, to change their gradients."""
+
+
+def stochastic_step_(
+    optimizer: Optimizer, step: int, options: StochasticStep, prepare: Prepare = lambda _: None
+) -> None:
     """Steps an optimizer whose bf16 or fp16 parameters are their own masters.
 
     Per parameter, Adam takes 2 bytes of weight, 2 of gradient, and 4 or 8 of moments. fp32 parameters among them step
@@ -61,6 +67,7 @@ def stochastic_step_(optimizer: Optimizer, step: int, options: StochasticStep) -
         optimizer: Any that keeps its state by parameter and steps each parameter alone; not LBFGS.
         step: Of training, counted by the caller: at another one the random numbers are others.
         options: How.
+        prepare: Changes gradients before the optimizer sees them.
 
     Raises:
         TypeError: LBFGS, whose step is one of all parameters together.
@@ -72,7 +79,7 @@ def stochastic_step_(optimizer: Optimizer, step: int, options: StochasticStep) -
 
     def in_pieces(optimizer: Optimizer) -> None:
         for piece in _pieces(optimizer, options):
-            _step_piece_(optimizer, piece, step, options)
+            _step_piece_(optimizer, piece, step, options, prepare)
 
     Optimizer.profile_hook_step(in_pieces)(optimizer)  # what torch puts around every optimizer's step
     optimizer.__dict__["_opt_called"] = True  # as lr schedulers' wrapper of `step` says, which is passed by
@@ -117,11 +124,14 @@ def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterat
                 yield _Held(parameter=parameter, group=number, segments=segments)
 
 
-def _step_piece_(optimizer: Optimizer, piece: Sequence[_Held], step: int, options: StochasticStep) -> None:
+def _step_piece_(
+    optimizer: Optimizer, piece: Sequence[_Held], step: int, options: StochasticStep, prepare: Prepare
+) -> None:
     stand_ins: list[_StandIn] = []
     try:
         for held in piece:
             stand_ins.append(_StandIn(optimizer, held))
+        prepare([each.tensor for each in stand_ins])
         with _only(optimizer, stand_ins):
             _bare_step(optimizer)(optimizer)
         for each in stand_ins:

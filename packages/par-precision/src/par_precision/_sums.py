@@ -1,16 +1,16 @@
 """Sums over many tensors in fp64: the square of 1e30 overflows fp32, and fp32 sums lose digits."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 _BLOCK = 1 << 17
 """Elements that are converted to fp64 at a time on a CPU, so that they stay in cache."""
 _TOGETHER = 1 << 16
-"""Elements of small tensors that are laid together for that."""
+"""Elements of small tensors that are stacked for that."""
 
 
 def sum_of_powers(tensors: Sequence[Tensor], power: float, device: torch.device) -> Tensor:
@@ -49,26 +49,24 @@ def _stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _squares_on_cpu(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Partial sums of squares. torch's norm with another dtype converts element by element there, and is 10x slower."""
-    sizes = [each.numel() for each in tensors]
-    scratch = torch.empty(min(_BLOCK, sum(sizes)), dtype=torch.float64)
-    for flat in _flattened(tensors, sizes):
-        wide = scratch[: flat.numel()]
-        wide.copy_(flat)
-        yield wide.dot(wide)
+    alike: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.shape].append(tensor)
+    elements = sum(shape.numel() * len(each) for shape, each in alike.items())
+    scratch = torch.empty(min(_BLOCK, elements), dtype=torch.float64)
+    for shape, each in alike.items():
+        for flat in _flattened(shape.numel(), each):
+            wide = scratch[: flat.numel()]
+            wide.copy_(flat)
+            yield wide.dot(wide)
 
 
-def _flattened(tensors: Iterable[Tensor], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """The same elements in flat tensors that fit into a cache; small neighbours of one dtype together."""
-    together: list[Tensor] = []
-    size, dtype = 0, None
-    for tensor, numel in zip(tensors, sizes, strict=True):
-        if together and (size + numel > _TOGETHER or tensor.dtype is not dtype):
-            yield _flatten_dense_tensors(together)
-            together, size = [], 0
-        if numel > _TOGETHER:
+def _flattened(numel: int, alike: list[Tensor]) -> Iterator[Tensor]:
+    """The elements of tensors of one shape, flat, as many as fit into a cache at a time."""
+    if numel > _TOGETHER:
+        for tensor in alike:
             yield from tensor.reshape(-1).split(_BLOCK)
-        else:
-            together.append(tensor)
-            size, dtype = size + numel, tensor.dtype
-    if together:
-        yield _flatten_dense_tensors(together)
+        return
+    count = _TOGETHER // max(numel, 1)
+    for first in range(0, len(alike), count):  # to stack them is one call, and each needs no view of its own
+        yield torch.stack(alike[first : first + count]).view(-1)

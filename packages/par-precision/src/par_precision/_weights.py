@@ -103,9 +103,8 @@ class Rounded(Own):
         self._options = options
 
     def step(self, change: Change, number: int) -> None:
-        """Changes the gradients and steps the optimizer, with the random numbers of this step."""
-        change.apply_(self._counted)
-        stochastic_step_(self._optimizer, number, self._options)
+        """Steps the optimizer with the random numbers of this step, and with gradients that are changed in fp32."""
+        stochastic_step_(self._optimizer, number, self._options, change.apply_)
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """The optimizer gives moments their parameter's dtype; here they get back the one that they were saved with."""
