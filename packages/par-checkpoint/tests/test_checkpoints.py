@@ -1,11 +1,13 @@
 """A run's checkpoints: when they are due, which stay, and where training goes on."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import Checkpoints
+from par_checkpoint import Checkpoints, _checkpoints
 
 
 def steps(root):
@@ -79,3 +81,21 @@ def test_a_step_below_the_newest_is_refused_before_it_would_be_removed(tmp_path)
     dist.barrier()
     checkpoints.save(3, model=model)
     assert checkpoints.latest() == checkpoints.path(3)
+
+
+@pytest.mark.ranks(2)
+def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_said(tmp_path, monkeypatch):
+    model, resumed = nn.Linear(4, 4), nn.Linear(4, 4)
+    for each in model.parameters():
+        dist.broadcast(each.detach(), 0)
+
+    def prune(*_, **__):
+        raise PermissionError("step-00000001 belongs to somebody else")
+
+    monkeypatch.setattr(_checkpoints, "prune", prune)
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    with pytest.raises(OSError, match="belongs to somebody else"):
+        checkpoints.save(1, model=model, async_=True)
+    assert not [each for each in threading.enumerate() if each.name.startswith("par-checkpoint")]
+    assert checkpoints.load(model=resumed).step == 1
+    assert torch.equal(resumed.weight, model.weight)

@@ -1,5 +1,10 @@
+import contextlib
 import json
+import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -277,3 +282,52 @@ def test_autograd_learns_that_weights_were_loaded(tmp_path):
     load(tmp_path / "c", model=model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Without the rights of root, whom no mode of a file stops."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that everybody may enter, unlike those of pytest."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.ranks(2)
+def test_what_may_not_be_read_or_written_raises_on_every_rank(open_folder):
+    model = {"w": torch.ones(3)}
+    save(open_folder / "c", model=model)
+    into = {"w": torch.zeros(3)}
+    denied = pytest.raises(OSError, match="Permission denied")
+    for file in ("par_checkpoint.json", "model.safetensors"):
+        if dist.get_rank() == 0:
+            (open_folder / "c" / file).chmod(0)
+        dist.barrier()
+        with as_nobody(), denied:
+            load(open_folder / "c", model=into)
+    assert not into["w"].any()
+    if dist.get_rank() == 0:
+        for path in (open_folder, open_folder / "c"):
+            path.chmod(0o555)
+        for file in (open_folder / "c").iterdir():
+            file.chmod(0o644)
+    dist.barrier()
+    with as_nobody():
+        for name in ("c", "d"):
+            with denied:
+                save(open_folder / name, model=into, overwrite=True)
+        load(open_folder / "c", model=into)
+    assert into["w"].all()
+    assert [each.name for each in open_folder.iterdir()] == ["c"]

@@ -364,3 +364,62 @@ def test_what_does_not_fit_keeps_its_slots_without_strict(tmp_path):
         assert into.state[other["same"]]["step"] == 3
         other["grown"].grad = torch.ones(6, 3)
         into.step()
+
+
+KINDS = {
+    "momentum into adamw": ("dampening, initial_lr, momentum", "betas, eps"),
+    "adamw into momentum": ("betas, eps, initial_lr", "dampening, momentum"),
+    "rmsprop into adamw": ("alpha, initial_lr, momentum", "betas"),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_state_of_another_kind_of_optimizer_is_refused(kinds, steps, tmp_path):
+    saved, given = kinds.split(" into ")
+    theirs, ours = KINDS[kinds]
+    model, other = make_model(), make_model(1)
+    optimizer, into = MAKERS[saved](model.parameters()), MAKERS[given](other.parameters())
+    MultiStepLR(optimizer, [3])  # leaves a number in the group, which says nothing by itself
+    train(model, optimizer, range(2))
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    train(other, into, range(steps))
+    slots = {parameter: {slot: value.clone() for slot, value in of.items()} for parameter, of in into.state.items()}
+    options, weight = groups(into), other[0].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=f"param group 0 has {theirs} in the files and not {ours}") as caught:
+        load(tmp_path / "c", model=other, optimizer=into)
+    assert torch.equal(other[0].weight, weight)
+    unwanted = {f"{name}.{slot}" for name, each in model.named_parameters() for slot in optimizer.state[each]}
+    assert all(f"not wanted by anybody: {name}" in str(caught.value) for name in unwanted)
+    report = load(tmp_path / "c", model=other, optimizer=into, strict=False)
+    assert set(report.unexpected) == unwanted
+    assert len(report.mismatched) == 1
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert_same_state(into.state, slots)
+    assert groups(into) == options
+
+
+def test_slots_of_another_kind_of_optimizer_are_listed(tmp_path):
+    model, other = make_model(), make_model(1)
+    optimizer, into = torch.optim.Adam(model.parameters()), torch.optim.Adamax(other.parameters())
+    train(model, optimizer, range(2))
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    train(other, into, range(1))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "c", model=other, optimizer=into)
+    for name, _ in model.named_parameters():
+        slots = "exp_avg, exp_avg_sq, step in the files, exp_avg, exp_inf, step in the optimizer"
+        assert f"{name!r} has slots {slots}" in str(caught.value)
+
+
+def test_options_bring_slots_that_come_with_them(tmp_path):
+    """A flag of another value, or a version of torch that has one more, is no other kind of optimizer."""
+    model, other = make_model(), make_model(1)
+    optimizer, into = torch.optim.Adam(model.parameters(), amsgrad=True), torch.optim.Adam(other.parameters())
+    train(model, optimizer, range(2))
+    del optimizer.param_groups[0]["decoupled_weight_decay"]
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["decoupled_weight_decay"] = False
+    train(other, into, range(1))
+    load(tmp_path / "c", model=other, optimizer=into)
+    assert train(other, into, range(2, 4)) == train(model, optimizer, range(2, 4))

@@ -1,7 +1,10 @@
 """Checkpoints through fsspec, and files that one rank writes from beginning to end."""
 
 import contextlib
+import io
 import itertools
+import json
+import sys
 import uuid
 from unittest import mock
 
@@ -340,3 +343,60 @@ def test_an_error_of_one_owner_reaches_all_and_leaves_the_old(tmp_path):
 
 def full():
     raise OSError(28, "No space left on device")
+
+
+def pickle_there(url, tensors, **options):
+    """Puts there what torch.save writes."""
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    data = io.BytesIO()
+    torch.save(tensors, data, **options)
+    fs.pipe_file(path, data.getvalue())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_pickles_of_others_load(root, parts):
+    weights = copies(build())
+    weights["rows"] = weights["0.weight"][7:]  # in the memory of another one
+    names = [f"pytorch_model-{n}.bin" for n in range(parts)] if parts > 1 else ["pytorch_model.bin"]
+    files = {key: names[i * parts // len(weights)] for i, key in enumerate(weights)}
+    for name in names:
+        pickle_there(f"{root}/c/{name}", {key: each for key, each in weights.items() if files[key] == name})
+    fs, path = fsspec.core.url_to_fs(f"{root}/c")
+    if parts > 1:
+        fs.pipe_file(f"{path}/pytorch_model.bin.index.json", json.dumps({"weight_map": files}).encode())
+    local = zeros_like(weights)
+    load(f"{root}/c", model=local)
+    assert_equal(local, weights)
+    assert torch.equal(read(f"{root}/c", "rows", Box((2, 3), (4, 5), 0, (5, 1), (0,))), weights["rows"][2:6, 3:8])
+    assert set(inspect(f"{root}/c").tensors) == set(weights)
+    if parts > 1:
+        files["rows"] = names[0]
+        fs.pipe_file(f"{path}/pytorch_model.bin.index.json", json.dumps({"weight_map": files}).encode())
+        with pytest.raises(CorruptError, match=r"says that 'rows' is in pytorch_model-0\.bin, but it is not there"):
+            load(f"{root}/c", model=local)
+
+
+def test_pickles_that_cannot_be_read_in_place_are_read_from_local_disks_only(root, monkeypatch):
+    weights = copies(build())
+    pickle_there(f"{root}/old/pytorch_model.bin", weights, _use_new_zipfile_serialization=False)
+    pickle_there(f"{root}/turned/pytorch_model.bin", {"w": torch.ones(3, 4).T})
+    pickle_there(f"{root}/c/pytorch_model.bin", weights)
+    if root.startswith("file:"):
+        for name, wanted in (("old", weights), ("turned", {"w": torch.ones(4, 3)})):
+            local = zeros_like(wanted)
+            load(f"{root}/{name}", model=local)
+            assert_equal(local, wanted)
+        return
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is no zip file, .* is read from local disks only"):
+        load(f"{root}/old", model=zeros_like(weights))
+    with pytest.raises(CheckpointError, match=r"a tensor of shape \(4, 3\) that is not contiguous"):
+        load(f"{root}/turned", model={"w": torch.zeros(4, 3)})
+    fs, path = fsspec.core.url_to_fs(f"{root}/cut/pytorch_model.bin")
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    fs.pipe_file(path, fs.cat_file(path.replace("/cut/", "/c/"))[:-100])
+    with pytest.raises(CorruptError, match=r"pytorch_model.bin: is a broken zip file"):
+        load(f"{root}/cut", model=zeros_like(weights))
+    monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin has another byte order"):
+        load(f"{root}/c", model=zeros_like(weights))

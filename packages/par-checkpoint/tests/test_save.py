@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 
 import pytest
 import safetensors.torch
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, SaveOptions, load, save, verify
+from par_checkpoint import CheckpointError, SaveOptions, load, read, save, verify
 from par_checkpoint import _write as writing
 from par_groups import Box, Sharding
 
@@ -338,3 +339,17 @@ def test_nothing_at_all_is_a_checkpoint(tmp_path):
     assert verify(tmp_path / "c") == []
     with pytest.raises(CheckpointError):
         load(tmp_path / "c", model=make_model())
+
+
+def test_a_tensor_of_more_than_two_gib(tmp_path):
+    rows, width = 2100, 1_023_001  # the rows do not lie as those 2^31 bytes before
+    row = torch.randint(-128, 128, (width,), dtype=torch.int8)
+    save(tmp_path / "c", model={"w": row.expand(rows, width)}, max_shard_size="1GB")
+    assert (tmp_path / "c/model.safetensors").stat().st_size > 1 << 31
+    assert verify(tmp_path / "c") == []
+    end = Box((rows - 2, 5), (2, width - 5), 0, (width - 5, 1), (0,))
+    assert torch.equal(read(tmp_path / "c", "w", end), row[5:].expand(2, -1))
+    part = {"w": torch.zeros(2, width - 5, dtype=torch.int8)}
+    load(tmp_path / "c", model=part, layout={"w": Sharding((rows, width), (end,))})
+    assert torch.equal(part["w"], row[5:].expand(2, -1))
+    shutil.rmtree(tmp_path / "c")  # pytest would keep it

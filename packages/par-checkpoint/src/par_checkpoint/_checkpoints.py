@@ -89,7 +89,8 @@ class Checkpoints:
             The handle, or None if it was not due.
 
         Raises:
-            ValueError: A whole checkpoint of a later step is there. Else as `save`.
+            ValueError: A whole checkpoint of a later step is there.
+            CheckpointError, OSError: As `save`; or an old step could not be removed, but the new one is there whole.
         """
         if not force and not self.due(step):
             return None
@@ -99,7 +100,11 @@ class Checkpoints:
         handle = save(self.path(step), model=model, optimizer=optimizer, **keywords)
         keep_last = self._keep_last
         if keep_last is not None:
-            ranks.on_first(lambda: prune(self.root, keep_last=keep_last, keep_every=self._keep_every))
+            try:
+                ranks.on_first(lambda: prune(self.root, keep_last=keep_last, keep_every=self._keep_every))
+            except Exception:
+                handle.wait()  # nobody else could: who calls does not get it
+                raise
         return handle
 
     def _check_newest(self, step: int) -> None:

@@ -131,9 +131,8 @@ def _blocks(found: Found, tensors: Sequence[Held]) -> tuple[list[File], list[Blo
 
 
 def _file(found: Found, section: str, name: str, placed: Sequence[tuple[int, int, int]]) -> File:
-    if found.manifest is None:
-        header = found.directories[section].headers[name]
-        begin, size, block = header.data_begin, header.data_begin + header.data_size, BLOCK
+    if found.manifest is None:  # nothing is compared that begins with the data
+        begin, size, block = 0, max(end for _, _, end in placed), BLOCK
     else:
         record = found.manifest.files[name]
         begin, size, block = record.data_begin, record.size, record.block

@@ -1,6 +1,6 @@
 """What a checkpoint's folder holds, as one rank sees it and tells the others."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Found:
     Args:
         manifest: Ours; None in a folder of somebody else's.
         directories: By section: where its tensors lie.
-        pickled: By section: others' files that torch.load opens, where there are no better ones.
+        pickled: By section: others' files that torch.load maps, where there are no better ones.
         whole: By section: dtype and shape of the tensors in those.
         side: Tensors of scheduler, extra and param groups.
     """
@@ -66,10 +66,6 @@ class Found:
         optimizer = None if self.manifest is None else self.manifest.optimizer
         return {} if optimizer is None else {key: decode(each, self.side) for key, each in optimizer["slots"].items()}
 
-    def parameters(self) -> Set[str]:
-        """The parameters of the optimizer that was saved."""
-        return {name for names, _ in self.groups() for name in names}
-
 
 def look(
     folder: Folder, *, model: bool | None = None, optimizer: bool | None = None, variant: str | None = None
@@ -106,6 +102,7 @@ def look(
         directories["model"] = read_directory(folder, variant=variant, manifest=manifest)
     if optimizer and INDEX["optimizer"] in sizes:
         directories["optimizer"] = read_directory(folder, stem=STEMS["optimizer"], manifest=manifest)
+    directories = {section: _outlined(folder, section, each) for section, each in directories.items()}
     _check_pickled(folder, directories.values())
     pickled = {section: each.pickles for section, each in directories.items() if each.pickles}
     for section in pickled:
@@ -124,6 +121,17 @@ def _has_optimizer(folder: Folder, manifest: Manifest | None, *, wanted: bool | 
     if wanted and not saved:
         raise CheckpointError(f"{folder.url!r} was saved without an optimizer; pass none")
     return saved if wanted is None else wanted
+
+
+def _outlined(folder: Folder, section: str, found: Directory) -> Directory:
+    """The same, or, of others' pickles that cannot be mapped, where their tensors lie."""
+    if not found.pickles or _is_local(folder):
+        return found
+    by_file = {name: read_places(folder, section, name, None) for name in found.pickles}
+    if found.index is not None:
+        path = f"{folder.url}/{found.index}"
+        check_index(decode_index(folder.read(found.index), path), by_file, path)
+    return Directory({key: place for places in by_file.values() for key, place in places.items()}, (), {}, found.index)
 
 
 def _check_pickled(folder: Folder, directories: Iterable[Directory]) -> None:
@@ -153,7 +161,7 @@ def _read_object(folder: Folder, manifest: Manifest, section: str) -> Directory:
     name = OBJECTS[section]
     if name not in manifest.files:
         raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
-    places = read_places(folder, section, manifest.files[name])
+    places = read_places(folder, section, name, manifest.files[name])
     return Directory({key: place for key, place in places.items() if key not in manifest.tied}, (), {}, None)
 
 
@@ -164,13 +172,12 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
     }
 
 
+def _is_local(folder: Folder) -> bool:
+    return "://" not in folder.url.removeprefix("file://")
+
+
 def _local_path(folder: Folder, name: str) -> Path:
-    url = folder.url.removeprefix("file://")
-    if "://" in url:
-        raise CheckpointError(
-            f"{name!r} at {folder.url!r} is a pickle, which is read from local disks only; copy it here"
-        )
-    return Path(url) / name
+    return Path(folder.url.removeprefix("file://")) / name
 
 
 def check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) -> None:

@@ -198,7 +198,7 @@ def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
         slots = Slots(
             places=found.places("optimizer"),
             objects=found.slots(),
-            parameters=found.parameters(),
+            options={name: options for names, options in found.groups() for name in names},
             resized=wanted.model.resized,
             ties=ties_of(model, options.names, found.tied),
             device=torch.device(options.device),

@@ -35,8 +35,8 @@ from pathlib import Path
 from ._errors import CheckpointError, CorruptError
 from ._manifest import MANIFEST
 from ._owned import Remnant, carried, check_name, check_replaceable, parents, remnant_of
+from ._write_back import WriteBack
 
-_EARLY = 1 << 20  # bytes of a write that is worth a system call to begin its way to the disk
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -352,15 +352,14 @@ class LocalWriter:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        self._write_back = _write_back()
+        self._write_back = WriteBack(self._fd)
 
     def write_at(self, begin: int, view: memoryview) -> None:
         at, left = begin, view
         while len(left):
             count = os.pwrite(self._fd, left, at)
             at, left = at + count, left[count:]
-        if len(view) >= _EARLY:
-            self._write_back(self._fd, begin, len(view))
+        self._write_back.wrote(begin, len(view))
 
     def resize(self, size: int) -> None:
         """Makes the file that long; new bytes are zero."""
@@ -379,15 +378,6 @@ class LocalWriter:
             self._fd = -1
 
     abort = close
-
-
-def _write_back() -> Callable[[int, int, int], object]:
-    """What makes the system begin to write a range to the disk, so that fsync finds little left; Linux alone has it."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is None:
-        return lambda *_: None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return lambda file, begin, size: call(file, begin, size, 2)  # SYNC_FILE_RANGE_WRITE; what fails, fsync tells
 
 
 def erase(path: Path) -> None:

@@ -1,6 +1,6 @@
 """Optimizer state by parameter name, and its param groups, whatever its tensors pack."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,6 +167,45 @@ def slot_sharding(packed: Packed, segment: Segment, slot: str, value: torch.Tens
         f"slot {slot!r} of {segment.name!r} has shape {tuple(value.shape)}, its parameter's part here "
         f"{tuple(packed.tensor.shape)}: it can be saved only where the parameter is whole on one rank"
     )
+
+
+def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
+    """What shows that a param group was saved by another kind of optimizer, in words; None if nothing does.
+
+    Each has numbers that the other lacks, as SGD has a momentum and Adam its betas. Flags say nothing: they come with
+    versions of torch. Nor do numbers that only one of the two has: schedulers leave some in a group.
+
+    Args:
+        optimizer: The one to fill.
+        group: Its param group.
+        saved: The options of the saved one.
+    """
+    own = _numbers(getattr(optimizer, "defaults", {})) - saved.keys()
+    others = _numbers(saved) - group.keys()
+    if not (own and others):
+        return None
+    return f"has {_listed(others)} in the files and not {_listed(own)}: another kind of optimizer"
+
+
+def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | None:
+    """The same for the slots of one tensor. One side may have more than the other: options that come with it say so.
+
+    Args:
+        names: Of the parameters in the tensor.
+        own: The slots that are there.
+        saved: Those in the files.
+    """
+    if own <= saved or saved <= own:
+        return None
+    return f"{names[0]!r} has slots {_listed(saved)} in the files, {_listed(own)} in the optimizer"
+
+
+def _numbers(options: Mapping[str, object]) -> set[str]:
+    return {key for key, value in options.items() if value is not None and not isinstance(value, bool)}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _is_whole(sharding: Sharding) -> bool:

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from typing import IO, Any, cast
@@ -10,6 +11,7 @@ import torch
 from crc32c import crc32c
 
 from ._errors import CheckpointError, CorruptError, corrupt_block
+from ._files import BLOCK
 from ._header import corrupt
 from ._manifest import FileRecord
 from ._storage import Source
@@ -64,28 +66,28 @@ def load_object(path: Path) -> object:
     return _load(path, str(path), map_location="cpu", mmap=zipped)
 
 
-def load_outline(source: Source, record: FileRecord, path: str) -> object:
-    """What torch style wrote, its tensors on the meta device: none of their data is read.
+def load_outline(source: Source, record: FileRecord | None, path: str) -> object:
+    """What torch.save wrote into a zip file, its tensors on the meta device: none of their data is read.
 
     Args:
         source: The file.
-        record: What the manifest says of it; every block that is read is checked.
+        record: What the manifest says of it; every block that is read is checked. None: it is somebody else's.
         path: Its name, for messages.
 
     Raises:
         CheckpointError: What weights_only refuses, or deflated data.
         CorruptError: A broken file.
     """
-    if record.data_begin:
+    if record is not None and record.data_begin:
         raise corrupt(path, f"has no header, but its data is said to begin at byte {record.data_begin}")
     file = _Checked(source, record, path)
-    _check_stored(file, path)
+    (_check_stored if record is not None else _check_in_place)(file, path)
     file.seek(0)
     return _load(file, path, map_location="meta")
 
 
-def place_of(tensor: torch.Tensor, record: FileRecord, path: str) -> tuple[int, int]:
-    """First byte of a tensor of an outline in its file, and one past the last.
+def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
+    """First byte of a tensor of an outline in its file of `size` bytes, and one past the last.
 
     Raises:
         CheckpointError: Its elements do not follow each other there.
@@ -96,8 +98,8 @@ def place_of(tensor: torch.Tensor, record: FileRecord, path: str) -> tuple[int, 
         raise CheckpointError(f"{path} holds a tensor of shape {shape} that is not contiguous; save it anew")
     begin = cast("int", tensor.untyped_storage()._checkpoint_offset) + int(tensor.storage_offset()) * width
     end = begin + tensor.numel() * width
-    if begin % width or end > record.size:
-        raise corrupt(path, f"has a tensor of shape {shape} at bytes {begin} to {end} of {record.size}")
+    if begin % width or end > size:
+        raise corrupt(path, f"has a tensor of shape {shape} at bytes {begin} to {end} of {size}")
     return begin, end
 
 
@@ -106,12 +108,14 @@ class _Checked(io.RawIOBase):
 
     Args:
         source: The file.
-        record: What the manifest says of it.
+        record: What the manifest says of it; None: there is nothing to compare with.
         path: Its name, for messages.
     """
 
-    def __init__(self, source: Source, record: FileRecord, path: str) -> None:
-        self._source, self._record, self._path = source, record, path
+    def __init__(self, source: Source, record: FileRecord | None, path: str) -> None:
+        self._source, self._path = source, path
+        self._size, self._length = (source.size, BLOCK) if record is None else (record.size, record.block)
+        self._crcs = None if record is None else record.crcs
         self._at = 0
         self._blocks: dict[int, memoryview] = {}
 
@@ -125,13 +129,13 @@ class _Checked(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._record.size}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         view, done = memoryview(buffer).cast("B"), 0
-        while done < len(view) and self._at < self._record.size:
-            number, begin = divmod(self._at, self._record.block)
+        while done < len(view) and self._at < self._size:
+            number, begin = divmod(self._at, self._length)
             part = self._block(number)[begin : begin + len(view) - done]
             view[done : done + len(part)] = part
             self._at, done = self._at + len(part), done + len(part)
@@ -139,10 +143,10 @@ class _Checked(io.RawIOBase):
 
     def _block(self, number: int) -> memoryview:
         if number not in self._blocks:
-            begin = number * self._record.block
-            block = memoryview(bytearray(min(self._record.block, self._record.size - begin)))
+            begin = number * self._length
+            block = memoryview(bytearray(min(self._length, self._size - begin)))
             self._source.read_into(begin, block)
-            if crc32c(block) != self._record.crcs[number]:
+            if self._crcs is not None and crc32c(block) != self._crcs[number]:
                 raise CorruptError(corrupt_block(self._path, number, begin, []))
             self._blocks = {**dict(list(self._blocks.items())[-2:]), number: block}
         return self._blocks[number]
@@ -177,3 +181,16 @@ def _check_stored(file: IO[bytes] | io.RawIOBase, path: str) -> None:
             )
     if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):
         raise CheckpointError(f"{path}: its entries overlap, which torch.save never does; do not trust it")
+
+
+def _check_in_place(file: io.RawIOBase, path: str) -> None:
+    """The same, and what cannot be read from where it lies: files of old, and of machines with another byte order."""
+    if file.read(len(_ZIP)) != _ZIP:
+        raise CheckpointError(
+            f"{path} is no zip file, as torch.save writes it, and is read from local disks only; copy it here"
+        )
+    _check_stored(file, path)
+    with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
+        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    if any(order != sys.byteorder.encode() for order in orders):
+        raise CheckpointError(f"{path} has another byte order, and is read from local disks only; copy it here")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ._errors import CheckpointError
 from ._found import Found
 from ._model import clean, unwrapped
+from ._optimizer import other_kind
 from ._targets import OptimizerTargets
 
 
@@ -104,7 +105,9 @@ class Restore:
         """Sets everything."""
         if self.optimizer is not None:
             for group, match in zip(self.optimizer.param_groups, self.matches, strict=True):
-                _set_options_(group, self.saved[match][1])
+                options = self.saved[match][1]
+                if other_kind(self.optimizer, group, options) is None:
+                    _set_options_(group, options)
             for tensor, state in self.state.items():
                 if state:
                     self.optimizer.state[tensor] = state

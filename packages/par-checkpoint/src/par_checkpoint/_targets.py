@@ -14,7 +14,7 @@ from ._directory import Place
 from ._entry import Entry, key_of, name_of
 from ._model import local_of, materialise_, model_state, sharding_in
 from ._names import Names, rename
-from ._optimizer import MASTER, Naming, Packed, slot_sharding
+from ._optimizer import MASTER, Naming, Packed, other_kind, other_slots, slot_sharding
 from ._options import LoadOptions
 
 Places = Mapping[str, Place]
@@ -163,7 +163,7 @@ class Slots:
     Args:
         places: Tensors in the files, keyed "<parameter>.<slot>".
         objects: Slots that are no tensors, keyed alike.
-        parameters: The parameters of the optimizer that was saved.
+        options: Those of its param group, by parameter of the optimizer that was saved.
         resized: Names in the files of tensors that have another shape in the model.
         ties: By name in the files: all names of the tensor, where it has several here or there. See `ties_of`.
         device: Where slots of parameters on the meta device go.
@@ -171,14 +171,14 @@ class Slots:
 
     places: Places
     objects: Mapping[str, object]
-    parameters: Set[str]
+    options: Mapping[str, Mapping[str, object]]
     resized: Set[str]
     ties: Mapping[str, Sequence[str]]
     device: torch.device
 
     def known_as(self, name: str) -> list[str]:
         """What the saved optimizer calls a parameter: its name, or those that it is tied to; nothing if it had none."""
-        return [each for each in dict.fromkeys((name, *self.ties.get(name, ()))) if each in self.parameters]
+        return [each for each in dict.fromkeys((name, *self.ties.get(name, ()))) if each in self.options]
 
     def saved_as(self, name: str) -> str:
         """The first of them, or the name itself."""
@@ -220,23 +220,35 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: Slots) -> Opt
     for key in (*saved.places, *saved.objects):
         name, _, slot = key.rpartition(".")
         slots.setdefault(name, []).append(slot)
-    for group, packed in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
+    for number, (group, packed) in enumerate(zip(optimizer.param_groups, naming.groups(optimizer), strict=True)):
         on_device = bool(group.get("capturable") or group.get("fused"))
         targets.groups.append(tuple(saved.saved_as(name) for each in packed for name in each.segments.names))
+        other = _other_kind(optimizer, number, targets.groups[-1], saved)
         for each in packed:
             known = {name: saved.known_as(name) for name in each.segments.names}
             targets.missing.extend(f"{name} (in the optimizer)" for name, found in known.items() if not found)
-            for name in (name for found in known.values() for name in found):  # those of tied ones say the same
+            found = dict.fromkeys(slot for of in known.values() for slot in slots.get(next(iter(of), ""), ()))
+            old = optimizer.state.get(each.tensor, {})
+            wrong = other or other_slots(each.segments.names, old.keys(), found.keys() - {MASTER})
+            if wrong is not None:
+                targets.mismatched.append(wrong)
+                continue  # it stays as it is, and nobody wants what is in the files
+            for name in (name for of in known.values() for name in of):  # those of tied ones say the same
                 targets.used.update(key_of("optimizer", f"{name}.{slot}") for slot in slots.get(name, ()))
             if not any(known.values()) or saved.is_resized(each.segments):
                 continue  # like its weight it stays as it is; that it does not fit is told of the weight
-            room = _Room(targets, saved, each, optimizer.state.get(each.tensor, {}), on_device=on_device)
-            for slot in dict.fromkeys(
-                slot for found in known.values() for slot in slots.get(next(iter(found), ""), ())
-            ):
+            room = _Room(targets, saved, each, old, on_device=on_device)
+            for slot in found:
                 room.find(slot)
             targets.state[each.tensor] = room.state
     return targets
+
+
+def _other_kind(optimizer: Optimizer, number: int, names: Iterable[str], saved: Slots) -> str | None:
+    """What shows that a param group was saved by another kind of optimizer, by the first name in it that was saved."""
+    options = next((saved.options[name] for name in names if name in saved.options), None)
+    wrong = None if options is None else other_kind(optimizer, optimizer.param_groups[number], options)
+    return None if wrong is None else f"param group {number} {wrong}"
 
 
 class _Room:

@@ -38,24 +38,24 @@ def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str,
     return {name: record for each in work.ranks.gather(records or {}) for name, record in each.items()}
 
 
-def read_places(folder: Folder, section: str, record: FileRecord) -> dict[str, Place]:
-    """Where the tensors of a section lie in its file, without reading their data.
+def read_places(folder: Folder, section: str, name: str, record: FileRecord | None) -> dict[str, Place]:
+    """Where the tensors of a section lie in a file, without reading their data.
 
     Args:
         folder: The checkpoint's.
         section: "model" or "optimizer".
-        record: What the manifest says of the file.
+        name: The file.
+        record: What the manifest says of it; None: it is somebody else's.
 
     Raises:
         CheckpointError, CorruptError: It is not what was written.
     """
-    name = OBJECTS[section]
     path = f"{folder.url}/{name}"
     with closing(folder.open(name)) as source:
-        outline = load_outline(source, record, path)
+        outline, size = load_outline(source, record, path), source.size
     tensors = flat_tensors(outline, path) if section == "model" else _slots(outline, path)
     return {
-        key: Place(name, each.dtype, tuple(each.shape), *place_of(each, record, path)) for key, each in tensors.items()
+        key: Place(name, each.dtype, tuple(each.shape), *place_of(each, size, path)) for key, each in tensors.items()
     }
 
 
