@@ -6,6 +6,7 @@ save includes fsync, every load ends with the bytes in tensors that were there b
 """
 
 import json
+import mmap
 import os
 import random
 import shutil
@@ -14,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,13 +37,19 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import par_checkpoint
 from par_checkpoint._bytes import bytes_of
+from par_checkpoint._local import LocalWriter
 
-RUNS, WARM_UPS, THREADS, CHUNK = 10, 1, 2, 4 << 20
+RUNS, WARM_UPS, SELDOM = 10, 1, 2  # turns; those that do not count; every which one is for the slow ones, too
+THREADS, CHUNK = 2, 4 << 20
 STEP = 0.1  # seconds of compute between a save and the optimizer's step
 SHAPES = [(32000, 1024), *[(4096, 1024), (1024, 4096), (1024,)] * 12]
+TOTAL = sum(torch.Size(shape).numel() for shape in SHAPES) * 4
 CASES = ("1 rank", "2 ranks, rows", "2 ranks, replicas")
 
+BASES = {"blocked": "save: par-checkpoint", "disk": "save: par-checkpoint", "step": "step: alone"}
+
 State = dict[str, torch.Tensor]
+Seconds = dict[str, float]
 Act = TypeVar("Act")
 
 
@@ -54,14 +62,14 @@ class Bench:
         folder: Where to.
         mirror: A second copy of this rank's bytes, for memcpy.
         step: A training step without the optimizer's part.
-        samples: By contender, seconds of every turn.
+        turns: Of every turn: seconds by contender.
     """
 
     state: State
     folder: Path
     mirror: State
     step: Callable[[], None]
-    samples: dict[str, list[float]] = field(default_factory=dict)
+    turns: list[Seconds] = field(default_factory=list)
 
     @property
     def alone(self) -> bool:
@@ -69,43 +77,51 @@ class Bench:
         return not isinstance(next(iter(self.state.values())), DTensor)
 
     def turn(self, number: int) -> None:
-        """Every contender once, in another order each time: what ran right before matters to disk and caches."""
-        for name, act in shuffled(self.savers(), number):
+        """Each contender once, in another order each time: what ran right before matters to disk and caches."""
+        self.turns.append({})
+        slow = number % SELDOM == 0
+        for name, act in shuffled(self.savers(slow=slow), number):
             self.clear(name)
+            if name.startswith("disk") and first():
+                allocate(self.folder / name)
             self.measure(name, partial(act, self.folder / name))
         sources = {"par-checkpoint": "save: par-checkpoint", "pread, as many threads": "save: pwrite + fsync"}
-        for name, act in shuffled(self.loaders(), number):
+        for name, act in shuffled(self.loaders(slow=slow), number):
             source = self.folder / sources.get(name, f"save: {name}")
-            self.measure(f"load: {name}", partial(act, source))
+            self.measure(f"load: {name}", partial(act, source), partial(warm, source))
             if name != "memcpy":
                 self.measure(f"cold load: {name}", partial(act, source), partial(evict, source))
-        for name in self.savers():
+        for name in self.savers(slow=slow):
             self.clear(name)
 
-    def savers(self) -> Mapping[str, Callable[[Path], float | None]]:
-        """What saves, by name. It may give the seconds that count."""
+    def savers(self, *, slow: bool) -> Mapping[str, Callable[[Path], float | None]]:
+        """What saves, by name; also what is not in every turn. It may give the seconds that count."""
         found: dict[str, Callable[[Path], float | None]] = {
             "save: par-checkpoint": self.save,
             "save: pwrite + fsync": self.write_plainly,
-            "blocked: par-checkpoint, async": partial(self.save_async, "blocking"),
             "blocked: par-checkpoint, async, background copy": partial(self.save_async, "background"),
-            "save: DCP": self.save_dcp,
-            "save: DCP, Hugging Face files": self.save_hugging_face,
         }
-        if self.alone:
-            found["save: safetensors"] = partial(self.save_on_first, save_file)
-            found["save: torch.save"] = partial(self.save_on_first, torch.save)
+        if slow:
+            found["blocked: par-checkpoint, async"] = partial(self.save_async, "blocking")
+            found["save: DCP"] = self.save_dcp
+            found["save: DCP, Hugging Face files"] = self.save_hugging_face
+            found |= {f"disk: page cache, threads: {n}": partial(fill_early, n) for n in (2, 4)}
+            found |= {f"disk: O_DIRECT, threads: {n}": partial(fill_directly, n) for n in (1, 2, 4)}
+        if slow and world() == 1:  # for more ranks the first would do the same
+            found["save: safetensors"] = partial(self.save_to, save_file)
+            found["save: torch.save"] = partial(self.save_to, torch.save)
         return found
 
-    def loaders(self) -> Mapping[str, Callable[[Path], None]]:
-        """What loads, by name."""
+    def loaders(self, *, slow: bool) -> Mapping[str, Callable[[Path], None]]:
+        """What loads, by name; also what is not in every turn."""
         found: dict[str, Callable[[Path], None]] = {
             "par-checkpoint": self.load,
             "memcpy": self.copy,
             "pread, as many threads": self.read_plainly,
-            "DCP": self.load_dcp,
         }
-        if self.alone:
+        if slow:
+            found["DCP"] = self.load_dcp
+        if slow and world() == 1:
             found["safetensors"] = lambda path: self.fill_(load_file(path / "all"))
             found["torch.save"] = lambda path: self.fill_(torch.load(path / "all", weights_only=True))
         return found
@@ -118,7 +134,7 @@ class Bench:
         begin = time.perf_counter()
         counted = act()
         wait()
-        self.samples.setdefault(name, []).append(time.perf_counter() - begin if counted is None else counted)
+        self.turns[-1][name] = time.perf_counter() - begin if counted is None else counted
 
     def clear(self, name: str) -> None:
         """An empty folder, and nothing left to write back."""
@@ -142,7 +158,7 @@ class Bench:
         saving = par_checkpoint.save(path, model=model, async_=True, copy=copy, threads=THREADS, progress=False)
         begin = time.perf_counter()
         self.step()
-        self.samples.setdefault(f"step: {kinds[copy]}", []).append(time.perf_counter() - begin)
+        self.turns[-1][f"step: {kinds[copy]}"] = time.perf_counter() - begin
         saving.wait_for_copy()
         saving.wait()
         return saving.blocked_seconds
@@ -163,11 +179,10 @@ class Bench:
         if first():
             sync(path.rglob("*.safetensors"))
 
-    def save_on_first(self, save_to: Callable[[State, Path], object], path: Path) -> None:
-        """One file, from rank 0, synced."""
-        if first():
-            save_to(self.state, path / "all")
-            sync([path / "all"])
+    def save_to(self, save_to: Callable[[State, Path], object], path: Path) -> None:
+        """One file, synced."""
+        save_to(self.state, path / "all")
+        sync([path / "all"])
 
     def write_plainly(self, path: Path) -> None:
         """Every rank's bytes into one file; of replicas each writes its part."""
@@ -218,56 +233,71 @@ class Bench:
 def main() -> None:
     """Measures every case in processes of its own."""
     rows = [row for case in CASES for row in rows_of(case, measured(case))]
-    size = sum(torch.Size(shape).numel() for shape in SHAPES) * 4 / 2**20
     note = (
-        f"{len(SHAPES)} fp32 tensors, {size:.0f} MiB together; rows: each of 2 ranks holds half of every tensor, "
-        f"replicas: each holds all. {RUNS} turns of all contenders, each in an order of its own, every save into an "
-        f"empty folder with nothing left to write back, {THREADS} threads a rank for ours and for plain pwrite and "
-        "pread. Saves include fsync. Ours makes and checks a crc32c of every 4 MiB. Loads end in tensors that were "
-        "there before; cold: the files are "
-        "not in the page cache. `ours is faster` is the median of the ratios within a turn: how many times as long the "
-        "contender takes as ours does. `blocked` is the time that save keeps the trainer with async_=True, in the call "
-        f"and before the optimizer's step, against our synchronous save; between the two are {STEP} s of forward and "
-        "backward passes on this machine's cores, `step`, against the same without a save. The first save, which makes "
-        "the buffer, is a warm-up."
+        f"{len(SHAPES)} fp32 tensors, {TOTAL / 2**20:.0f} MiB together; rows: each of 2 ranks holds half of every "
+        f"tensor, replicas: each holds all. {RUNS} turns, each in an order of its own, with the slow contenders in "
+        f"{RUNS // SELDOM} of them, every save into an empty folder with nothing left to write back, {THREADS} threads "
+        "a rank for ours and for plain pwrite and pread. Saves include fsync. Ours makes and checks a crc32c of every "
+        "4 MiB. Loads end in tensors that were there before, from files that were read just before; cold: they are not "
+        "in the page cache. "
+        "`ours is faster` is the median of the ratios within a turn: how many times as long the contender takes as "
+        "ours does. `disk` is what the disk takes at most: one rank writes as many bytes, from one small piece of "
+        "memory, into a file that has its blocks already, and syncs it. `limit` is how many times as long a save takes "
+        "as the fastest of these in its turn; nothing that writes these bytes could beat it by more. O_DIRECT needs no "
+        "new pages of the page cache, which on some virtual machines cost more than the disk. `blocked` is the time "
+        "that save keeps the trainer with async_=True, in the call and before the optimizer's step, against our "
+        f"synchronous save; between the two are {STEP} s of forward and backward passes on this machine's cores, "
+        "`step`, against the same without a save. The first save, which makes the buffer, is a warm-up."
     )
     write("checkpoint", "Saving and loading", rows, note)
 
 
-def measured(case: str) -> dict[str, list[float]]:
-    """Seconds by contender; one process a rank."""
+def measured(case: str) -> list[Seconds]:
+    """Seconds by contender, of every turn; one process a rank."""
     with tempfile.TemporaryDirectory(prefix="par-bench-") as folder:
         commands = [[sys.executable, __file__, case, str(rank), folder] for rank in range(int(case[0]))]
         running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
         outputs = [each.communicate()[0] for each in running]
     if any(each.returncode for each in running):
         raise RuntimeError(f"{case}: a rank failed")
-    found: dict[str, list[float]] = json.loads(outputs[0].splitlines()[-1])
+    found: list[Seconds] = json.loads(outputs[0].splitlines()[-1])
     return found
 
 
-def rows_of(case: str, samples: Mapping[str, list[float]]) -> list[dict[str, object]]:
+def rows_of(case: str, turns: Sequence[Seconds]) -> list[dict[str, object]]:
     """The table of a case, against our save, load and cold load."""
-    size = sum(torch.Size(shape).numel() for shape in SHAPES) * 4 / 2**30
     rows: list[dict[str, object]] = []
-    for name, seconds in sorted(samples.items(), key=lambda each: each[0].partition(":")[0]):
-        kind = name.partition(":")[0].replace("blocked", "save")
-        base = "step: alone" if kind == "step" else f"{kind}: par-checkpoint"
-        ratios = [it / ours for it, ours in zip(seconds, samples[base], strict=True)]
+    names = dict.fromkeys(name for turn in turns for name in turn)
+    for name in sorted(names, key=lambda each: each.partition(":")[0]):
+        kind = name.partition(":")[0]
+        base = BASES.get(kind, f"{kind}: par-checkpoint")
+        seconds = [turn[name] for turn in turns if name in turn]
         rows.append(
             {
                 "case": case,
                 "what": name,
                 "median s": f"{statistics.median(seconds):.3f}",
                 "range s": f"{min(seconds):.3f} to {max(seconds):.3f}",
-                "GiB/s": "" if kind == "step" else f"{size / statistics.median(seconds):.2f}",
-                "ours is faster": f"{statistics.median(ratios):.2f}",
+                "GiB/s": "" if kind == "step" else f"{TOTAL / 2**30 / statistics.median(seconds):.2f}",
+                "ours is faster": ratio(turns, name, itemgetter(base)),
+                "limit": ratio(turns, name, best_of_disk) if kind == "save" else "",
             }
         )
     return rows
 
 
-def run(case: str, number: int, folder: Path) -> dict[str, list[float]]:
+def ratio(turns: Iterable[Seconds], name: str, base: Callable[[Seconds], float | None]) -> str:
+    """The median over the turns in which both were measured."""
+    pairs = [(turn[name], base(turn)) for turn in turns if name in turn]
+    return f"{statistics.median(it / other for it, other in pairs if other is not None):.2f}"
+
+
+def best_of_disk(turn: Seconds) -> float | None:
+    """The least seconds that the disk took in a turn, if it was measured then."""
+    return min((seconds for name, seconds in turn.items() if name.startswith("disk")), default=None)
+
+
+def run(case: str, number: int, folder: Path) -> list[Seconds]:
     """All turns, on one rank."""
     if case != CASES[0]:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
@@ -280,7 +310,7 @@ def run(case: str, number: int, folder: Path) -> dict[str, list[float]]:
     bench = Bench(state=state, folder=folder, mirror=mirror, step=training_step())
     for turn in range(WARM_UPS + RUNS):
         bench.turn(turn)
-    return {name: seconds[WARM_UPS:] for name, seconds in bench.samples.items()}
+    return bench.turns[WARM_UPS:]
 
 
 def training_step() -> Callable[[], None]:
@@ -314,6 +344,48 @@ def sync(paths: Iterable[Path]) -> None:
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
         os.close(file)
+
+
+def allocate(folder: Path) -> None:
+    """A file of the right size that has all its blocks."""
+    file = os.open(folder / "all", os.O_CREAT | os.O_WRONLY, 0o666)
+    os.posix_fallocate(file, 0, TOTAL)
+    os.close(file)
+
+
+def fill_early(threads: int, folder: Path) -> None:
+    """All bytes through the page cache, from which they go to the disk right away."""
+    if first():
+        writer = LocalWriter(folder / "all")
+        fill(threads, writer.write_at)
+        writer.finish()
+
+
+def fill_directly(threads: int, folder: Path) -> None:
+    """All bytes past the page cache."""
+    if first():
+        file = os.open(folder / "all", os.O_WRONLY | os.O_DIRECT)
+        fill(threads, lambda begin, memory: os.pwrite(file, memory, begin))
+        os.fsync(file)
+        os.close(file)
+
+
+def fill(threads: int, write_at: Callable[[int, memoryview], object]) -> None:
+    """Writes one piece of aligned memory all over a file."""
+    memory = mmap.mmap(-1, CHUNK)
+    memory.write(os.urandom(CHUNK))
+    with ThreadPoolExecutor(threads) as pool, memoryview(memory) as view:
+        places = range(0, TOTAL, CHUNK)
+        list(pool.map(lambda begin: write_at(begin, view[: TOTAL - begin]), places))
+
+
+def warm(folder: Path) -> None:
+    """Files into the page cache, which ours leave when they are saved."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(CHUNK):
+                    pass
 
 
 def evict(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """A training step in a pipeline: par-pipeline and torch.distributed.pipelining, on gloo ranks of one machine.
 
 Two models: tiny layers, where Python and messages are what costs, and a mid-size MLP. The same stages and microbatches;
-every contender lives in the same processes and they take turns. Run as `python tools/bench/pipeline.py`; writes
+every contender lives in the same processes and they take turns, in a random order each time. Whatever is compared is
+compared within a turn, so that a machine that slows down slows both. Run as `python tools/bench/pipeline.py`; writes
 docs/benchmarks/pipeline.md and .json.
 """
 
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,8 +48,6 @@ class Case:
         width: Of a block.
         microbatches: A step.
         rows: Of each.
-        turns: Of each contender.
-        steps: In a turn.
     """
 
     name: str
@@ -55,15 +55,14 @@ class Case:
     width: int
     microbatches: int
     rows: int
-    turns: int
-    steps: int
 
 
 CASES = (
-    Case(name="tiny", blocks=8, width=32, microbatches=32, rows=2, turns=9, steps=3),
-    Case(name="mid-size", blocks=8, width=256, microbatches=8, rows=64, turns=9, steps=3),
+    Case(name="tiny", blocks=8, width=32, microbatches=32, rows=2),
+    Case(name="mid-size", blocks=8, width=256, microbatches=8, rows=64),
 )
-RANKS = (2, 4)
+TURNS = {2: 15, 4: 5}  # by ranks; four of them share two cores, and say less
+STEPS = 3  # in a turn: the first rank may begin with the next while the last one is still busy with this one
 OURS: dict[str, Callable[[int, int], Schedule]] = {
     "GPipe": gpipe,
     "1F1B": one_f_one_b,
@@ -84,35 +83,42 @@ TORCHS: dict[str, tuple[Any, str]] = {
 def main() -> None:
     """Measures every case on every number of ranks, and writes medians, spread and ratios."""
     rows = []
-    for ranks in RANKS:
+    for ranks in TURNS:
         for case in CASES:
             times, predicted = spawned(ranks, timed, case)
-            medians = {name: statistics.median(each) for name, each in times.items()}
             for name, each in times.items():
-                of_torch = medians.get(name.replace("par-pipeline", "torch"))
-                rows.append(
-                    {
-                        "ranks": ranks,
-                        "model": case.name,
-                        "contender": name,
-                        "median ms": round(medians[name], 1),
-                        "quartiles ms": f"{quartile(each, 1):.1f} to {quartile(each, 3):.1f}",
-                        "x torch's same": f"{medians[name] / of_torch:.2f}" if of_torch and "par" in name else "",
-                        "x torch's 1F1B": f"{medians[name] / medians['torch 1F1B']:.2f}",
-                        "beyond simulation": f"{medians[name] / predicted[name] - 1:+.1%}"
-                        if name in predicted and ranks <= (os.cpu_count() or 1)
-                        else "",
-                    }
-                )
+                rows.append({"ranks": ranks, "model": case.name, "contender": name} | row(name, each, times, predicted))
     shapes = "; ".join(
         f"{c.name}: {c.blocks} blocks of {c.width}, {c.microbatches} microbatches of {c.rows} rows" for c in CASES
     )
+    turns = " and ".join(f"{number} turns on {ranks} ranks" for ranks, number in TURNS.items())
     note = (
-        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. Times are those of the slowest rank, per step, "
-        "contenders in turn in the same processes. The simulation has the medians of this run's actions, and the "
-        "optimizer's time is added."
+        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {turns}, each of {STEPS} steps, contenders in a random "
+        "order in the same processes. Times are those of the slowest rank, per step. Ratios are medians of those "
+        "within a turn. The simulation has the medians of the actions of the turn's last step, and the optimizer's "
+        "time is added; it is left out where ranks share cores."
     )
     write("pipeline", "A training step in a pipeline", rows, note)
+
+
+def row(
+    name: str, milliseconds: list[float], times: dict[str, list[float]], predicted: dict[str, list[float]]
+) -> dict[str, object]:
+    """A contender's figures; all lists are by turn."""
+    same = name.replace("par-pipeline", "torch")
+    has_same = name in predicted and same in times
+    return {
+        "median ms": round(statistics.median(milliseconds), 1),
+        "quartiles ms": f"{quartile(milliseconds, 1):.1f} to {quartile(milliseconds, 3):.1f}",
+        "x torch's same": f"{ratio(milliseconds, times[same]):.2f}" if has_same else "",
+        "x torch's 1F1B": f"{ratio(milliseconds, times['torch 1F1B']):.2f}",
+        "beyond simulation": f"{ratio(milliseconds, predicted[name]) - 1:+.1%}" if predicted.get(name) else "",
+    }
+
+
+def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """The median over the turns of the ratio within a turn."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def stages_of(case: Case, number: int) -> list[nn.Module]:
@@ -192,34 +198,47 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, float]]:
+def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Milliseconds per step of each contender, turn by turn, and what the simulator expects of ours."""
     made = {f"torch {name}": torchs(name, case) for name in TORCHS}
     made |= {f"par-pipeline {name}": ours(name, case) for name in OURS}
-    rows = case.microbatches * case.rows
+    ranks, rows = dist.get_world_size(), case.microbatches * case.rows
     x, y = torch.randn(rows, case.width), torch.randn(rows, case.width)
     times: dict[str, list[float]] = {name: [] for name in made}
     predicted: dict[str, list[float]] = {name: [] for name in made if name.startswith("par")}
-    for turn in range(case.turns + 1):
-        for name, contender in made.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(case.steps):
-                contender.train(x, y)
-            seconds = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if turn:
-                times[name].append(1e3 * seconds.item() / case.steps)
-                if contender.pipeline is not None:
-                    predicted[name].append(1e3 * simulated(contender, contender.pipeline))
-    return times, {name: statistics.median(each) for name, each in predicted.items()}
+    shuffled = random.Random(0)  # the same on every rank
+    for turn in range(TURNS[ranks] + 1):
+        for name in shuffled.sample(list(made), len(made)):
+            contender = made[name]
+            milliseconds = turn_of(contender, x, y)
+            if turn:  # the first warms up
+                times[name].append(milliseconds)
+            if turn and contender.pipeline is not None and ranks <= (os.cpu_count() or 1):
+                predicted[name].append(simulated(contender, contender.pipeline))
+    return times, predicted
+
+
+def turn_of(contender: Contender, x: Tensor, y: Tensor) -> float:
+    """Milliseconds per step, of the slowest rank."""
+    contender.seconds.clear()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        contender.train(x, y)
+    return 1e3 * slowest(time.perf_counter() - start) / STEPS
 
 
 def simulated(contender: Contender, pipeline: Pipeline) -> float:
-    """Seconds of a step, from the medians of its actions, and the optimizer."""
-    optimizer = torch.tensor(statistics.median(contender.seconds))
-    dist.all_reduce(optimizer, dist.ReduceOp.MAX)
-    return simulate(pipeline.schedule, Costs.measured(pipeline.timeline())).makespan + optimizer.item()
+    """Milliseconds of a step, from the medians of its actions in the last one, and the turn's optimizer."""
+    optimizer = slowest(statistics.median(contender.seconds))
+    return 1e3 * (simulate(pipeline.schedule, Costs.measured(pipeline.timeline())).makespan + optimizer)
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks; all-reduce of one number."""
+    largest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Norm, clip, and what follows backward in an fp16 step, against torch's own, on plain tensors, DTensors and FSDP2.
 
-Two gloo ranks on one machine, one thread each. Every contender lives in the same processes and they take turns;
-gradients are put back before each turn. Run as `python tools/bench/precision.py`; writes docs/benchmarks/precision.md
-and .json.
+Two gloo ranks on one machine, one thread each. Every contender lives in the same processes and runs once in every turn,
+in another order each time; gradients are put back before. Ratios are medians over the turns. Run as
+`python tools/bench/precision.py`; writes docs/benchmarks/precision.md and .json.
 """
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 from par_precision import clip_grad_norm_, mixed
 from par_zero import shard
 
-RANKS, TURNS = 2, 40
+RANKS, TURNS, WARM_UPS = 2, 150, 5
 SCALE = 2.0**10
 LIMIT = 1.0
 
@@ -63,15 +64,14 @@ class Contender:
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
     times: dict[tuple[str, str, bool], list[float]] = spawned(RANKS, timed)
-    medians = {key: statistics.median(each) for key, each in times.items()}
-    references = {case: medians[case, name, flag] for case, name, flag in medians if flag}
+    references = {case: each for (case, _, flag), each in times.items() if flag}
     rows = [
         {
             "case": case,
             "contender": name,
-            "median ms": round(medians[case, name, flag], 2),
+            "median ms": f"{statistics.median(each):.2f}",
             "quartiles ms": f"{quartile(each, 1):.2f} to {quartile(each, 3):.2f}",
-            "ratio": "1" if flag else f"{medians[case, name, flag] / references[case]:.2f}",
+            "ratio": "1" if flag else f"{ratio(each, references[case]):.2f}",
         }
         for (case, name, flag), each in times.items()
     ]
@@ -79,10 +79,16 @@ def main() -> None:
         "Small: 300 tensors, 150 of 32 x 32 and 150 of 32; large: 24 of 1024 x 1024; fp32. Flat: the same 300 under "
         "par-zero at stage 0. After backward: unscale, norm, clip to 1, fused AdamW and "
         "scale update, of the small ones; fp16 has fp32 masters, so casts of gradients and weights are in its step, "
-        f"and in the others' forward pass. What a clip of DTensors communicates is measured alone, too. "
-        f"{RANKS} gloo ranks, one thread each; times are those of the slowest rank."
+        f"and in the others' forward pass. What no clip of DTensors can do without is measured alone, too. "
+        f"{RANKS} gloo ranks, one thread each; times are those of the slowest rank. {TURNS} turns, in each of which "
+        "every contender runs once, in an order of its own; a ratio is the median of those within a turn."
     )
     write("precision", "Norm, clip and an fp16 step", rows, note)
+
+
+def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
+    """The median of the ratios within a turn."""
+    return statistics.median(it / base for it, base in zip(times, reference, strict=True))
 
 
 def contenders() -> list[Contender]:
@@ -102,6 +108,9 @@ def clipping() -> list[Contender]:
         own = None if case != "clip, DTensors" else world
         found.append(Contender(case=case, name="par-precision", run=our_clip(tensors, own), holders=tensors))
     found.append(Contender(case="clip, DTensors", name="its all-reduce alone", run=one_number(), holders=()))
+    bare = with_gradients(placed(small()))
+    name = "reads, all-reduce and product alone"
+    found.append(Contender(case="clip, DTensors", name=name, run=without_norm(bare), holders=bare))
     module = small()
     optimizer = AdamW(module.parameters(), fused=True)
     shard(module, optimizer, stage=0, group=group())
@@ -180,6 +189,18 @@ def one_number() -> Callable[[], object]:
     return lambda: dist.all_reduce(number)
 
 
+def without_norm(tensors: list[Tensor]) -> Callable[[], object]:
+    """What nobody can leave out: each gradient read, one number communicated, each gradient multiplied."""
+    number, one = torch.zeros((), dtype=torch.float64), torch.ones(())
+
+    def run() -> None:
+        gradients = [each.grad._local_tensor for each in tensors]  # type: ignore[union-attr]  # DTensors' own
+        dist.all_reduce(number)
+        torch._foreach_mul_(gradients, one)
+
+    return run
+
+
 def torch_step(tensors: list[Tensor], optimizer: Optimizer) -> Callable[[], object]:
     """What a trainer writes with torch alone."""
     scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
@@ -211,15 +232,15 @@ def timed() -> dict[tuple[str, str, bool], list[float]]:
     """Milliseconds of each contender, turn by turn."""
     every = contenders()
     times: dict[tuple[str, str, bool], list[float]] = {(c.case, c.name, c.reference): [] for c in every}
-    for turn in range(TURNS + 2):
-        for each in every:
+    for turn in range(-WARM_UPS, TURNS):
+        for each in random.Random(turn).sample(every, len(every)):  # what ran right before matters; ranks agree on it
             each.prepare()
             dist.barrier()
             start = time.perf_counter()
             each.run()
             seconds = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if turn > 1:
+            if turn >= 0:
                 times[each.case, each.name, each.reference].append(1e3 * seconds.item())
     return times
 

@@ -3,9 +3,10 @@
 Run as `python tools/bench/rounding.py`; writes docs/benchmarks/rounding.md and .json.
 """
 
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from _table import write
@@ -14,7 +15,7 @@ from torch import Tensor
 from par_precision import stochastic_round_
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
-TURNS = 15
+TURNS, WARM_UPS = 31, 2
 COPY = "target.copy_(source)"
 
 
@@ -25,23 +26,27 @@ def main() -> None:
         torch.set_num_threads(threads)
         for size in SIZES:
             times = timed(size)
-            copy = statistics.median(times[COPY])
             for name, each in times.items():
-                median = statistics.median(each)
                 rows.append(
                     {
                         "threads": threads,
                         "elements": f"{size:,}",
                         "contender": name,
-                        "ns an element": round(1e9 * median / size, 2),
-                        "ratio": f"{median / copy:.1f} x copy",
+                        "ns an element": f"{1e9 * statistics.median(each) / size:.2f}",
+                        "ratio": f"{ratio(each, times[COPY]):.1f} x copy",
                     }
                 )
     note = (
-        "Medians, contenders in turn. The third one draws its random numbers from torch's generator, so they depend on "
+        f"Medians of {TURNS} turns, in each of which the contenders come in an order of its own; a ratio is the median "
+        "of those within a turn. The third one draws its random numbers from torch's generator, so they depend on "
         "how a tensor is cut and on what was drawn before; it does not keep NaN."
     )
     write("rounding", "Stochastic rounding on the CPU", rows, note)
+
+
+def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
+    """The median of the ratios within a turn."""
+    return statistics.median(it / base for it, base in zip(times, reference, strict=True))
 
 
 def contenders() -> dict[str, Callable[[Tensor, Tensor], object]]:
@@ -64,12 +69,12 @@ def timed(size: int) -> dict[str, list[float]]:
     source, target = torch.randn(size), torch.empty(size, dtype=torch.bfloat16)
     calls = max(1, (1 << 20) // size)
     times: dict[str, list[float]] = {name: [] for name in contenders()}
-    for turn in range(TURNS + 2):
-        for name, run in contenders().items():
+    for turn in range(-WARM_UPS, TURNS):
+        for name, run in random.Random(turn).sample(list(contenders().items()), 3):
             start = time.perf_counter()
             for _ in range(calls):
                 run(target, source)
-            if turn > 1:
+            if turn >= 0:
                 times[name].append((time.perf_counter() - start) / calls)
     return times
 

@@ -1,14 +1,15 @@
 """A training step under par-zero, DDP, torch's ZeroRedundancyOptimizer and FSDP2, on gloo ranks of one machine.
 
 Two models: many tiny layers, where Python and calls are what costs, and a mid-size MLP. Every contender lives in the
-same processes and they take turns; peak memory is taken in processes of its own. Run as `python tools/bench/zero.py`;
-writes docs/benchmarks/zero.md and .json.
+same processes and they take turns, each turn in another order; ratios are medians over the turns. Peak memory is taken
+in processes of its own. Run as `python tools/bench/zero.py`; writes docs/benchmarks/zero.md and .json.
 """
 
+import random
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Case:
         blocks: MLPs in a row, each 4 times wider inside.
         width: Of a block.
         batch: Rows on each rank.
-        turns: Of each contender.
+        turns: Of each contender, after one that warms up.
         steps: In a turn.
     """
 
@@ -48,9 +49,12 @@ class Case:
     steps: int
 
 
+Turn = dict[str, dict[str, float]]
+"""By contender: milliseconds of a step, "wall" until the slowest rank is done, "cpu" of all threads of all ranks."""
+
 CASES = (
-    Case(name="overhead-bound", blocks=16, width=64, batch=8, turns=15, steps=5),
-    Case(name="mid-size", blocks=8, width=512, batch=256, turns=5, steps=2),
+    Case(name="overhead-bound", blocks=16, width=64, batch=8, turns=12, steps=4),
+    Case(name="mid-size", blocks=8, width=512, batch=256, turns=10, steps=2),
 )
 RANKS = (2, 4)
 REFERENCES = {
@@ -63,31 +67,50 @@ REFERENCES = {
 
 def main() -> None:
     """Measures every case on every number of ranks, and writes medians, spread, ratios and peaks."""
-    rows = []
-    for ranks in RANKS:
-        for case in CASES:
-            times = spawned(ranks, timed, case)
-            medians = {name: statistics.median(each) for name, each in times.items()}
-            for name, each in times.items():
-                reference = REFERENCES.get(name)
-                rows.append(
-                    {
-                        "ranks": ranks,
-                        "model": case.name,
-                        "contender": name,
-                        "median ms": round(medians[name], 1),
-                        "quartiles ms": f"{quartile(each, 1):.1f} to {quartile(each, 3):.1f}",
-                        "ratio": f"{medians[name] / medians[reference]:.2f} x {reference}" if reference else "",
-                        "peak MB": round(spawned(ranks, peak, case, name)) if (ranks, case) == (2, CASES[1]) else "",
-                    }
-                )
-    shapes = "; ".join(f"{c.name}: {c.blocks} blocks of {c.width}, batch {c.batch}" for c in CASES)
+    rows = [row for ranks in RANKS for case in CASES for row in rows_of(ranks, case, spawned(ranks, timed, case))]
+    shapes = "; ".join(f"{c.name}: {c.blocks} blocks of {c.width}, batch {c.batch}, {c.turns} turns" for c in CASES)
     note = (
         f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. Times are those of the slowest rank, per step, "
-        "contenders in turn in the same processes. The peak is by how much resident memory grew on the rank where it "
-        "grew most, from before the model was made to the highest point of later steps."
+        "contenders in turn in the same processes, each turn in another order. The ratio is the median of the ratios "
+        "within a turn, with their quartiles. CPU is what all threads of all ranks used. The peak is by how much "
+        "resident memory grew on the rank where it grew most, from before the model was made to the highest point of "
+        "later steps."
     )
     write("zero", "A training step, sharded", rows, note)
+
+
+def rows_of(ranks: int, case: Case, turns: Sequence[Turn]) -> list[dict[str, object]]:
+    """The table of a case."""
+    rows: list[dict[str, object]] = []
+    for name in contenders():
+        wall = [turn[name]["wall"] for turn in turns]
+        rows.append(
+            {
+                "ranks": ranks,
+                "model": case.name,
+                "contender": name,
+                "median ms": f"{statistics.median(wall):.1f}",
+                "quartiles ms": quartiles(wall, 1),
+                "CPU ms": f"{statistics.median(turn[name]['cpu'] for turn in turns):.1f}",
+                "ratio": ratio(name, turns),
+                "peak MB": round(spawned(ranks, peak, case, name)) if (ranks, case) == (2, CASES[1]) else "",
+            }
+        )
+    return rows
+
+
+def ratio(name: str, turns: Sequence[Turn]) -> str:
+    """How many times as long as its reference a contender takes, if it has one."""
+    reference = REFERENCES.get(name)
+    if reference is None:
+        return ""
+    ratios = [turn[name]["wall"] / turn[reference]["wall"] for turn in turns]
+    return f"{statistics.median(ratios):.2f} ({quartiles(ratios, 2)}) x {reference}"
+
+
+def quartiles(values: Sequence[float], digits: int) -> str:
+    """The first and the third."""
+    return f"{quartile(values, 1):.{digits}f} to {quartile(values, 3):.{digits}f}"
 
 
 def contenders() -> dict[str, Callable[[nn.Module], Trained]]:
@@ -155,22 +178,24 @@ def step(trained: Trained, x: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def timed(case: Case) -> dict[str, list[float]]:
-    """Milliseconds per step of each contender, turn by turn."""
+def timed(case: Case) -> list[Turn]:
+    """What a step of each contender takes, turn by turn."""
     made = {name: make(stack(case)) for name, make in contenders().items()}
     x = torch.randn(case.batch, case.width)
-    times: dict[str, list[float]] = {name: [] for name in made}
-    for turn in range(case.turns + 1):
-        for name, trained in made.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(case.steps):
-                step(trained, x)
-            seconds = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if turn:
-                times[name].append(1e3 * seconds.item() / case.steps)
-    return times
+    orders = [random.Random(turn).sample(list(made), len(made)) for turn in range(case.turns + 1)]
+    return [{name: taken(made[name], x, case.steps) for name in order} for order in orders][1:]
+
+
+def taken(trained: Trained, x: Tensor, steps: int) -> dict[str, float]:
+    """What a step takes."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step(trained, x)
+    longest, total = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu]).mul(1e3 / steps).unbind()
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return {"wall": longest.item(), "cpu": total.item()}
 
 
 def peak(case: Case, name: str) -> float:
