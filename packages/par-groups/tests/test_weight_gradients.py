@@ -6,11 +6,11 @@ from torch.nn import functional
 from par_groups import WeightGradient, weight_and_hook
 
 
-def gradient_of(weight, rows=5, **changes):
+def gradient_of(weight):
     """One that is left.T @ right."""
     torch.manual_seed(1)
-    left, right = torch.randn(rows, weight.shape[0]), torch.randn(rows, weight.shape[1])
-    return WeightGradient(weight, lambda: left.t() @ right, **changes), left.t() @ right
+    left, right = torch.randn(5, weight.shape[0]), torch.randn(5, weight.shape[1])
+    return WeightGradient(weight, lambda: left.t() @ right), left.t() @ right
 
 
 def test_a_gradient_is_set_and_then_added():

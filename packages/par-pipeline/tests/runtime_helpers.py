@@ -1,7 +1,6 @@
 """What the tests of the runtime share: small stages, batches, and the same step on one device."""
 
 import copy
-import functools
 
 import torch
 import torch.distributed as dist
@@ -32,25 +31,6 @@ SPLIT = {
 }
 SCHEDULES = WHOLE | SPLIT
 SOME = ("1f1b", "interleaved", "zb_h1", "zb_v")
-
-
-def for_each(values):
-    """Calls a test with one value after another, all in one world; a failure says with which."""
-
-    def decorate(test):
-        @functools.wraps(test)
-        def every():
-            for value in values:
-                try:
-                    test(value)
-                except BaseException as error:
-                    error.add_note(f"with {value}")
-                    raise
-
-        del every.__wrapped__  # whose argument is no fixture
-        return every
-
-    return decorate
 
 
 def block(width, seed, dtype=torch.float64):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_pipeline import Pipeline, PipelineError, gpipe, one_f_one_b, split_rows
+from par_testing import for_each
 
 from .runtime_helpers import (
     SCHEDULES,
@@ -19,7 +20,6 @@ from .runtime_helpers import (
     clear,
     copied,
     data,
-    for_each,
     mine,
     mse,
     pipeline,
@@ -76,7 +76,7 @@ def boom():
     raise ValueError("a fault on purpose")
 
 
-@for_each(["1f1b", "interleaved", "zb_v"])
+@for_each(name=["1f1b", "interleaved", "zb_v"])
 @pytest.mark.ranks([2, 4])
 def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_right(name):
     ranks, microbatches = dist.get_world_size(), 5
@@ -294,7 +294,7 @@ def test_a_step_without_a_loss_function_on_the_last_stage_is_refused_on_every_ra
     assert (run.evaluate(x).outputs is not None) == run.is_last
 
 
-@for_each(["1f1b", "zb_h1"])
+@for_each(name=["1f1b", "zb_h1"])
 @pytest.mark.ranks(2)
 def test_an_input_that_is_written_into_after_a_layer_has_used_it_is_refused_by_split_backwards_too(name):
     class Overwrites(nn.Module):

@@ -10,6 +10,7 @@ from torch import nn
 
 from par_pipeline import Offload, gpipe, one_f_one_b, simulate, zb_v
 from par_pipeline._offload import from_host, to_host
+from par_testing import for_each
 
 from .runtime_helpers import (
     SCHEDULES,
@@ -18,7 +19,6 @@ from .runtime_helpers import (
     block,
     copied,
     data,
-    for_each,
     mine,
     pipeline,
     serial,
@@ -48,7 +48,7 @@ class Counted(nn.Module):
         Counted.live -= 1
 
 
-@for_each(SCHEDULES)
+@for_each(name=SCHEDULES)
 @pytest.mark.ranks([2, 4])
 def test_live_activations_are_the_simulator_s_peak(name):
     schedule = SCHEDULES[name](dist.get_world_size(), 9)

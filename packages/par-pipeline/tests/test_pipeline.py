@@ -17,6 +17,7 @@ from par_pipeline import (
     zb_h1,
     zb_v,
 )
+from par_testing import for_each
 
 from .runtime_helpers import (
     SCHEDULES,
@@ -28,7 +29,6 @@ from .runtime_helpers import (
     clear,
     copied,
     data,
-    for_each,
     mine,
     mse,
     pipeline,
@@ -58,7 +58,7 @@ def check(schedule, make, batches, loss_fn=mse, **options):
     return stages, reference
 
 
-@for_each(SCHEDULES)
+@for_each(name=SCHEDULES)
 @pytest.mark.ranks([2, 4])
 def test_gradients_and_loss_are_those_of_the_microbatches_one_after_another(name):
     ranks = dist.get_world_size()
@@ -67,7 +67,7 @@ def test_gradients_and_loss_are_those_of_the_microbatches_one_after_another(name
             check(SCHEDULES[name](ranks, microbatches), lambda number: block(5, number), [data(17), data(17, seed=1)])
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_row_count_width_and_dtype_may_change_from_step_to_step(name):
     class AnyLength(nn.Module):
@@ -100,7 +100,7 @@ def test_row_count_width_and_dtype_may_change_from_step_to_step(name):
         assert_gradients(stages, reference, schedule, exact=name in WHOLE)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_sequence_length_may_change_from_microbatch_to_microbatch(name):
     schedule = SCHEDULES[name](2, 5)
@@ -117,7 +117,7 @@ def test_sequence_length_may_change_from_microbatch_to_microbatch(name):
         assert_gradients(stages, reference, schedule, exact=name in WHOLE)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_autocast_may_be_switched_on_after_a_step(name):
     schedule = SCHEDULES[name](2, 3)
@@ -155,7 +155,7 @@ class Travelled(torch.autograd.Function):
         return gradient.bfloat16().to(gradient.dtype)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_a_border_dtype_rounds_what_travels_between_ranks_and_nothing_else(name):
     schedule = SCHEDULES[name](2, 5)
@@ -201,7 +201,7 @@ class Nested(nn.Module):
         }
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_stages_may_pass_dicts_tuples_none_integers_and_a_skip_connection(name):
     schedule = SCHEDULES[name](2, 3)
@@ -228,13 +228,13 @@ class InPlace(nn.Module):
         return (y + count, count) if self.number == 0 else y + count
 
 
-@for_each(["1f1b", "zb_h1"])
+@for_each(name=["1f1b", "zb_h1"])
 @pytest.mark.ranks(2)
 def test_a_stage_may_write_into_a_tensor_that_came_with_another_one(name):
     check(SCHEDULES[name](2, 3), InPlace, [data(7), data(7, seed=1)])
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_the_first_layer_of_a_stage_may_work_in_place(name):
     def make(number):
@@ -244,7 +244,7 @@ def test_the_first_layer_of_a_stage_may_work_in_place(name):
     check(SCHEDULES[name](2, 3), make, [data(7), data(7, seed=1)])
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_keyword_arguments_are_split_and_go_to_every_stage_of_the_rank(name):
     schedule = SCHEDULES[name](2, 3)
@@ -263,7 +263,7 @@ def test_keyword_arguments_are_split_and_go_to_every_stage_of_the_rank(name):
     assert_gradients(stages, reference, schedule, exact=False)  # len / 11 is rounded elsewhere
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_frozen_parameters_get_no_gradient_and_others_all_of_theirs(name):
     schedule = SCHEDULES[name](2, 3)
@@ -293,7 +293,7 @@ class Counting(nn.Module):
         return checkpoint(self.run, x, use_reentrant=self.reentrant)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_activation_checkpointing_recomputes_once(name):
     schedule = SCHEDULES[name](2, 3)
@@ -301,7 +301,7 @@ def test_activation_checkpointing_recomputes_once(name):
     assert [each.calls for each in mine(stages, schedule)] == [6] * len(mine(stages, schedule))
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_hooks_of_parameters_run_once_a_microbatch_and_see_its_gradient(name):
     schedule = SCHEDULES[name](2, 3)
@@ -330,7 +330,7 @@ def test_hooks_of_parameters_run_once_a_microbatch_and_see_its_gradient(name):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_convolutions_embeddings_and_weights_used_twice_are_split_too(name):
     class Twice(nn.Module):
@@ -397,7 +397,7 @@ def test_two_pipelines_side_by_side_in_one_world_do_not_meet():
         assert torch.equal(one.grad, other.grad)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_a_small_budget_of_posted_receives_changes_nothing(name):
     check(SCHEDULES[name](2, 8), lambda number: block(5, number), [data(17), data(17, seed=1)], ahead=1)
@@ -412,7 +412,7 @@ def test_a_weight_of_targets_without_targets_is_refused_on_all_ranks():
         run.step(x)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_a_weight_per_target_gives_the_mean_over_all_that_counts(name):
     def loss_fn(output, target):
@@ -463,7 +463,7 @@ def test_weights_are_averaged_over_the_data_ranks_so_that_averaged_gradients_are
         torch.testing.assert_close(one.grad / 2, other.grad, rtol=1e-10, atol=1e-10)
 
 
-@for_each(SOME)
+@for_each(name=SOME)
 @pytest.mark.ranks(2)
 def test_evaluation_gives_loss_and_outputs_and_leaves_no_gradients(name):
     schedule = SCHEDULES[name](2, 3)

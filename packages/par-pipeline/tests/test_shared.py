@@ -7,8 +7,9 @@ from torch import nn
 
 from par_groups import check_owned, sharding_of
 from par_pipeline import Pipeline, Shared, interleaved, one_f_one_b, zb_h1, zb_v
+from par_testing import for_each
 
-from .runtime_helpers import block, for_each
+from .runtime_helpers import block
 
 WIDTH, WORDS = 5, 11
 
@@ -68,7 +69,7 @@ def one_device(stages):
     return model
 
 
-@for_each([one_f_one_b, zb_h1, interleaved, zb_v])
+@for_each(make=[one_f_one_b, zb_h1, interleaved, zb_v])
 @pytest.mark.ranks([2, 4])
 def test_three_steps_with_tied_embeddings_are_those_of_one_device(make):
     schedule = make(dist.get_world_size(), 3)
@@ -102,7 +103,7 @@ def test_three_steps_with_tied_embeddings_are_those_of_one_device(make):
     assert all(box.copies == expected for _, record in held for box in record.boxes)
 
 
-@for_each([one_f_one_b, zb_h1])
+@for_each(make=[one_f_one_b, zb_h1])
 @pytest.mark.ranks(2)
 def test_gradients_added_up_over_several_steps_are_those_of_one_device(make):
     schedule = make(2, 3)

@@ -1,39 +1,15 @@
 """What the tests share: small models, optimizers, steps on data that differs by rank, and whole parameters."""
 
-import inspect
 from contextlib import nullcontext
-from functools import wraps
-from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_testing import for_each
 from par_zero import no_sync, shard, summon
 
 STAGES = (0, 1, 2, 3)
-
-
-def for_each(**cases):
-    """Calls a test once for every combination, all in one world: to start one takes longer than most of the calls."""
-
-    def decorate(test):
-        @wraps(test)
-        def run(**arguments):
-            for values in product(*cases.values()):
-                chosen = dict(zip(cases, values, strict=True))
-                try:
-                    test(**arguments, **chosen)
-                except Exception as error:
-                    error.add_note(f"with {chosen}")
-                    raise
-
-        signature = inspect.signature(test)
-        rest = [each for name, each in signature.parameters.items() if name not in cases]
-        run.__signature__ = signature.replace(parameters=rest)
-        return run
-
-    return decorate
 
 
 for_each_stage = for_each(stage=STAGES)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import count_collectives
+from par_testing import count_collectives, for_each
 from par_zero import no_sync, shard, traffic
 
-from .helpers import for_each, for_each_stage
+from .helpers import for_each_stage
 
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH + WIDTH  # divisible by 16 x 4, so that nothing is padded

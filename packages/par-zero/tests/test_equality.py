@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from par_testing import for_each
 from par_zero import shard
 
 from .helpers import (
@@ -17,7 +18,6 @@ from .helpers import (
     assert_same,
     batch,
     copies,
-    for_each,
     joint,
     loss_of,
     mlp,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from par_groups import gradients
-from par_testing import count_collectives
+from par_testing import count_collectives, for_each
 from par_zero import ShardOptions, no_sync, reset, shard, summon
 
 from .helpers import (
@@ -23,7 +23,6 @@ from .helpers import (
     assert_near,
     batch,
     copies,
-    for_each,
     for_each_stage,
     joint,
     loss_of,

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import check_owned, sharding_of
+from par_testing import for_each
 from par_zero import no_sync, shard, summon
 from par_zero._shard import engine_of
 
@@ -14,7 +15,6 @@ from .helpers import (
     assert_same,
     batch,
     copies,
-    for_each,
     for_each_stage,
     loss_of,
     mlp,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from par_testing import count_collectives
+from par_testing import count_collectives, for_each
 from par_zero import no_sync, shard, summon
 
 from .helpers import (
@@ -23,7 +23,6 @@ from .helpers import (
     batch,
     copies,
     deferred,
-    for_each,
     for_each_stage,
     joint,
     loss_of,

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_testing import for_each
 from par_zero import shard
 from par_zero._step import works_flat
 
@@ -15,7 +16,6 @@ from .helpers import (
     assert_same,
     batch,
     copies,
-    for_each,
     for_each_stage,
     joint,
     loss_of,

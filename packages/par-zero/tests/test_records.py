@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import Sharding, check_owned, gradients, segments_of, sharding_of, written_
+from par_testing import for_each
 from par_zero import shard
 
 from .helpers import (
     STAGES,
     adamw,
     batch,
-    for_each,
     for_each_stage,
     joint,
     loss_of,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._counting import Collective, Counted, count_collectives
     from ._faults import Fault, InjectedFault, fail_at
+    from ._for_each import for_each
     from ._memory import saved_bytes
     from ._parity import assert_equal_to_one_device
     from ._volume import received_per_rank
@@ -22,6 +23,7 @@ __all__ = [
     "assert_equal_to_one_device",
     "count_collectives",
     "fail_at",
+    "for_each",
     "received_per_rank",
     "saved_bytes",
 ]
@@ -29,6 +31,7 @@ __all__ = [
 _LATE = {
     "_counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
+    "_for_each": ("for_each",),
     "_memory": ("saved_bytes",),
     "_parity": ("assert_equal_to_one_device",),
     "_volume": ("received_per_rank",),

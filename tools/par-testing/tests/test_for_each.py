@@ -1,0 +1,34 @@
+import pytest
+import torch.distributed as dist
+
+from par_testing import for_each
+
+
+def test_every_combination_is_called_in_the_order_of_the_product():
+    seen = []
+    for_each(letter="ab", number=(1, 2))(lambda letter, number: seen.append((letter, number)))()
+    assert seen == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
+@pytest.mark.parametrize("kind", [AssertionError, pytest.fail.Exception])
+def test_a_failure_says_with_which_values_and_ends_the_test(kind):
+    seen = []
+
+    def body(number):
+        seen.append(number)
+        if number == 2:
+            raise kind("this one")
+
+    with pytest.raises(kind, match="this one") as caught:
+        for_each(number=(1, 2, 3))(body)()
+    assert caught.value.__notes__ == ["with {'number': 2}"]
+    assert seen == [1, 2]
+
+
+@for_each(shift=(1, 10))
+@pytest.mark.parametrize("base", [100, 200])
+@pytest.mark.ranks(2)
+def test_it_goes_with_parameters_and_ranks(base, shift):
+    assert base in {100, 200}
+    assert shift in {1, 10}
+    assert dist.get_world_size() == 2
