@@ -1,7 +1,6 @@
 """Measuring on gloo ranks of this machine, one thread each."""
 
 import os
-import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -40,8 +39,3 @@ def run(
         torch.save(measured, result)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def quartile(values: Sequence[float], which: int) -> float:
-    """The first, second or third."""
-    return statistics.quantiles(values, n=4)[which - 1]

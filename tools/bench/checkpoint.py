@@ -8,7 +8,6 @@ save includes fsync, every load ends with the bytes in tensors that were there b
 import json
 import mmap
 import os
-import random
 import shutil
 import statistics
 import subprocess
@@ -21,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from _table import write
+from _turns import shuffled
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -50,7 +49,6 @@ BASES = {"blocked": "save: par-checkpoint", "disk": "save: par-checkpoint", "ste
 
 State = dict[str, torch.Tensor]
 Seconds = dict[str, float]
-Act = TypeVar("Act")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +78,13 @@ class Bench:
         """Each contender once, in another order each time: what ran right before matters to disk and caches."""
         self.turns.append({})
         slow = number % SELDOM == 0
-        for name, act in shuffled(self.savers(slow=slow), number):
+        for name, act in shuffled(list(self.savers(slow=slow).items()), number):
             self.clear(name)
             if name.startswith("disk") and first():
                 allocate(self.folder / name)
             self.measure(name, partial(act, self.folder / name))
         sources = {"par-checkpoint": "save: par-checkpoint", "pread, as many threads": "save: pwrite + fsync"}
-        for name, act in shuffled(self.loaders(slow=slow), number):
+        for name, act in shuffled(list(self.loaders(slow=slow).items()), number):
             source = self.folder / sources.get(name, f"save: {name}")
             self.measure(f"load: {name}", partial(act, source), partial(warm, source))
             if name != "memcpy":
@@ -326,11 +324,6 @@ def training_step() -> Callable[[], None]:
     begin = time.perf_counter()
     passes(10)
     return partial(passes, max(1, round(10 * STEP / (time.perf_counter() - begin))))
-
-
-def shuffled(items: Mapping[str, Act], turn: int) -> list[tuple[str, Act]]:
-    """All items in an order of this turn, the same on all ranks."""
-    return random.Random(turn).sample(list(items.items()), len(items))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ docs/benchmarks/pipeline.md and .json.
 """
 
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import quartile, spawned
+from _ranks import spawned
 from _table import write
+from _turns import quartile, ratio, shuffled
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.optim import AdamW
@@ -116,11 +116,6 @@ def row(
     }
 
 
-def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """The median over the turns of the ratio within a turn."""
-    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
-
-
 def stages_of(case: Case, number: int) -> list[nn.Module]:
     """The model, in so many parts."""
     torch.manual_seed(0)
@@ -206,9 +201,8 @@ def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     x, y = torch.randn(rows, case.width), torch.randn(rows, case.width)
     times: dict[str, list[float]] = {name: [] for name in made}
     predicted: dict[str, list[float]] = {name: [] for name in made if name.startswith("par")}
-    shuffled = random.Random(0)  # the same on every rank
     for turn in range(TURNS[ranks] + 1):
-        for name in shuffled.sample(list(made), len(made)):
+        for name in shuffled(list(made), turn):
             contender = made[name]
             milliseconds = turn_of(contender, x, y)
             if turn:  # the first warms up

@@ -5,7 +5,6 @@ in another order each time; gradients are put back before. Ratios are medians ov
 `python tools/bench/precision.py`; writes docs/benchmarks/precision.md and .json.
 """
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from _ranks import quartile, spawned
+from _ranks import spawned
 from _table import write
+from _turns import quartile, ratio, shuffled
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,11 +84,6 @@ def main() -> None:
         "every contender runs once, in an order of its own; a ratio is the median of those within a turn."
     )
     write("precision", "Norm, clip and an fp16 step", rows, note)
-
-
-def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """The median of the ratios within a turn."""
-    return statistics.median(it / base for it, base in zip(times, reference, strict=True))
 
 
 def contenders() -> list[Contender]:
@@ -233,7 +228,7 @@ def timed() -> dict[tuple[str, str, bool], list[float]]:
     every = contenders()
     times: dict[tuple[str, str, bool], list[float]] = {(c.case, c.name, c.reference): [] for c in every}
     for turn in range(-WARM_UPS, TURNS):
-        for each in random.Random(turn).sample(every, len(every)):  # what ran right before matters; ranks agree on it
+        for each in shuffled(every, turn):
             each.prepare()
             dist.barrier()
             start = time.perf_counter()

@@ -3,13 +3,13 @@
 Run as `python tools/bench/rounding.py`; writes docs/benchmarks/rounding.md and .json.
 """
 
-import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from _table import write
+from _turns import ratio, shuffled
 from torch import Tensor
 
 from par_precision import stochastic_round_
@@ -44,11 +44,6 @@ def main() -> None:
     write("rounding", "Stochastic rounding on the CPU", rows, note)
 
 
-def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """The median of the ratios within a turn."""
-    return statistics.median(it / base for it, base in zip(times, reference, strict=True))
-
-
 def contenders() -> dict[str, Callable[[Tensor, Tensor], object]]:
     """What rounds, by name."""
     return {
@@ -70,7 +65,7 @@ def timed(size: int) -> dict[str, list[float]]:
     calls = max(1, (1 << 20) // size)
     times: dict[str, list[float]] = {name: [] for name in contenders()}
     for turn in range(-WARM_UPS, TURNS):
-        for name, run in random.Random(turn).sample(list(contenders().items()), 3):
+        for name, run in shuffled(list(contenders().items()), turn):
             start = time.perf_counter()
             for _ in range(calls):
                 run(target, source)

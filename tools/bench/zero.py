@@ -5,7 +5,6 @@ same processes and they take turns, each turn in another order; ratios are media
 in processes of its own. Run as `python tools/bench/zero.py`; writes docs/benchmarks/zero.md and .json.
 """
 
-import random
 import re
 import statistics
 import time
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _ranks import quartile, spawned
+from _ranks import spawned
 from _table import write
+from _turns import quartile, shuffled
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -182,7 +182,7 @@ def timed(case: Case) -> list[Turn]:
     """What a step of each contender takes, turn by turn."""
     made = {name: make(stack(case)) for name, make in contenders().items()}
     x = torch.randn(case.batch, case.width)
-    orders = [random.Random(turn).sample(list(made), len(made)) for turn in range(case.turns + 1)]
+    orders = [shuffled(list(made), turn) for turn in range(case.turns + 1)]
     return [{name: taken(made[name], x, case.steps) for name in order} for order in orders][1:]
 
 
