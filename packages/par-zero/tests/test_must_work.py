@@ -64,7 +64,7 @@ def test_under_no_sync_microbatches_give_what_ddp_and_one_backward_of_the_sum_gi
     for step in range(3):
         losses = [loss_of(joint_model, joint(step, width=8, micro=number)) for number in range(3)]
         step_alone(joint_model, its, sum(losses))
-    assert_near(whole(module), copies(joint_model), rtol=1e-4, atol=1e-4)  # sums in another order, through AdamW
+    assert_near(whole(module), copies(joint_model), rtol=1e-4, atol=1e-5)  # sums in another order, through AdamW
 
 
 @pytest.mark.ranks([1, 2, 4])
@@ -93,7 +93,7 @@ def test_several_backwards_add_up(reduce):
     for step in range(2):
         losses = [loss_of(reference, joint(step, width=8, micro=number)) for number in range(3)]
         step_alone(reference, its, sum(losses) * (dist.get_world_size() if reduce == "sum" else 1))
-    assert_near(results[0], copies(reference), rtol=1e-4, atol=1e-4)  # sums in another order
+    assert_near(results[0], copies(reference), rtol=1e-4, atol=1e-5)  # sums in another order
 
 
 @for_each_stage
@@ -255,7 +255,7 @@ def test_two_forwards_before_one_backward(stage):
             one, other = loss_of(model, batch(step, width=8)), loss_of(model, batch(step, width=8, micro=1))
             step_alone(model, each, one * other)
     # Autograd may add the two in either order.
-    assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-4)
+    assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-5)
 
 
 class Checkpointed(nn.Module):
@@ -438,7 +438,7 @@ def test_torch_compile_gives_the_same(stage):
     for step in range(3):
         train(compiled, optimizer, [[batch(step, width=8)]])
         train(ddp, its, [[batch(step, width=8)]])
-    assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-4)  # compiled graphs may fuse and reorder
+    assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-5)  # compiled graphs may fuse and reorder
 
 
 @for_each_stage

@@ -3,7 +3,8 @@
 gloo's own reduce-scatter moves as many bytes as an all-reduce. So there it is an all-to-all and a sum of what arrives,
 in the order of the ranks: half the bytes, and the same rounding however the buffer is cut. Its all-gather goes around a
 ring into a buffer of its own and copies from there. So there every rank sends its share to all others at once, to its
-place; between two ranks gloo's threads do that by broadcasts, while the caller's goes on.
+place. Between two ranks broadcasts do the same on gloo's threads, and the caller's goes on; where it would wait anyway,
+it had better send itself, which for 32 MiB each way takes 18 ms where broadcasts take 25.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from ._buffers import Buffers
 
 _TAG = 7_213_000
 """Of messages from here, so that they are taken for nobody else's between the same ranks."""
+
+_LARGE = 2**22
+"""Bytes of a share from which on a caller that waits sends it itself; below, a broadcast costs less Python."""
 
 
 class Handle:
@@ -74,14 +78,21 @@ def reduce_scatter(
     return Handle([work], lambda: _put(total, into, scale=scale))
 
 
-def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup) -> Handle:
-    """Gives every rank all shares: (n) elements of each rank become (N * n). `share` may be its own place in `flat`."""
+def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup, *, overlapped: bool = True) -> Handle:
+    """Gives every rank all shares.
+
+    Args:
+        flat: (N * n) elements, for all.
+        share: (n) elements, this rank's; it may be its own place in `flat`.
+        group: The N ranks.
+        overlapped: Whether the caller computes meanwhile; else it waits at once.
+    """
     ranks = dist.get_world_size(group)
     if ranks == 1 or _is_gloo(flat, group):
         places, rank = flat.chunk(ranks), dist.get_rank(group)
         if share.data_ptr() != places[rank].data_ptr():
             places[rank].copy_(share)
-        if ranks == 2:
+        if ranks == 2 and (overlapped or share.nbytes < _LARGE):
             return Handle([dist.broadcast(places[each], group=group, group_src=each, async_op=True) for each in (0, 1)])
         others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same one first
         here = [dist.irecv(places[each], group=group, group_src=each, tag=_TAG) for each in others]

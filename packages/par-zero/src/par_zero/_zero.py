@@ -158,7 +158,9 @@ class Zero:
         mine = self._mine(chunk)
         if chunk.master is not mine:
             mine.copy_(chunk.master)
-        return all_gather(chunk.flat, chunk.share, self.groups.shards) if self.stage in (1, 2) else Handle([])
+        if self.stage in (0, 3):
+            return Handle([])
+        return all_gather(chunk.flat, chunk.share, self.groups.shards, overlapped=False)
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
