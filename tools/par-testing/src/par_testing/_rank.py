@@ -65,6 +65,15 @@ def _init_process_group(job: Job) -> None:
     else:
         store = TCPStore(HOST, job.port, timeout=timeout)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.size, timeout=timeout)
+    if job.backend != "fake":
+        _wait_for_all(store, job)
+
+
+def _wait_for_all(store: Store, job: Job) -> None:
+    """Until every rank is connected: one that leaves or dies at once would fail those that still connect to it."""
+    if store.add("par_testing/connected", 1) == job.size:
+        store.set("par_testing/all_connected", "")
+    store.wait(["par_testing/all_connected"])
 
 
 def _outcome_of(error: BaseException, rank: int) -> Outcome:
