@@ -5,6 +5,7 @@ send never waits behind a receive. All receives of a step from one peer are post
 this rank first waits for it, as far as a budget of bytes allows; each further one when an earlier one has arrived.
 """
 
+import os
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -49,14 +50,25 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
-    def make(kind: Any, name: str) -> Any:
+    def make(kind: Any, name: str, options: Any) -> Any:
         prefixed = dist.distributed_c10d.PrefixStore(f"par_pipeline/{nonce[0]}/{name}", store)
-        return kind(prefixed, rank, size, timeout)
+        return kind(prefixed, rank, size, options)
 
     if device.type == "cuda":
-        return Lanes(*(make(dist.ProcessGroupNCCL, name) for name in Lanes._fields))
-    up, down = make(dist.ProcessGroupGloo, "up"), make(dist.ProcessGroupGloo, "down")
+        return Lanes(*(make(dist.ProcessGroupNCCL, name, timeout) for name in Lanes._fields))
+    options = _one_thread(timeout)
+    up, down = make(dist.ProcessGroupGloo, "up", options), make(dist.ProcessGroupGloo, "down", options)
     return Lanes(up, down, up, down)  # gloo tells messages apart by their tags, too
+
+
+def _one_thread(timeout: timedelta) -> Any:
+    """Of gloo communicators that share the thread which reads and writes: two of them would be in each other's way."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+    options._timeout, options._devices = timeout, devices
+    return options
 
 
 class Wire:
@@ -219,7 +231,7 @@ class Channel:
         """The next message that the peer sends, and what it was expected to be."""
         arrival, expected, buffer, work = self._posted.popleft()
         self._wait(work)
-        self._room += len(buffer)
+        self._room += buffer.nbytes
         header = Header(buffer)
         self._heard = header.failure is not None
         second = None
