@@ -94,9 +94,9 @@ def main() -> None:
     turns = " and ".join(f"{number} turns on {ranks} ranks" for ranks, number in TURNS.items())
     note = (
         f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {turns}, each of {STEPS} steps after one that is not "
-        "counted, contenders in a random order in the same processes. Times are those of the slowest rank, per step. Ratios are medians of those "
-        "within a turn. The simulation has the medians of the actions of the turn's last step, and the optimizer's "
-        "time is added; it is left out where ranks share cores."
+        "counted, contenders in a random order in the same processes. Times are those of the slowest rank, per step. "
+        "Ratios are medians of those within a turn. The simulation has the medians of the actions of the turn's last "
+        "step, and the optimizer's time is added; it is left out where ranks share cores."
     )
     write("pipeline", "A training step in a pipeline", rows, note)
 

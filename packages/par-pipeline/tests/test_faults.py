@@ -168,6 +168,29 @@ def test_a_rank_that_is_killed_is_named_on_the_others(when):
     assert time.monotonic() - start < 10
 
 
+def one_is_killed_between_steps(victim):
+    schedule = gpipe(2, 2)
+    stages = stages_of(schedule, Faulty)
+    run = pipeline(stages, schedule)
+    x, y = data(8)
+    run.step(x, target=y)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), 9)
+    time.sleep(1)  # it is gone now, and so is the connection
+    with pytest.raises(PipelineError, match=f"rank {victim} is gone"):
+        run.step(x, target=y)
+
+
+@pytest.mark.ranks(2, dies=(0,))
+def test_a_first_rank_that_is_killed_between_steps_is_named():
+    one_is_killed_between_steps(0)
+
+
+@pytest.mark.ranks(2, dies=(1,))
+def test_a_last_rank_that_is_killed_between_steps_is_named():
+    one_is_killed_between_steps(1)
+
+
 @pytest.mark.ranks(3)
 def test_a_rank_that_hangs_is_named_within_the_timeout():
     schedule = one_f_one_b(3, 4)

@@ -242,8 +242,8 @@ class Pipeline:
         if training not in self._programs:
             self._programs[training] = compile_program(self.schedule, self.rank, forward_only=not training)
         run = Run(parts=self._parts, program=self._programs[training], training=training, keep_outputs=keep_outputs)
-        self._parts.wire.begin(run.program)
         try:
+            self._parts.wire.begin(run.program)
             self._execute(run, *batch)
         except BaseException as error:
             self._fail(run, error)

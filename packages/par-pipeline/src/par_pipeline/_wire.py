@@ -94,11 +94,17 @@ class Wire:
         self._lanes = make_lanes(self._group, self._device, self._timeout)
 
     def begin(self, program: Program) -> None:
-        """Begins a step."""
+        """Begins a step.
+
+        Raises:
+            ConnectionError: A neighbour is gone.
+        """
         for peer, arrivals in program.arrivals.items():
             if peer not in self._channels:
                 self._channels[peer] = self._connect(peer)
             self._channels[peer].begin(arrivals, program.consumed, self._ahead // len(program.arrivals))
+        for peer in program.arrivals:
+            self._channels[peer].expect()
 
     def _connect(self, peer: int) -> "Channel":
         up, down, up_second, down_second = self._lanes
@@ -183,7 +189,7 @@ class Channel:
         self._told: list[tuple[Tensor, Any]] = []
 
     def begin(self, arrivals: tuple[Arrival, ...], consumed: dict[Message, int], room: int) -> None:
-        """Begins a step. What higher ranks said at the end of the last one may still be on its way.
+        """Begins a step.
 
         Args:
             arrivals: What the peer sends.
@@ -196,6 +202,9 @@ class Channel:
         self._given: set[Message] = set()
         self._sending: deque[tuple[int, list[tuple[Tensor, Any]]]] = deque()
         self._room = room
+
+    def expect(self) -> None:
+        """Posts the first receive. What higher ranks said at the end of the last step may still be on its way."""
         if not self._posted:
             self._post()
 
@@ -205,7 +214,7 @@ class Channel:
         expected = self._takes.get(arrival.message)
         size = promised(expected)
         buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._posted.append((arrival, expected, buffer, self._receives[0].recv([buffer], self._peer, 0)))
+        self._posted.append((arrival, expected, buffer, self._receive_into(buffer, 0)))
         self._room -= size
 
     def _post_ahead(self) -> None:
@@ -237,7 +246,7 @@ class Channel:
         second = None
         if header.second:
             second = torch.empty(header.second, dtype=torch.uint8, device=self._device)
-            self._wait(self._receives[1].recv([second], self._peer, 1))
+            self._wait(self._receive_into(second, 1))
         self._post_ahead()
         return arrival, expected, header, second
 
@@ -298,6 +307,12 @@ class Channel:
     def _send(self, part: Tensor, number: int) -> Any:
         try:
             return self._sends[number].send([part], self._peer, number)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _receive_into(self, buffer: Tensor, number: int) -> Any:
+        try:
+            return self._receives[number].recv([buffer], self._peer, number)
         except RuntimeError as error:
             raise self._lost(error) from error
 

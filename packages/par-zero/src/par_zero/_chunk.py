@@ -91,7 +91,7 @@ class Chunk:
         self.number = -1
         self.pending = 0
         self.ready: list[bool] = []
-        self._places: list[torch.Tensor] = []  # the members' in `gradient`
+        self._places: list[torch.Tensor] = []  # the members' in the last `gradient`, which may come again
         self._filled = False  # whether `gradient` holds sums of this rank that are not reduced yet
         self._held: torch.Tensor | None = None
 
@@ -153,7 +153,8 @@ class Chunk:
                 self.gradient = buffers.take(size, self.reduce_dtype, device)
             for start, stop in self.layout.gaps:  # padding is summed with the rest, whatever was there before
                 self.gradient[start:stop].zero_()
-            self._places = list(self.views(self.gradient))
+            if not self._places or self._places[0].data_ptr() != self.gradient.data_ptr():
+                self._places = list(self.views(self.gradient))
         if not self._filled:
             self._held = self._earlier()
         return self.gradient
@@ -201,7 +202,7 @@ class Chunk:
         self.reduced = self.gradient if stage == 0 else share
         if buffers is not None and self.gradient is not None:
             buffers.give_back(self.gradient)
-            self.gradient, self._places = None, []
+            self.gradient = None
         self._filled = False
 
     def bind_gradients(self, stage: int) -> None:
