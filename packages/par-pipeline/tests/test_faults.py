@@ -151,14 +151,19 @@ def test_a_gradient_of_the_wrong_shape_is_named():
         run.step(x, target=y)  # and this rank may leave now
 
 
-@pytest.mark.parametrize("when", [("F", 2), ("B", 0)])
-@pytest.mark.ranks(3, dies=(1,), timeout=40)
-def test_a_rank_that_is_killed_is_named_on_the_others(when):
-    schedule = one_f_one_b(3, 4)
+def after_a_step(schedule):
+    """Stages that can be at fault, their pipeline, and a batch that went through it."""
     stages = stages_of(schedule, Faulty)
     run = pipeline(stages, schedule)
     x, y = data(8)
     run.step(x, target=y)
+    return stages, run, x, y
+
+
+@pytest.mark.parametrize("when", [("F", 2), ("B", 0)])
+@pytest.mark.ranks(3, dies=(1,), timeout=40)
+def test_a_rank_that_is_killed_is_named_on_the_others(when):
+    stages, run, x, y = after_a_step(one_f_one_b(3, 4))
     for each in stages:
         each.begin()
     stages[1].fault = (*when, lambda: os.kill(os.getpid(), 9))
@@ -169,11 +174,7 @@ def test_a_rank_that_is_killed_is_named_on_the_others(when):
 
 
 def one_is_killed_between_steps(victim):
-    schedule = gpipe(2, 2)
-    stages = stages_of(schedule, Faulty)
-    run = pipeline(stages, schedule)
-    x, y = data(8)
-    run.step(x, target=y)
+    _, run, x, y = after_a_step(gpipe(2, 2))
     if dist.get_rank() == victim:
         os.kill(os.getpid(), 9)
     time.sleep(1)  # it is gone now, and so is the connection

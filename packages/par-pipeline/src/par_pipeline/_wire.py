@@ -103,7 +103,7 @@ class Wire:
             if peer not in self._channels:
                 self._channels[peer] = self._connect(peer)
             self._channels[peer].begin(arrivals, program.consumed, self._ahead // len(program.arrivals))
-        for peer in program.arrivals:
+        for peer in program.arrivals:  # now that all have begun: a failure is told through every one
             self._channels[peer].expect()
 
     def _connect(self, peer: int) -> "Channel":

@@ -153,7 +153,7 @@ class Chunk:
                 self.gradient = buffers.take(size, self.reduce_dtype, device)
             for start, stop in self.layout.gaps:  # padding is summed with the rest, whatever was there before
                 self.gradient[start:stop].zero_()
-            if not self._places or self._places[0].data_ptr() != self.gradient.data_ptr():
+            if not self._places or self._places[0].untyped_storage().data_ptr() != self.gradient.data_ptr():
                 self._places = list(self.views(self.gradient))
         if not self._filled:
             self._held = self._earlier()
