@@ -23,6 +23,7 @@ from .runtime_helpers import (
     mine,
     mse,
     pipeline,
+    send_tensors_apart,
     serial,
     stages_of,
 )
@@ -76,9 +77,10 @@ def boom():
     raise ValueError("a fault on purpose")
 
 
-@for_each(name=["1f1b", "interleaved", "zb_v"])
+@for_each(name=["1f1b", "interleaved", "zb_v"], apart=[False, True])
 @pytest.mark.ranks([2, 4])
-def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_right(name):
+def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_right(name, apart):
+    send_tensors_apart(apart)
     ranks, microbatches = dist.get_world_size(), 5
     schedule = SCHEDULES[name](ranks, microbatches)
     stages = stages_of(schedule, Faulty)

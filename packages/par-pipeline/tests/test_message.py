@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from par_pipeline import _message
 from par_pipeline._errors import Failure
 from par_pipeline._message import HEADER, Header, encode, encode_failure, promised
 from par_pipeline._structure import aligned, flatten
@@ -24,7 +25,7 @@ VALUES = [
 def received(value, expected):
     tensors, signature = flatten(value)
     parts = encode(signature, tensors, expected, CPU)
-    assert len(parts[0]) == promised(expected)
+    assert len(parts[0]) == promised(expected, CPU)
     header = Header(parts[0])
     assert header.failure is None
     assert [len(each) for each in parts[1:]] == ([header.second] if header.second else [])
@@ -47,6 +48,21 @@ def test_a_value_arrives_as_it_was_whatever_was_expected(value):
             assert messages == 1
 
 
+def test_tensors_may_come_in_messages_of_their_own(monkeypatch):
+    monkeypatch.setattr(_message, "are_apart", lambda device: True)
+    for value in VALUES:
+        signature = flatten(value)[1]
+        for expected in (None, signature, flatten(torch.zeros(1000))[1]):
+            assert promised(expected, CPU) == HEADER
+            found, messages = received(value, expected)
+            assert_same(found, value)
+            assert messages == (1 if expected == signature and signature.size == 0 else 2)
+    failure = Failure.of(ValueError("on purpose"), 3, None)
+    message = encode_failure(failure, flatten(torch.zeros(1000))[1], CPU)
+    assert len(message) == HEADER
+    assert Header(message).failure == failure
+
+
 def test_what_is_new_but_fits_comes_in_one_message():
     large = flatten(torch.zeros(1000))[1]
     found, messages = received(torch.ones(3), large)
@@ -61,7 +77,7 @@ def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_ow
     assert flatten(value, signature, torch.bfloat16)[1] is signature
     assert signature.size == aligned(2 * 123) + aligned(2 * 17) + aligned(8 * 15)
     (message,) = encode(signature, tensors, signature, CPU)
-    assert len(message) == promised(signature)
+    assert len(message) == promised(signature, CPU)
     _, found = Header(message).decode(None, signature)
     assert_same(tuple(found), (value[0].bfloat16().float(), *value[1:]))
 
@@ -70,5 +86,5 @@ def test_a_failure_has_the_promised_length_and_its_words():
     failure = Failure.of(ValueError("ä" * 1000), 3, None)._replace(action="123456F123456")
     for expected in (None, flatten(torch.zeros(1000))[1]):
         message = encode_failure(failure, expected, CPU)
-        assert len(message) == promised(expected) >= HEADER
+        assert len(message) == promised(expected, CPU) >= HEADER
         assert Header(message).failure == failure

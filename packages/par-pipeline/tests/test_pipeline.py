@@ -32,6 +32,7 @@ from .runtime_helpers import (
     mine,
     mse,
     pipeline,
+    send_tensors_apart,
     serial,
     stages_of,
 )
@@ -67,9 +68,11 @@ def test_gradients_and_loss_are_those_of_the_microbatches_one_after_another(name
             check(SCHEDULES[name](ranks, microbatches), lambda number: block(5, number), [data(17), data(17, seed=1)])
 
 
-@for_each(name=SOME)
+@for_each(name=SOME, apart=[False, True])
 @pytest.mark.ranks(2)
-def test_row_count_width_and_dtype_may_change_from_step_to_step(name):
+def test_row_count_width_and_dtype_may_change_from_step_to_step(name, apart):
+    send_tensors_apart(apart)
+
     class AnyLength(nn.Module):
         def __init__(self, number):
             super().__init__()
@@ -201,9 +204,10 @@ class Nested(nn.Module):
         }
 
 
-@for_each(name=SOME)
+@for_each(name=SOME, apart=[False, True])
 @pytest.mark.ranks(2)
-def test_stages_may_pass_dicts_tuples_none_integers_and_a_skip_connection(name):
+def test_stages_may_pass_dicts_tuples_none_integers_and_a_skip_connection(name, apart):
+    send_tensors_apart(apart)
     schedule = SCHEDULES[name](2, 3)
     last = schedule.stages - 1
 

@@ -2,9 +2,12 @@
 
 from datetime import timedelta
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from par_pipeline._compile import STATUS, Arrival
+from par_pipeline._pipeline import _device_of
 from par_pipeline._wire import Channel
 
 
@@ -43,3 +46,9 @@ def test_a_rank_stays_until_its_word_is_sent_to_who_waits_for_it_and_not_for_who
         assert len(up.waited) == waited
     assert len(up.begun) == 4
     assert (down.begun, down.waited) == (["recv"], [])
+
+
+@pytest.mark.ranks(1)
+def test_a_group_of_gloo_sends_from_the_cpu_also_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _device_of(dist.group.WORLD) == torch.device("cpu")

@@ -5,6 +5,9 @@ is announced by the header, and comes in a second message.
 
     header   kind, bytes of the description, bytes of the body   (HEADER bytes; a failure takes the rest of them)
     rest     description (a pickled signature, if it is new), body (the tensors), each aligned
+
+A header is read by the host, so it is always on the CPU. Tensors of an accelerator stay there, and always come in a
+second message: a host that had to read from the accelerator would wait for all that it has been given to do.
 """
 
 import pickle
@@ -35,41 +38,46 @@ class Kind(IntEnum):
     FAILED = 3
 
 
-def promised(signature: Signature | None) -> int:
+def are_apart(device: torch.device) -> bool:
+    """Whether tensors come in messages of their own, because they are not where headers are."""
+    return device.type != "cpu"
+
+
+def promised(signature: Signature | None, device: torch.device) -> int:
     """Bytes of a message whose signature is expected to be this; None: not known yet."""
-    return HEADER + (0 if signature is None else signature.size)
+    return HEADER + (0 if signature is None or are_apart(device) else signature.size)
 
 
 def encode(
     signature: Signature, tensors: Sequence[Tensor], expected: Signature | None, device: torch.device
 ) -> list[Tensor]:
-    """One message, or two, as uint8 tensors.
+    """One message, or two, as uint8 tensors; the first is on the CPU.
 
     Args:
         signature: Of the value.
         tensors: Its tensors.
         expected: What the receiver expects.
-        device: Of the messages.
+        device: Of the tensors' bytes.
     """
     parts = _parts(signature, tensors, device)
-    if signature is expected or signature == expected:
-        return [torch.cat([_nothing_new(device), *parts])]
-    description = pickle.dumps(signature)
-    rest = [_padded(description, device), *parts]
-    size = aligned(len(description)) + signature.size
-    room = promised(expected) - HEADER - size
-    if room >= 0:
-        header = _header(Kind.WHOLE, len(description), signature.size, device=device)
-        return [torch.cat([header, *rest, _zeros(room, device)])]
-    header = _header(Kind.FOLLOWED, len(description), signature.size, device=device)
-    return [torch.cat([header, _zeros(promised(expected) - HEADER, device)]), torch.cat(rest)]
+    as_expected = signature is expected or signature == expected
+    if as_expected and not are_apart(device):
+        return [torch.cat([_nothing_new(), *parts])]
+    description = b"" if as_expected else pickle.dumps(signature)
+    if description:
+        parts.insert(0, _padded(description, device))
+    size, room = aligned(len(description)) + signature.size, promised(expected, device) - HEADER
+    if size > room:
+        header = _header(Kind.FOLLOWED, len(description), signature.size)
+        return [torch.cat([header, _zeros(room)]), torch.cat(parts)]
+    header = _header(Kind.WHOLE, len(description), signature.size)
+    return [torch.cat([header, *(each.cpu() for each in parts), _zeros(room - size)])]
 
 
 def encode_failure(failure: Failure, expected: Signature | None, device: torch.device) -> Tensor:
     """The message that a rank sends for everything it owes, when its step has failed."""
     data = pickle.dumps(tuple(failure))
-    header = _header(Kind.FAILED, len(data), 0, data, device)
-    return torch.cat([header, _zeros(promised(expected) - HEADER, device)])
+    return torch.cat([_header(Kind.FAILED, len(data), 0, data), _zeros(promised(expected, device) - HEADER)])
 
 
 class Header:
@@ -126,26 +134,26 @@ def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device
         parts.append(part.reshape(-1).view(torch.uint8))
         gap = -spec.bytes % ALIGNMENT
         if gap:
-            parts.append(_zeros(gap, device))
+            parts.append(_zeros(gap).to(device))
     return parts
 
 
 @cache
-def _nothing_new(device: torch.device) -> Tensor:
-    return _header(Kind.EXPECTED, 0, 0, device=device)
+def _nothing_new() -> Tensor:
+    return _header(Kind.EXPECTED, 0, 0)
 
 
-def _header(kind: Kind, description: int, body: int, data: bytes = b"", device: torch.device | None = None) -> Tensor:
+def _header(kind: Kind, description: int, body: int, data: bytes = b"") -> Tensor:
     data = (_FIELDS.pack(kind, description, body) + data).ljust(HEADER, b"\0")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _padded(data: bytes, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(data).ljust(aligned(len(data)), b"\0"), dtype=torch.uint8).to(device)
 
 
-def _zeros(size: int, device: torch.device) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=device)
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 def _read(source: Tensor, start: int, size: int) -> bytes:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from par_groups import agree, backend_of
 
 from ._actions import WEIGHT_GRAD
+from ._clock import clock_of
 from ._compile import Program, compile_program
 from ._errors import Failure, PeerFailed, PipelineError
 from ._feed import Weight, make_feed, shares
@@ -145,6 +146,7 @@ class Pipeline:
             complete=self.options.complete,
             activations=Activations(self.options.offload, self.stages.values()),
             border=self.options.border_dtype,
+            clock=clock_of(self.stages.values()),
         )
 
     @property
@@ -216,12 +218,15 @@ class Pipeline:
         for _ in range(5):  # moments that are the same on all ranks, on clocks of their own
             dist.barrier(group=self.group)
             meetings.append(perf_counter())
-        every: list[tuple[list[float], list[Recorded]]] = [(meetings, self._recorded)] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, (meetings, self._recorded), group=self.group)
+        moments = [moment for each in self._recorded for moment in (each.start, each.end)]
+        seconds = iter(self._parts.clock.seconds(moments))
+        mine = [Event(self.rank, each.action, next(seconds), next(seconds)) for each in self._recorded]
+        every: list[tuple[list[float], list[Event]]] = [(meetings, mine)] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, (meetings, mine), group=self.group)
         events = []
-        for rank, (theirs, recorded) in enumerate(every):
+        for theirs, recorded in every:
             ahead = median(one - other for one, other in zip(theirs, every[0][0], strict=True))
-            events += [Event(rank, action, start - ahead, end - ahead) for action, start, end in recorded]
+            events += [event._replace(start=event.start - ahead, end=event.end - ahead) for event in recorded]
         first = min((event.start for event in events), default=0.0)
         return Timeline([event._replace(start=event.start - first, end=event.end - first) for event in events])
 
@@ -326,8 +331,7 @@ def _agree(problem: Exception | None, digest: str, has_loss: bool, group: dist.P
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where messages live: with the accelerator if the group's backend serves it, else on the CPU."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and backend_of(group, accelerator.type) is not None:
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    """Where the group sends from: this rank's GPU if the group has NCCL, else the CPU, even where gloo takes both."""
+    if torch.cuda.is_available() and backend_of(group, "cuda") == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

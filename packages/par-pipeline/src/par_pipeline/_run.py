@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ._actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from ._clock import Clock
 from ._compile import Instruction, Message, Program
 from ._feed import Feed
 from ._gradient_sync import GradientSync
@@ -24,11 +24,11 @@ Loss = Callable[..., Tensor]
 
 
 class Recorded(NamedTuple):
-    """An action of this rank and its seconds on this rank's clock."""
+    """An action of this rank, and moments of its clock."""
 
     action: Action
-    start: float
-    end: float
+    start: Any
+    end: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Parts:
         complete: Called with a stage's number when its gradients are complete.
         activations: Where they wait.
         border: The widest dtype of what other ranks are sent.
+        clock: Of the stages.
     """
 
     stages: Mapping[int, Stage]
@@ -58,6 +59,7 @@ class Parts:
     complete: Callable[[int], None] | None
     activations: Activations
     border: torch.dtype | None
+    clock: Clock
 
 
 @dataclass(kw_only=True)
@@ -113,14 +115,14 @@ class Run:
     def _do(self, position: int, instruction: Instruction) -> None:
         self.action = action = instruction.action
         taken = None if instruction.takes is None else self._take(instruction.takes, instruction.source)
-        start = perf_counter()
+        start = self.parts.clock.now()
         final = position in self._finals
         if action.op == FORWARD:
             self._forward(instruction, taken)
         else:
             with self._as_forward:
                 self._backward(instruction, taken, final)
-        self.recorded.append(Recorded(action, start, perf_counter()))
+        self.recorded.append(Recorded(action, start, self.parts.clock.now()))
         if final and self.parts.complete is not None:
             self.parts.complete(action.stage)
 

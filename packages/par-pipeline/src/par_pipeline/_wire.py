@@ -3,6 +3,9 @@
 To each neighbour there is one communicator for what goes to higher ranks and one for what goes to lower ones, so that a
 send never waits behind a receive. All receives of a step from one peer are posted, in the order in which it sends, when
 this rank first waits for it, as far as a budget of bytes allows; each further one when an earlier one has arrived.
+
+Headers go over gloo, whatever the group has: it is they that the host waits for, with a timeout, and that bring word of
+a failure. Tensors on GPUs follow over NCCL, which only streams wait for.
 """
 
 import os
@@ -31,9 +34,9 @@ class Lanes(NamedTuple):
     """The private communicators of a pipeline.
 
     Args:
-        up: To higher ranks.
-        down: To lower ranks.
-        up_second: To higher ranks, for what a message announced.
+        up: To higher ranks; gloo.
+        down: To lower ranks; gloo.
+        up_second: To higher ranks, for what a message announced; NCCL where tensors are on GPUs.
         down_second: To lower ranks, likewise.
     """
 
@@ -44,7 +47,13 @@ class Lanes(NamedTuple):
 
 
 def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Lanes:
-    """Communicators of a group's ranks alone; torch's `new_group` would have to be called by all other ranks, too."""
+    """Communicators of a group's ranks alone; torch's `new_group` would have to be called by all other ranks, too.
+
+    Args:
+        group: The ranks.
+        device: Of the tensors.
+        timeout: Of everything.
+    """
     nonce = [uuid.uuid4().hex]
     dist.broadcast_object_list(nonce, group=group, group_src=0)
     store = dist.distributed_c10d._get_default_store()
@@ -54,11 +63,13 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
         prefixed = dist.distributed_c10d.PrefixStore(f"par_pipeline/{nonce[0]}/{name}", store)
         return kind(prefixed, rank, size, options)
 
-    if device.type == "cuda":
-        return Lanes(*(make(dist.ProcessGroupNCCL, name, timeout) for name in Lanes._fields))
     options = _one_thread(timeout)
     up, down = make(dist.ProcessGroupGloo, "up", options), make(dist.ProcessGroupGloo, "down", options)
-    return Lanes(up, down, up, down)  # gloo tells messages apart by their tags, too
+    if device.type == "cpu":
+        return Lanes(up, down, up, down)  # gloo tells messages apart by their tags, too
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return Lanes(up, down, *(make(dist.ProcessGroupNCCL, name, options) for name in ("up_second", "down_second")))
 
 
 def _one_thread(timeout: timedelta) -> Any:
@@ -76,7 +87,7 @@ class Wire:
 
     Args:
         group: The ranks of the pipeline.
-        device: Of the messages.
+        device: Where tensors are sent from: a GPU that the group has NCCL for, or the CPU.
         timeout: Of each wait.
         ahead: Bytes of receives that may be posted ahead, in all.
     """
@@ -172,7 +183,7 @@ class Channel:
         peer: That rank.
         sends: Communicators for messages, and for seconds.
         receives: Likewise.
-        device: Of the messages.
+        device: Where tensors are sent from.
         timeout: Of each wait.
     """
 
@@ -212,8 +223,8 @@ class Channel:
         """Posts the next receive."""
         arrival = self._coming.popleft()
         expected = self._takes.get(arrival.message)
-        size = promised(expected)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        size = promised(expected, self._device)
+        buffer = torch.empty(size, dtype=torch.uint8)
         self._posted.append((arrival, expected, buffer, self._receive_into(buffer, 0)))
         self._room -= size
 
@@ -246,7 +257,7 @@ class Channel:
         second = None
         if header.second:
             second = torch.empty(header.second, dtype=torch.uint8, device=self._device)
-            self._wait(self._receive_into(second, 1))
+            self._wait(self._receive_into(second, 1), 1)
         self._post_ahead()
         return arrival, expected, header, second
 
@@ -287,8 +298,8 @@ class Channel:
     def end(self) -> None:
         """Waits until all is sent."""
         while self._sending:
-            for _, work in self._sending.popleft()[1]:
-                self._wait(work)
+            for number, (_, work) in enumerate(self._sending.popleft()[1]):
+                self._wait(work, number)
 
     def give_failure(self, message: Message, failure: Failure) -> None:
         """Begins to send word of a failure in place of a message that was not sent."""
@@ -316,9 +327,12 @@ class Channel:
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, number: int = 0) -> None:
         try:
-            work.wait(self._timeout)
+            if number == 0:
+                work.wait(self._timeout)
+            else:  # NCCL lets the host wait only if it is given a timeout; the communicator has one
+                work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
