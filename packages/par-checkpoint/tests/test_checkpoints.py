@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import Checkpoints, _checkpoints
+from par_checkpoint import Checkpoints, _checkpoints, prune
+from par_checkpoint._steps import step_name
 
 
 def steps(root):
@@ -99,3 +100,32 @@ def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_
     assert not [each for each in threading.enumerate() if each.name.startswith("par-checkpoint")]
     assert checkpoints.load(model=resumed).step == 1
     assert torch.equal(resumed.weight, model.weight)
+
+
+def test_it_goes_on_from_a_save_that_is_still_under_way(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    model, resumed = nn.Linear(600, 600), nn.Linear(600, 600)
+    checkpoints.save(1, model=model)
+    nn.init.constant_(model.weight, 2.0)
+    checkpoints.save(2, model=model, async_=True)
+    assert checkpoints.load(model=resumed).step == 2
+    assert torch.equal(resumed.weight, model.weight)
+
+
+def test_steps_whose_files_are_cut_short_or_gone_are_passed_over_and_do_not_push_out_whole_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=None)
+    model = nn.Linear(3, 2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, model=model)
+    weights = [tmp_path / step_name(step) / "model.safetensors" for step in (2, 3)]
+    weights[0].unlink()
+    weights[1].write_bytes(weights[1].read_bytes()[:-1])
+    assert checkpoints.latest() == checkpoints.path(1)
+    assert checkpoints.load(model=model).step == 1
+    assert prune(tmp_path, keep_last=1) == []
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_an_empty_root_is_refused():
+    with pytest.raises(ValueError, match="root is an empty path"):
+        Checkpoints("")

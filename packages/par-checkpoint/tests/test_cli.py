@@ -192,3 +192,17 @@ def test_a_pickle_is_opened_once_for_all_its_tensors(tmp_path, capsys, monkeypat
     assert len(opened) == 2, "one look, and one for the tensors"
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "bin")]) == 0
     assert len(opened) == 4
+
+
+def test_a_file_whose_tensors_have_no_names_of_their_own_is_not_converted(tmp_path, capsys):
+    weights = {"weight": torch.ones(2)}
+    torch.save({"model_state_dict": weights, "optimizer_state_dict": {"state": {}}}, tmp_path / "tutorial.pt")
+    assert main(["convert", str(tmp_path / "tutorial.pt"), str(tmp_path / "t")]) == 0
+    assert list(load_file(tmp_path / "t" / "model.safetensors")) == ["weight"]
+    for name, value, words in (
+        ("list", {"layers": [torch.ones(2)], **weights}, "'layers' is a list with tensors in it"),
+        ("twice", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, "two tensors would have the name 'a.b'"),
+    ):
+        torch.save(value, tmp_path / f"{name}.pt")
+        assert main(["convert", str(tmp_path / f"{name}.pt"), str(tmp_path / name)]) == 1
+        assert words in capsys.readouterr().err

@@ -1,10 +1,12 @@
 """Tensors of a model as they lie in memory."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import load, save
+from par_checkpoint import CheckpointError, load, save
 
 
 class Wrapper(torch.Tensor):
@@ -62,3 +64,71 @@ def test_an_expanded_tensor_is_saved_and_not_filled(tmp_path):
     other["rows"] = other["rows"].contiguous()
     load(tmp_path / "c", model=other)
     assert torch.equal(other["rows"], rows)
+
+
+class Copying(torch.nn.Linear):
+    """A hook of its state dict makes copies."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self._register_state_dict_hook(lambda _, state, prefix, local: {k: v.clone() for k, v in state.items()})
+
+
+def test_a_module_whose_state_dict_has_copies_is_saved_and_not_filled(tmp_path):
+    module = Copying()
+    save(tmp_path / "c", model=module)
+    before = module.weight.clone()
+    with pytest.raises(ValueError, match="'weight' and 1 more in the module's state dict are copies, made by a hook"):
+        load(tmp_path / "c", model=module)
+    assert torch.equal(module.weight, before)
+    plain = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}
+    load(tmp_path / "c", model=plain)
+    assert torch.equal(plain["weight"], before)
+
+
+class Noting(torch.nn.Linear):
+    """Has extra state."""
+
+    note = "none"
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = state
+
+
+def test_extra_state_is_missing_or_unexpected_like_any_other(tmp_path):
+    save(tmp_path / "noting", model=torch.nn.Sequential(Noting(2, 2)))
+    save(tmp_path / "plain", model=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    for path, model, words in (
+        ("noting", torch.nn.Sequential(torch.nn.Linear(2, 2)), r"not wanted by anybody: 0\._extra_state"),
+        ("plain", torch.nn.Sequential(Noting(2, 2)), r"missing in the checkpoint: 0\._extra_state"),
+    ):
+        before = model[0].weight.clone()
+        with pytest.raises(CheckpointError, match=words):
+            load(tmp_path / path, model=model)
+        assert torch.equal(model[0].weight, before)
+        report = load(tmp_path / path, model=model, strict=False)
+        assert (*report.missing, *report.unexpected) == ("0._extra_state",)
+        assert not torch.equal(model[0].weight, before)
+
+
+def test_a_tensor_whose_name_only_ends_like_extra_state_is_a_tensor(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("router_extra_state", torch.full((3,), 7.0))
+    module.my_extra_state = torch.nn.Parameter(torch.ones(2))
+    for style in ("huggingface", "torch"):
+        save(tmp_path / style, model=module, style=style)
+        other = copy.deepcopy(module)
+        other.router_extra_state.zero_()
+        load(tmp_path / style, model=other)
+        assert torch.equal(other.router_extra_state, module.router_extra_state)
+
+
+@pytest.mark.ranks(2)
+def test_one_name_for_different_tensors_of_a_mapping_is_refused_on_every_rank(tmp_path):
+    for name in ("weight", "0.running_mean"):
+        with pytest.raises(ValueError, match=f"'{name}' and 0 more differ between ranks 0 and 1.* pass the module"):
+            save(tmp_path / "c", model={name: torch.full((5,), float(dist.get_rank()))})
+    assert not list(tmp_path.iterdir())

@@ -423,3 +423,31 @@ def test_options_bring_slots_that_come_with_them(tmp_path):
     train(other, into, range(1))
     load(tmp_path / "c", model=other, optimizer=into)
     assert train(other, into, range(2, 4)) == train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("style", ["huggingface", "torch"])
+def test_state_of_the_optimizer_as_a_whole_is_saved_too(style, tmp_path):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(2))
+    optimizer.state.update({"calls": 7, "history": torch.arange(3.0)})
+    save(tmp_path / "c", model=model, optimizer=optimizer, style=style)
+    other = make_model(1)
+    again = torch.optim.AdamW(other.parameters())
+    assert load(tmp_path / "c", model=other, optimizer=again).unexpected == ()
+    assert again.state["calls"] == 7
+    assert torch.equal(again.state["history"], torch.arange(3.0))
+    assert_same_state(in_order(optimizer, model), in_order(again, other))
+    optimizer.state["a.b"] = 1
+    with pytest.raises(ValueError, match=r"the key 'a\.b'; give it a str without a dot"):
+        save(tmp_path / "d", model=model, optimizer=optimizer)
+
+
+def test_a_group_that_was_not_saved_keeps_its_options(tmp_path):
+    backbone = nn.Linear(3, 3)
+    save(tmp_path / "c", model=backbone, optimizer=torch.optim.AdamW(backbone.named_parameters(), lr=1e-4))
+    model = nn.Sequential(backbone, nn.Linear(3, 2))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.1, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    load(tmp_path / "c", model=model, optimizer=optimizer, strict=False, names=lambda name: name.removeprefix("0."))
+    assert [(each["lr"], each["weight_decay"]) for each in optimizer.param_groups] == [(1e-4, 0.01), (0.1, 0.0)]

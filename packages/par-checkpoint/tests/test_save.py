@@ -1,5 +1,6 @@
 import json
 import random
+import resource
 import shutil
 
 import pytest
@@ -353,3 +354,17 @@ def test_a_tensor_of_more_than_two_gib(tmp_path):
     load(tmp_path / "c", model=part, layout={"w": Sharding((rows, width), (end,))})
     assert torch.equal(part["w"], row[5:].expand(2, -1))
     shutil.rmtree(tmp_path / "c")  # pytest would keep it
+
+
+def test_more_files_than_a_process_may_have_open_are_saved_and_loaded(tmp_path):
+    state = {str(number): torch.full((3,), float(number)) for number in range(300)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        save(tmp_path / "c", model=state, max_shard_size=12)
+        loaded = {name: torch.zeros(3) for name in state}
+        load(tmp_path / "c", model=loaded)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 300
+    assert all(torch.equal(loaded[name], state[name]) for name in state)

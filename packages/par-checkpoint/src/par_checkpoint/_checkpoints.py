@@ -33,7 +33,7 @@ class Checkpoints:
             checkpoints.save(step + 1, model=model, optimizer=optimizer, async_=True)
 
     Raises:
-        ValueError: A number that is not positive.
+        ValueError: A number that is not positive, or an empty root.
     """
 
     def __init__(
@@ -49,6 +49,8 @@ class Checkpoints:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
         self.root = fspath(root)
+        if not self.root:
+            raise ValueError("root is an empty path; give a folder, such as 'runs/gpt', or '.' for this one")
         self.every = every
         self._keep_last, self._keep_every, self._group = keep_last, keep_every, group
 
@@ -127,6 +129,7 @@ class Checkpoints:
         Returns:
             The report, whose `step` is that of the checkpoint; None if there is nothing to go on from.
         """
+        session_of(self._group, timeout_of(keywords.get("options"), keywords)).settle("wait")  # a save's step counts
         path = self.latest()
         if path is None:
             return None

@@ -56,6 +56,7 @@ def collect(
         ValueError, TypeError: What cannot be saved, by name.
     """
     found = model_state({} if model is None else model)
+    in_module = isinstance(model, nn.Module)  # a mapping does not say what is a buffer
     layout = options.layout or {}
     every = [*found.tensors, *found.tied]
     names = rename(options.names, every)
@@ -69,7 +70,7 @@ def collect(
         for steady in [tensor if tensor.requires_grad else None]  # a forward pass may change a buffer
         for each in segments_on_disk(name, shardings[name], convert, names[name])
         for key in [key_of("model", each.name)]
-        for loose in [isinstance(model, nn.Module) and _is_loose_buffer(tensor)]
+        for loose in [in_module and _is_loose_buffer(tensor)]
     ]
     slots = None
     if optimizer is not None:
@@ -82,7 +83,9 @@ def collect(
         tied={names[name]: names[stored] for name, stored in found.tied.items() if names[name] != names[stored]},
         state=encode_state(objects=found.objects, optimizer=slots, scheduler=scheduler, extra=extra),
         samples=[
-            _sample(name, each) for name, each in found.tensors.items() if _calls_itself_whole(each, name, layout)
+            _sample(name, each)
+            for name, each in found.tensors.items()
+            if name not in layout and not _has_record(each) and not (in_module and _is_loose_buffer(each))
         ],
         config=_config(options.config),
     )
@@ -136,18 +139,14 @@ def _dtype_on_disk(name: str, tensor: torch.Tensor, wanted: torch.dtype | None) 
     return wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _calls_itself_whole(tensor: torch.Tensor, name: str, layout: Mapping[str, Sharding]) -> bool:
-    return (
-        isinstance(tensor, nn.Parameter)
-        and name not in layout
-        and not hasattr(tensor, "par_sharding")
-        and not hasattr(tensor, "placements")
-    )
+def _has_record(tensor: torch.Tensor) -> bool:
+    """Whether a tensor says itself how it is cut; any other calls itself whole."""
+    return hasattr(tensor, "par_sharding") or hasattr(tensor, "placements")
 
 
 def _is_loose_buffer(tensor: torch.Tensor) -> bool:
     """Whether nothing keeps a tensor alike on all ranks that have it, such as statistics of BatchNorm."""
-    return not (isinstance(tensor, nn.Parameter) or hasattr(tensor, "par_sharding") or hasattr(tensor, "placements"))
+    return not (isinstance(tensor, nn.Parameter) or _has_record(tensor))
 
 
 def _sample(name: str, tensor: torch.Tensor) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from ._storage import Folder, open_folder
 from ._unmixed import unmixed
 from ._verify import look_closely
 
+_MODELS = ("model", "state_dict", "model_state_dict")
 FORMATS = ("huggingface", "torch", "dcp")
 
 
@@ -62,11 +63,11 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _tensors(source: str) -> dict[str, torch.Tensor]:
     """All tensors of a model, whole."""
     if Path(source).is_file():
-        return dict(_flat(load_object(Path(source))))
+        return _of_model(load_object(Path(source)))
     if (Path(source) / ".metadata").is_file():
         from ._dcp import read_dcp  # noqa: PLC0415 - slow to import
 
-        return dict(_flat(read_dcp(source)))
+        return _of_model(read_dcp(source))
     folder = open_folder(source)
     return unmixed(folder, lambda: _read(folder))
 
@@ -79,17 +80,30 @@ def _read(folder: Folder) -> dict[str, torch.Tensor]:
     return {**tensors, **{name: tensors[stored] for name, stored in found.tied.items()}}
 
 
+def _of_model(value: object) -> dict[str, torch.Tensor]:
+    """The tensors of nested mappings; what trainers call the model at the top is not a part of the names.
+
+    Raises:
+        CheckpointError: No tensors, or some that one name would not tell apart.
+    """
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in _MODELS if isinstance(value.get(key), Mapping)), value)
+    pairs = _flat(value)
+    if not pairs:
+        raise CheckpointError("the file holds no tensors by name; give the state dict of a model")
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in pairs:
+        if name in found:
+            raise CheckpointError(f"two tensors would have the name {name!r}; give the state dict of a model alone")
+        found[name] = tensor
+    return found
+
+
 def _flat(value: object, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Tensors of nested mappings; "model" or "state_dict" at the top is not a part of the names."""
     if isinstance(value, torch.Tensor):
         return [(prefix, value)]
+    if isinstance(value, list | tuple) and any(_flat(each) for each in value):
+        raise CheckpointError(f"{prefix!r} is a list with tensors in it, which have no names; give them as a mapping")
     if not isinstance(value, Mapping):
         return []
-    if not prefix:
-        for key in ("model", "state_dict"):
-            if isinstance(value.get(key), Mapping):
-                return _flat(value[key])
-    found = [pair for key, each in value.items() for pair in _flat(each, f"{prefix}.{key}" if prefix else str(key))]
-    if not prefix and not found:
-        raise CheckpointError("the file holds no tensors by name; give the state dict of a model")
-    return found
+    return [pair for key, each in value.items() for pair in _flat(each, f"{prefix}.{key}" if prefix else str(key))]

@@ -55,6 +55,10 @@ class Found:
         encoded = None if self.manifest is None else getattr(self.manifest, name)
         return None if encoded is None else decode(encoded, self.side)
 
+    def objects(self) -> dict[str, Any]:
+        """The extra state of modules by name."""
+        return self.part("model") or {}
+
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """Names and options of the saved param groups."""
         optimizer = None if self.manifest is None else self.manifest.optimizer

@@ -18,6 +18,7 @@ from ._errors import CheckpointError
 from ._files import STEMS
 from ._fill import Filling, fill_
 from ._found import Found, look
+from ._model import model_state
 from ._optimizer import Naming
 from ._options import LoadOptions, timeout_of, with_keywords
 from ._ranks import Ranks
@@ -72,7 +73,7 @@ class _Word:
         mismatched: What has another shape or dtype there, in words.
         used: Whether it uses each tensor in the files.
         same: Names in the files that are one tensor in its model.
-        groups: By param group of its optimizer: the saved groups with names of it.
+        groups: By param group of its optimizer: the saved groups with names of it; None where it has no names here.
         fills: Whether it fills anything of the model, and of the optimizer.
     """
 
@@ -82,7 +83,7 @@ class _Word:
     mismatched: list[str]
     used: bytes
     same: list[tuple[str, str]]
-    groups: list[list[int]]
+    groups: list[list[int] | None]
     fills: tuple[bool, bool]
 
 
@@ -193,6 +194,10 @@ def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
     model, optimizer, wanted = into.model, into.optimizer, _Wanted()
     if model is not None:
         wanted.model = model_targets(model, found.places("model"), options, found.tied)
+        if found.manifest is not None:  # no other folder has extra state
+            own, saved = model_state(model).objects.keys(), found.objects().keys()
+            wanted.model.missing.extend(sorted(own - saved))
+            wanted.model.used.update(key_of("model", name) for name in own & saved)
     if optimizer is not None:
         naming = Naming(model, {} if model is None else file_names(model, options.names), options.layout or {})
         slots = Slots(
@@ -225,8 +230,9 @@ def _word(found: Found, wanted: _Wanted, layout: LayoutNames) -> _Word:
 
 
 def _stored(found: Found) -> list[str]:
-    """The keys of all tensors in the files."""
-    return [key_of(section, name) for section in STEMS for name in found.places(section)]
+    """The keys of all tensors in the files, and of the extra state."""
+    tensors = [key_of(section, name) for section in STEMS for name in found.places(section)]
+    return [*tensors, *(key_of("model", name) for name in found.objects())]
 
 
 def _report(found: Found, every: Sequence[_Word]) -> Report:

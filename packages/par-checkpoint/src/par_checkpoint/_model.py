@@ -8,6 +8,7 @@ from torch import nn
 
 from par_groups import Sharding, sharding_of
 
+_EXTRA = "_extra_state"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and activation checkpointing rename
 
 
@@ -41,7 +42,7 @@ def model_state(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelState:
     first: dict[object, str] = {}
     for raw, value in state.items():
         name = clean(raw)
-        if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
+        if not isinstance(value, torch.Tensor) or is_extra_state(name):
             objects[name] = value
             continue
         check_plain(name, value)
@@ -51,6 +52,24 @@ def model_state(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelState:
         else:
             tied[name] = stored
     return ModelState(tensors=tensors, tied=tied, objects=objects)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a state dict's key is that of a module's `get_extra_state`."""
+    return name == _EXTRA or name.endswith(f".{_EXTRA}")
+
+
+def copied(model: nn.Module, found: ModelState) -> list[str]:
+    """The names of tensors that a hook of the state dict makes anew each time: filling them would not change the model.
+
+    Args:
+        model: The module.
+        found: Its state.
+    """
+    held = {_memory(each) for each in (*model.parameters(), *model.buffers())}
+    strange = [name for name, each in found.tensors.items() if each.numel() and _memory(each) not in held]
+    again = model_state(model).tensors if strange else {}
+    return [name for name in strange if _memory(again[name]) != _memory(found.tensors[name])]
 
 
 def unwrapped(model: nn.Module | Mapping[str, torch.Tensor]) -> nn.Module | Mapping[str, torch.Tensor]:
@@ -127,6 +146,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     except RuntimeError:  # a tensor subclass that only wraps others
         return False
     return True
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    local = local_of(tensor)
+    return id(tensor) if local.device.type == "meta" else local.untyped_storage().data_ptr()
 
 
 def _identity(tensor: torch.Tensor) -> object:

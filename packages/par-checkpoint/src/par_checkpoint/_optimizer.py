@@ -31,7 +31,7 @@ class OptimizerState:
 
     Args:
         entries: Its tensors, keyed "<parameter>.<slot>".
-        objects: Slots that are no tensors, keyed alike.
+        objects: Slots that are no tensors, keyed alike; and state of the whole optimizer, under keys without a dot.
         groups: Its param groups.
     """
 
@@ -114,9 +114,9 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
     """What is saved of an optimizer; nothing is copied.
 
     Raises:
-        ValueError: A tensor without a name, or a slot that cannot be cut like its parameter.
+        ValueError: A tensor without a name, a slot that cannot be cut like its parameter, or state under a strange key.
     """
-    found = OptimizerState()
+    found = OptimizerState(objects=_of_no_tensor(optimizer))
     for group, packed in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
         names = tuple(name for each in packed for name in each.segments.names)
         found.groups.append(Group(names=names, options=_options(group)))
@@ -125,6 +125,19 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
                 found.entries.extend(_cut(each, MASTER, each.tensor))
             for slot, value in optimizer.state.get(each.tensor, {}).items():
                 _add(found, each, slot, value)
+    return found
+
+
+def _of_no_tensor(optimizer: Optimizer) -> dict[str, object]:
+    """State that belongs to the optimizer as a whole, such as a count of steps."""
+    found: dict[str, object] = {}
+    keys: list[object] = list(optimizer.state)
+    for key, value in zip(keys, optimizer.state.values(), strict=True):
+        if isinstance(key, torch.Tensor):
+            continue
+        if not isinstance(key, str) or "." in key:
+            raise ValueError(f"the optimizer's state has the key {key!r}; give it a str without a dot, or a parameter")
+        found[key] = value
     return found
 
 

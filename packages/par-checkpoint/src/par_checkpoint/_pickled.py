@@ -14,6 +14,7 @@ from ._errors import CheckpointError, CorruptError, corrupt_block
 from ._files import BLOCK
 from ._header import corrupt
 from ._manifest import FileRecord
+from ._model import is_extra_state
 from ._storage import Source
 
 _ZIP = b"PK\x03\x04"
@@ -42,7 +43,7 @@ def flat_tensors(found: object, path: str) -> dict[str, torch.Tensor]:
     """
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors; save model.state_dict()")
-    found = {name: each for name, each in found.items() if not str(name).endswith("_extra_state")}
+    found = {name: each for name, each in found.items() if not is_extra_state(str(name))}
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(

@@ -96,7 +96,8 @@ def check_replicas(ranks: Ranks, samples: Sequence[tuple[str, int]], digests: Se
         raise ValueError(
             f"{name_of(key)!r} and {len(different) - 1} more differ between ranks {a} and {b}, although each rank "
             "calls it whole: if they are parts of a larger tensor, say so with layout={name: Sharding(...)}; if they "
-            "are replicas, they have diverged"
+            "are buffers, pass the module, of whose buffers the first rank's are saved; else they are replicas that "
+            "have diverged, or different tensors of one name"
         )
 
 

@@ -1,6 +1,7 @@
 """Reading blocks: read once in the group, verified whole, and their pieces handed to all that hold them."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def read_blocks(
         RuntimeError: Another rank is gone.
     """
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
-        reader = _Reader(reading, pool, progress)
+        reader = _Reader(reading, pool, progress, Counter(task.block.file for task in plan.mine))
         each = max(1, reading.budget // (4 * BLOCK)) if plan.peers else max(1, plan.turns)
         try:
             mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
@@ -90,12 +91,14 @@ def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
 class _Reader:
     """The state of one rank's reading."""
 
-    def __init__(self, reading: Reading, pool: ThreadPoolExecutor, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self, reading: Reading, pool: ThreadPoolExecutor, progress: Callable[[int], None], blocks: Mapping[int, int]
+    ) -> None:
         self.error: BaseException | None = None
         self.parts: list[Crc] = []  # of blocks that several ranks read
         self._reading, self._pool, self._progress = reading, pool, progress
         self._rank = reading.ranks.rank
-        self._sources = _Sources(reading.folder)
+        self._sources = _Sources(reading.folder, {reading.files[file].name: count for file, count in blocks.items()})
         self._blocks = Pool(max((file.block for file in reading.files), default=0))
         self._room = Room(reading.local.packed_size)
 
@@ -170,6 +173,7 @@ class _Reader:
                 source.read_into(begin, part)
                 begin += len(part)
                 crc = crc if crcs is None else crc32c(part, crc)
+        self._sources.done(file.name)
         if crcs is not None:
             self._check(file, block, crc, crcs)
         self._progress(block.size)
@@ -184,10 +188,15 @@ class _Reader:
 
 
 class _Sources:
-    """Files, opened when first read."""
+    """Files, each open from its first block that this rank reads to its last: a process may not have many open.
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    Args:
+        folder: Theirs.
+        blocks: How many this rank reads of each.
+    """
+
+    def __init__(self, folder: Folder, blocks: Mapping[str, int]) -> None:
+        self._folder, self._left = folder, dict(blocks)
         self._open: dict[str, Source] = {}
         self._opening = threading.Lock()
 
@@ -196,6 +205,14 @@ class _Sources:
             if name not in self._open:
                 self._open[name] = self._folder.open(name)
             return self._open[name]
+
+    def done(self, name: str) -> None:
+        """One of its blocks is read."""
+        with self._opening:
+            self._left[name] -= 1
+            last = None if self._left[name] else self._open.pop(name)
+        if last is not None:
+            last.close()
 
     def close(self) -> None:
         for each in self._open.values():

@@ -1,8 +1,8 @@
 """What is set rather than filled: param groups, a scheduler, extra state of modules."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ class Restore:
         names: The parameters of each of its groups on this rank, as the saved optimizer calls them.
         saved: Names and options of each saved group.
         state: The new state by tensor.
+        of_no_tensor: That of the whole optimizer, by its keys.
         scheduler: One or several.
         scheduler_state: Theirs.
     """
@@ -36,9 +37,10 @@ class Restore:
     names: list[tuple[str, ...]] = field(default_factory=list)
     saved: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
     state: Mapping[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    of_no_tensor: Mapping[str, object] = field(default_factory=dict)
     scheduler: object = None
     scheduler_state: Any = None
-    matches: list[int] = field(default_factory=list)
+    matches: list[int | None] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -66,24 +68,25 @@ class Restore:
         inner = unwrapped(model) if isinstance(model, nn.Module) else None
         return cls(
             module=inner if isinstance(inner, nn.Module) else None,
-            objects=found.part("model") or {} if model is not None else {},
+            objects={} if model is None else found.objects(),
             optimizer=optimizer,
             names=targets.groups,
             saved=[] if optimizer is None else found.groups(),
             state=targets.state,
+            of_no_tensor={} if optimizer is None else {k: each for k, each in found.slots().items() if "." not in k},
             scheduler=scheduler,
             scheduler_state=state,
         )
 
-    def candidates(self) -> list[list[int]]:
-        """By param group: the saved groups in which its parameters on this rank were."""
+    def candidates(self) -> list[list[int] | None]:
+        """By param group: the saved groups in which its parameters on this rank were; None: it has none here."""
         return [
-            [number for number, (members, _) in enumerate(self.saved) if not of.isdisjoint(members)]
+            [number for number, (members, _) in enumerate(self.saved) if not of.isdisjoint(members)] if of else None
             for of in map(set, self.names)
         ]
 
-    def match(self, every: Sequence[Sequence[Iterable[int]]]) -> None:
-        """Finds the saved group of each group.
+    def match(self, every: Sequence[Sequence[Sequence[int] | None]]) -> None:
+        """Finds the saved group of each group; None for one whose parameters were in none.
 
         Args:
             every: The candidates of all ranks.
@@ -93,26 +96,32 @@ class Restore:
         """
         self.matches = []
         for number in range(len(self.names)):
-            of = {saved for each in every if number < len(each) for saved in each[number]}
+            found = [each[number] for each in every if number < len(each)]
+            of = {saved for each in found for saved in each or ()}
             if len(of) > 1:
                 raise CheckpointError(
                     f"the parameters of param group {number} were in groups {sorted(of)} when they were saved; make "
                     "the groups as they were, or load without the optimizer"
                 )
-            self.matches.append(of.pop() if of else min(number, len(self.saved) - 1))
+            if of:
+                self.matches.append(of.pop())
+            else:  # a group that is empty on all ranks is known by its place
+                empty = all(each is None for each in found)
+                self.matches.append(min(number, len(self.saved) - 1) if empty else None)
 
     def apply_(self) -> None:
         """Sets everything."""
         if self.optimizer is not None:
             for group, match in zip(self.optimizer.param_groups, self.matches, strict=True):
-                options = self.saved[match][1]
-                if other_kind(self.optimizer, group, options) is None:
+                options = None if match is None else self.saved[match][1]
+                if options is not None and other_kind(self.optimizer, group, options) is None:
                     _set_options_(group, options)
             for tensor, state in self.state.items():
                 if state:
                     self.optimizer.state[tensor] = state
                 else:
                     self.optimizer.state.pop(tensor, None)
+            cast("dict[object, object]", self.optimizer.state).update(self.of_no_tensor)
         _load_scheduler(self.scheduler, self.scheduler_state)
         if self.module is not None and self.objects:
             _set_extra_(self.module, self.objects)
@@ -140,6 +149,6 @@ def _set_extra_(module: nn.Module, objects: Mapping[str, object]) -> None:
     """The extra state of modules, by its key in the state dict."""
     modules = {clean(name): each for name, each in module.named_modules()}
     for key, value in objects.items():
-        owner = key.removesuffix("_extra_state").removesuffix(".")
-        if owner in modules:
-            modules[owner].set_extra_state(value)
+        owner = modules.get(key.removesuffix("_extra_state").removesuffix("."))
+        if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
+            owner.set_extra_state(value)

@@ -88,13 +88,14 @@ def save(  # noqa: PLR0913 - what, where, with whom, how
     (chosen, content, folder, claims), every = ranks.share(look)
     session.settle(chosen.pending)
     check_layout([each.layout for each in every])
-    check_replicas(ranks, content.samples, [each.samples for each in every])
     limit, by_owner = _limits(chosen, folder, style)
+    prepared = prepare_save(session, claims, [each.claims for each in every], limit, by_owner=by_owner)
+    check_replicas(ranks, content.samples, [each.samples for each in every])
     job = _Job(
         folder=folder,
         staging=folder.stage(every[0].nonce),
         content=replace(content, state=agreed_state(ranks, content.state, [each.state for each in every])),
-        prepared=prepare_save(session, claims, [each.claims for each in every], limit, by_owner=by_owner),
+        prepared=prepared,
         options=chosen,
         style=style,
         overwrite=overwrite,

@@ -8,6 +8,7 @@ from functools import partial
 import torch.distributed as dist
 
 from ._errors import CheckpointError, CorruptError
+from ._found import check_sizes
 from ._manifest import MANIFEST, Manifest, decode_manifest
 from ._owned import remnant_of
 from ._storage import Folder, open_folder
@@ -107,13 +108,15 @@ def prune(
 
 
 def read_manifest(folder: Folder) -> Manifest | None:
-    """The manifest of a folder, or None if it has no sound one.
+    """The manifest of a folder, or None if it has no sound one, or files that are not as long as it says.
 
     Raises:
         CheckpointError: A newer version wrote it.
     """
     try:
-        return decode_manifest(folder.read(MANIFEST))
+        manifest = decode_manifest(folder.read(MANIFEST))
+        check_sizes(folder, manifest, folder.sizes())
+        return manifest
     except CorruptError:
         return None
 

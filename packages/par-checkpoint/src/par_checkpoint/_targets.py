@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import Segments, Sharding, whole
@@ -12,7 +13,7 @@ from par_groups import Segments, Sharding, whole
 from ._collect import Model, segments_on_disk, usual_conversion
 from ._directory import Place
 from ._entry import Entry, key_of, name_of
-from ._model import local_of, materialise_, model_state, sharding_in
+from ._model import copied, local_of, materialise_, model_state, sharding_in, unwrapped
 from ._names import Names, rename
 from ._optimizer import MASTER, Naming, Packed, other_kind, other_slots, slot_sharding
 from ._options import LoadOptions
@@ -72,8 +73,17 @@ def model_targets(model: Model, places: Places, options: LoadOptions, tied: Mapp
         places: What the files hold.
         options: How.
         tied: What the checkpoint says of names that are not stored.
+
+    Raises:
+        ValueError: A tensor that cannot be filled.
     """
     found, targets = model_state(model), Targets()
+    inner = unwrapped(model)
+    if isinstance(inner, nn.Module) and (copies := copied(inner, found)):
+        raise ValueError(
+            f"{copies[0]!r} and {len(copies) - 1} more in the module's state dict are copies, made by a hook of it, so "
+            "filling them would not change the module; load into a dict of tensors, and call load_state_dict with it"
+        )
     layout = options.layout or {}
     every = [*found.tensors, *found.tied]
     names = rename(options.names, every)
@@ -219,7 +229,7 @@ def optimizer_targets(optimizer: Optimizer, naming: Naming, saved: Slots) -> Opt
     slots: dict[str, list[str]] = {}
     for key in (*saved.places, *saved.objects):
         name, _, slot = key.rpartition(".")
-        slots.setdefault(name, []).append(slot)
+        slots.setdefault(name, []).append(slot)  # what is of no tensor has no name
     for number, (group, packed) in enumerate(zip(optimizer.param_groups, naming.groups(optimizer), strict=True)):
         on_device = bool(group.get("capturable") or group.get("fused"))
         targets.groups.append(tuple(saved.saved_as(name) for each in packed for name in each.segments.names))

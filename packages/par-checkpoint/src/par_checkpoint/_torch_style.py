@@ -67,6 +67,7 @@ def _slots(outline: object, path: str) -> dict[str, torch.Tensor]:
     return {
         f"{parameter}.{slot}": value
         for parameter, slots in state.items()
+        if isinstance(slots, Mapping)  # else it is of the optimizer as a whole
         for slot, value in slots.items()
         if isinstance(value, torch.Tensor)
     }
@@ -100,11 +101,11 @@ def _model(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, o
 
 def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, object]:
     """An optimizer's state dict with names in place of numbers."""
-    state: dict[str, dict[str, object]] = {}
+    state: dict[str, Any] = {}
     slots = {key: decode(each, content.state.tensors) for key, each in content.state.slots.items()}
     for key, value in {**tensors, **slots}.items():
-        name, _, slot = key.rpartition(".")
-        state.setdefault(name, {})[slot] = value
+        name, dot, slot = key.rpartition(".")
+        (state.setdefault(name, {}) if dot else state)[slot] = value
     groups = []
     for names, options in content.state.groups or ():
         decoded = decode(options, content.state.tensors)

@@ -2,7 +2,8 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,7 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
     Raises:
         RuntimeError: Another rank is gone.
     """
-    writing = _Writing(work, snapshot)
+    writing = _Writing(work, snapshot, Counter(task.block.file for task in plan.mine))
     each = max(1, work.budget // (4 * BLOCK)) if snapshot is None else max(1, work.budget // (2 * BLOCK))
     mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
     try:
@@ -77,11 +78,12 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
 class _Writing:
     """The state of one rank's writing."""
 
-    def __init__(self, work: Work, snapshot: Snapshot | None) -> None:
+    def __init__(self, work: Work, snapshot: Snapshot | None, blocks: Mapping[int, int]) -> None:
         self._work, self._snapshot = work, snapshot
         self._rank = work.ranks.rank
         self._jobs: list[Future[Crc]] = []
         self._writers: dict[int, Writer] = {}
+        self._left = dict(blocks)  # of each file
         self._error: BaseException | None = None
         self._bounce: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._bounces = 0
@@ -208,8 +210,18 @@ class _Writing:
         except BaseException as error:
             self._note(error)
             raise
+        self._close_after_last(block.file)
         self._work.progress(block.size)
         return block.file, block.begin, block.size, crc
+
+    def _close_after_last(self, file: int) -> None:
+        """Makes a file durable when its last block is there: a process may not have many open."""
+        with self._opening:
+            self._left[file] -= 1
+            keep = self._left[file] or self._error is not None or not self._work.staging.positional
+            writer = None if keep else self._writers.pop(file, None)
+        if writer is not None:
+            writer.finish()
 
     def _writer(self, file: int) -> Writer:
         with self._opening:
