@@ -1,10 +1,20 @@
-"""Bytes per parameter while training: weights, gradients, masters and moments, counted by their storages."""
+"""Bytes per parameter while training: weights, gradients, masters and moments, counted by their storages.
+
+And what is left afterwards.
+"""
+
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
+from par_groups import written_
 from par_precision import mixed
+from par_precision._precisions import PRECISIONS
+
+from .training import adamw, loss_of, model, train
 
 N = 256 * 256
 
@@ -56,3 +66,52 @@ def test_a_step_with_masters_makes_fp32_gradients_for_one_bucket_at_a_time():
     optimizer.backward(module(torch.randn(4, 256)).square().mean())
     optimizer.step()
     assert wide == [N] * 4
+
+
+every_precision = pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        *((name, {}) for name in PRECISIONS if name != "tf32"),
+        ("bf16", {"accumulate_fp32": True}),
+        ("fp16", {"accumulate_fp32": True}),
+    ],
+)
+
+
+def trained(precision, options):
+    """A module, its optimizer after some steps, and weak references to the two and all that belongs to the latter."""
+    module = model()
+    inner = adamw(module)
+    module, optimizer = mixed(module, inner, precision, clip_norm=1.0, **options)
+    train(module, optimizer, steps=2)
+    assert optimizer.scaling.skipped == 0
+    optimizer.backward(loss_of(module, 2))  # its gradients are left
+    own = {id(parameter) for parameter in module.parameters()}
+    held = [tensor for group in inner.param_groups for tensor in group["params"] if id(tensor) not in own]
+    moments = [value for state in inner.state.values() for value in state.values()]
+    assert moments
+    return module, optimizer, [weakref.ref(each) for each in (optimizer, inner, *held, *moments)]
+
+
+def alive(references):
+    gc.collect()
+    return [each() for each in references if each() is not None]
+
+
+@every_precision
+def test_nothing_outlives_a_module_and_its_optimizer(precision, options):
+    module, optimizer, references = trained(precision, options)
+    references += [weakref.ref(each) for each in (module, *module.parameters())]
+    del module, optimizer
+    assert alive(references) == []
+
+
+@every_precision
+def test_a_module_that_outlives_its_optimizer_leaves_masters_and_moments_behind(precision, options):
+    module, optimizer, references = trained(precision, options)
+    module.zero_grad()
+    del optimizer
+    assert alive(references) == []
+    loss_of(module, 0).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    written_(module.parameters())

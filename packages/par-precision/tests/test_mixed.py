@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from par_groups import written_
 from par_precision import DynamicScale, MixedOptions, mixed
 from par_precision._precisions import PRECISIONS
 
@@ -118,6 +119,34 @@ def test_adagrad_whose_state_begins_before_its_steps_trains():
     assert losses[0] == pytest.approx(losses[1], rel=DISTANCE["bf16"])
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_frozen_whole_numbers_in_the_optimizer_stay_what_they_are(precision, kind):
+    """As quantised weights are."""
+
+    def made(codes):
+        module = model()
+        if codes is not None:
+            module.codes = nn.Parameter(codes, requires_grad=False)  # comes first
+        return mixed(module, kind(module.parameters(), lr=0.01), precision, bucket=2000)
+
+    codes = torch.arange(-3, 3, dtype=torch.int8)
+    expected = train(*made(None), steps=6)
+    module, optimizer = made(codes.clone())
+    assert train(module, optimizer, steps=3) == expected[:3]
+    again, its = made(torch.zeros(6, dtype=torch.int8))
+    again.load_state_dict(module.state_dict())
+    written_(again.parameters())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # whose masters have more digits
+    assert train(again, its, steps=3, first=3) == expected[3:]
+    for each, its_optimizer in ((module, optimizer), (again, its)):
+        assert torch.equal(each.codes, codes)
+        assert each.codes.dtype == torch.int8
+        assert its_optimizer.param_groups[0]["params"][0] is each.codes
+        names = its_optimizer.param_groups[0].get("param_names", ["codes"])
+        assert names[0] == "codes"
+
+
 def test_a_parameter_that_is_thawed_later_trains():
     module = model()
     module[0].requires_grad_(False)
@@ -160,6 +189,26 @@ def test_an_actor_and_a_critic_share_an_optimizer(precision):
         return losses
 
     assert trained(precision) == pytest.approx(trained("fp32"), rel=DISTANCE[precision])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_a_module_that_is_compiled_before_its_first_call_trains_and_is_evaluated(precision, backend):
+    def trained(*, compiles):
+        torch._dynamo.reset()
+        module = nn.Sequential(model(), nn.Dropout(0.0))  # which asks whether it is training
+        module, optimizer = mixed(module, adamw(module), precision, clip_norm=1.0)
+        called = torch.compile(module, backend=backend) if compiles else module
+        losses = []
+        for step in range(3):
+            losses += train(called, optimizer, steps=1, first=step)
+            module.eval()
+            losses.append(loss_of(called, step).item())
+            module.train()
+        return losses
+
+    assert trained(compiles=True) == pytest.approx(trained(compiles=False), rel=DISTANCE[precision] or 1e-6)
 
 
 def test_a_forward_that_raises_leaves_no_autocast_behind():

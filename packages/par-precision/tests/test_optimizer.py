@@ -122,6 +122,20 @@ def test_values_are_clipped_after_unscaling(fused):
         assert module.weight.tolist() == [[-0.5, 0.25, 0.5]]
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16-amp", "bf16", "bf16-sr"])
+def test_a_finite_gradient_so_far_above_its_limit_that_fp32_lacks_the_ratio_is_clipped_to_it(precision, fused):
+    module = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(module.weight)
+    inner = torch.optim.SGD(module.parameters(), lr=1.0, fused=fused)
+    module, optimizer = mixed(module, inner, precision, scale=2.0**60, clip_norm=2.0**-7)
+    module.weight.grad = torch.full_like(module.weight, 1e37)
+    step = optimizer.step()
+    assert not step.skipped
+    assert step.grad_norm == pytest.approx(4e37 / 2.0**60, rel=0.01)  # a bf16 gradient
+    torch.testing.assert_close(module.weight.float(), torch.full((4, 4), -(2.0**-9)), rtol=0.01, atol=0)  # bf16 weights
+
+
 @pytest.mark.ranks(2)
 def test_gradients_replicated_and_sharded_in_either_order_skip_on_all_ranks():
     """torch's scaler asks the first gradient's mesh alone, and lets rank 0 step."""

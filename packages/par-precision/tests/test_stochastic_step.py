@@ -1,5 +1,6 @@
 """Steps of bf16 weights without masters: equal to the same arithmetic by hand, within their bytes."""
 
+import copy
 import gc
 import math
 
@@ -72,7 +73,8 @@ def by_hand(make, name, value, lr, steps, moments):
         stochastic_round_(weight, wide.detach(), 0, step, name=name)
         state = dict(optimizer.state[wide])
         for slot, kept in state.items():
-            if isinstance(kept, torch.Tensor) and kept.shape == wide.shape and slot != "step" and moments == BF16:
+            of_elements = isinstance(kept, torch.Tensor) and kept.shape == wide.shape and kept.dim() > 0
+            if of_elements and slot != "step" and moments == BF16:
                 state[slot] = torch.empty_like(kept, dtype=BF16)
                 stochastic_round_(state[slot], kept, 0, step, name=f"{name}.{slot}")
     return weight, state
@@ -193,6 +195,30 @@ def test_fp16_weights_work_too():
     assert abs(parameter.double().mean() - (1 - 2**-8)) < 4 * math.sqrt(16 / 4 / 1000) * 2**-11
 
 
+@pytest.mark.parametrize(("kind", "scalars"), [(torch.optim.NAdam, {"mu_product"}), (torch.optim.ASGD, {"eta", "mu"})])
+def test_an_optimizers_own_scalars_keep_their_digits_also_beside_a_parameter_without_dims(kind, scalars):
+    def stepped(optimizer, first, last):
+        parameter = optimizer.param_groups[0]["params"][0]
+        for _ in range(first, last):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        return {slot: optimizer.state[parameter][slot] for slot in scalars}
+
+    def made(shape):
+        module = nn.ParameterList([nn.Parameter(torch.ones(shape))])
+        return mixed(module, kind(module.parameters(), lr=0.01), "bf16-sr")[1]
+
+    for shape in ((), (1,)):
+        expected = stepped(kind([nn.Parameter(torch.ones(shape))], lr=0.01), 0, 40)
+        optimizer = made(shape)
+        stepped(optimizer, 0, 20)
+        again = made(shape)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for found in (stepped(optimizer, 20, 40), stepped(again, 20, 40)):
+            assert {value.dtype for value in found.values()} == {FP32}
+            assert found == expected
+
+
 def test_a_parameter_without_a_gradient_stays_and_has_no_state():
     parameters = named()
     optimizer = torch.optim.AdamW(parameters.values(), weight_decay=0.1)
@@ -212,7 +238,7 @@ def test_a_step_that_found_infinities_changes_nothing():
     stochastic_step_(optimizer, 2, StochasticStep())
     for name, parameter in parameters.items():
         assert same(parameter.detach(), weights[name])
-        assert same(optimizer.state[parameter]["exp_avg"], moments[name])
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], moments[name])
         assert optimizer.state[parameter]["step"] == 2
 
 

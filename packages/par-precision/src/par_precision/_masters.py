@@ -1,5 +1,6 @@
 """fp32 copies of a module's parameters, which the optimizer steps in their place."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,9 @@ class Pair:
 class Masters(Weights):
     """fp32 copies take the parameters' places in the optimizer, and carry their names and records.
 
+    Parameters of whole numbers, which nothing trains, have none, and keep their places. The parameters do not hold the
+    masters, which go with the optimizer.
+
     A master shows the gradient of its parameter, which still has the parameter's dtype: `gradients(optimizer)` finds
     it, and it takes no memory. It becomes fp32 when the optimizer steps, for a bucket of parameters at a time.
 
@@ -55,10 +59,11 @@ class Masters(Weights):
         self._pairs: list[Pair] = []
         names = {parameter: name for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
-            pairs = [_pair(parameter, ownership) for parameter in group["params"]]
-            group["param_names"] = [names[each.parameter] for each in pairs]
-            group["params"] = [each.master for each in pairs]
-            self._pairs += pairs
+            parameters = group["params"]
+            pairs = {each: _pair(each, ownership) for each in parameters if each.is_floating_point()}
+            group["param_names"] = [names[each] for each in parameters]
+            group["params"] = [pairs[each].master if each in pairs else each for each in parameters]
+            self._pairs += pairs.values()
         self._by_id = {id(each.parameter): each for each in self._pairs}
         self._buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
         self._alike = [_alike(each) for each in self._buckets]
@@ -66,7 +71,7 @@ class Masters(Weights):
     def watch(self) -> None:
         """Follows gradients, and what is written to the parameters from outside. After the module was cast."""
         for pair in self._pairs:
-            _on_gradient(pair.parameter, partial(self._arrived, pair))
+            _on_gradient(pair.parameter, partial(_arrived, weakref.ref(self), id(pair.parameter)))
             if self._accumulate:
                 set_gradient_elsewhere(pair.parameter, "the optimizer's fp32 master")
         on_written([pair.parameter for pair in self._pairs], _Refresh(self))
@@ -121,9 +126,14 @@ class Masters(Weights):
         _copy_([pair.master for pair in pairs], [local_part(pair.parameter) for pair in pairs])
 
     @torch.no_grad()
-    def _arrived(self, pair: Pair, parameter: Tensor) -> None:
-        """After a backward pass. What must be brought into place first, by communication, waits for the step."""
-        if self._accumulate or is_in_place(parameter):
+    def arrived(self, number: int) -> None:
+        """Takes the gradient of a backward pass. What communication must bring into place first waits for the step.
+
+        Args:
+            number: The `id` of the parameter.
+        """
+        pair = self._by_id[number]
+        if self._accumulate or is_in_place(pair.parameter):
             self._take(pair)
 
     def _take(self, pair: Pair) -> None:
@@ -142,15 +152,16 @@ class _Refresh:
     """What is called when parameters were written. A module that is pickled leaves the masters behind.
 
     Args:
-        masters: Of the parameters; None: of a module that was loaded.
+        masters: Of the parameters, which are not kept alive; None: of a module that was loaded.
     """
 
     def __init__(self, masters: Masters | None = None) -> None:
-        self._masters = masters
+        self._masters = None if masters is None else weakref.ref(masters)
 
     def __call__(self, written: Sequence[Tensor]) -> None:
-        if self._masters is not None:
-            self._masters.refresh(written)
+        masters = None if self._masters is None else self._masters()
+        if masters is not None:
+            masters.refresh(written)
 
     def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
         return _Refresh, ()
@@ -165,6 +176,13 @@ def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
     counted = ownership.of(parameter)
     kind = repr((master.shape, master.stride(), master.device, counted is EVERYTHING))
     return Pair(parameter=parameter, master=master, counted=counted, kind=kind)
+
+
+def _arrived(masters: "weakref.ref[Masters]", number: int, parameter: Tensor) -> None:  # noqa: ARG001
+    """A parameter's hook. Python's collector does not look into hooks, so what one holds would never be freed."""
+    alive = masters()
+    if alive is not None:
+        alive.arrived(number)
 
 
 def _on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:

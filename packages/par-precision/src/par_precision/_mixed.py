@@ -146,6 +146,8 @@ def _prepared(
             module, optimizer, ownership, accumulate=options.accumulate_fp32, bucket=options.bucket
         )  # of the numbers before they are rounded
         for parameter, master in zip(held, tensors_in(optimizer), strict=True):
+            if master is parameter:
+                continue
             parameter.__dict__[ATTRIBUTE] = id(parameter)  # a saved or copied one has another
             if parameter in optimizer.state:  # Adagrad's constructor fills it
                 state = optimizer.state.pop(parameter)

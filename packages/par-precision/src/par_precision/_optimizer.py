@@ -250,8 +250,10 @@ class MixedOptimizer(Optimizer):
         """Steps the user's optimizer, which divides gradients itself if it can, and skips if it is told `found_inf`."""
         factor = self._factor(step.grad_norm, divisor)
         in_kernels = self._fused() and self._clip.value is None
-        change = Change() if in_kernels else Change(factor=factor, limit=self._clip.value)
         grad_scale = factor.reciprocal().float() if in_kernels and factor is not None else None
+        if grad_scale is not None and self._reads_freely and not grad_scale.isfinite():  # kernels would divide to zero
+            in_kernels, grad_scale = False, None
+        change = Change() if in_kernels else Change(factor=factor, limit=self._clip.value)
         try:
             if self._fused():
                 self.inner.grad_scale = grad_scale  # type: ignore[attr-defined]  # as torch's GradScaler does

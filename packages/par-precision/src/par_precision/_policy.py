@@ -73,7 +73,8 @@ class Policy:
 class _Here(threading.local):
     """Whether a thread is inside a policy. A copy begins outside."""
 
-    inside = False
+    def __init__(self) -> None:  # in every thread; what a class alone has, torch.compile takes for absent
+        self.inside = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Here, ()

@@ -61,7 +61,7 @@ def stochastic_step_(
 
     Per parameter, Adam takes 2 bytes of weight, 2 of gradient, and 4 or 8 of moments. fp32 parameters among them step
     as ever. The optimizer's hooks run once, as around its own `step`; a fused optimizer's `found_inf` is obeyed.
-    Between steps its state has the parameters as keys and moments in the stated dtype.
+    Between steps its state has the parameters as keys and moments in the stated dtype, fp32 if they have no dims.
 
     Args:
         optimizer: Any that keeps its state by parameter and steps each parameter alone; not LBFGS.
@@ -168,7 +168,9 @@ class _StandIn:
         state = dict(self._optimizer.state.get(self.tensor, {}))
         if self._copied:
             round_segments_(self._held.parameter, self.tensor.detach(), self._held.segments, options.seed, step)
-            for slot, value in self._moments(state).items() if options.moments != torch.float32 else ():
+            # without dims a moment looks like a scalar of the optimizer's own, and takes as little: both stay fp32
+            rounded = options.moments != torch.float32 and self.tensor.dim() > 0
+            for slot, value in self._moments(state).items() if rounded else ():
                 target = self._state.get(slot)
                 if target is None or target.dtype != options.moments:
                     target = torch.empty_like(value, dtype=options.moments)
