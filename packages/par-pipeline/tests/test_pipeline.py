@@ -1,5 +1,7 @@
 """Every schedule's step is the serial one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from par_pipeline import (
     Action,
     Microbatches,
     Pipeline,
+    PipelineError,
     Schedule,
     gpipe,
     interleaved,
@@ -546,3 +549,106 @@ def test_the_timeline_of_a_step_has_every_action_on_one_clock():
         assert starts[Action("F", 1, microbatch)] > starts[Action("F", 0, microbatch)] - 0.01
         assert starts[Action("I", 0, microbatch)] > ends[Action("F", 1, microbatch)] - 0.01
     assert timeline.makespan == pytest.approx(max(ends.values()))
+
+
+class TakesGradients(nn.Module):
+    """Gives a gradient of what its layer gives, as forces are one of an energy."""
+
+    def __init__(self, create_graph):
+        super().__init__()
+        self.inner, self.create_graph = nn.Linear(5, 5).double(), create_graph
+
+    def forward(self, x):
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        y = self.inner(x).tanh()
+        return y + torch.autograd.grad(y.square().sum(), x, create_graph=self.create_graph, retain_graph=True)[0]
+
+
+@for_each(create_graph=[False, True])
+@pytest.mark.ranks(2)
+def test_a_stage_that_takes_gradients_itself_runs_whole_backwards_and_is_refused_for_split_ones(create_graph):
+    def make(number):
+        torch.manual_seed(number)
+        return TakesGradients(create_graph)
+
+    check(one_f_one_b(2, 4), make, [data(9)])
+    schedule = SCHEDULES["zb_h1"](2, 4)
+    x, y = data(9)
+    with pytest.raises(PipelineError, match=r"a stage takes gradients itself, .* use a schedule with whole backwards"):
+        pipeline(stages_of(schedule, make), schedule).step(x, target=y)
+
+
+@for_each(name=SOME)
+@pytest.mark.ranks(2)
+def test_complex_layers_have_their_gradients_too(name):
+    def loss_fn(output, target):
+        return (output - target).abs().square().mean()
+
+    def make(number):
+        torch.manual_seed(number)
+        convolution = nn.Conv1d(1, 1, 3, padding=1, dtype=torch.complex128)
+        linear = nn.Linear(5, 5, dtype=torch.complex128)
+        return nn.Sequential(nn.Unflatten(1, (1, 5)), convolution, nn.Flatten(), linear)
+
+    schedule = SCHEDULES[name](2, 3)
+    stages = stages_of(schedule, make)
+    reference = copied(stages)
+    batch = [each.to(torch.complex128) * (1 + 2j) for each in data(9)]
+    pipeline(stages, schedule, loss_fn=loss_fn).step(batch[0], target=batch[1])
+    serial(reference, *(each.tensor_split(3) for each in batch), loss_fn=loss_fn)
+    assert_gradients(stages, reference, schedule, exact=False)
+
+
+class Replaces(nn.Module):
+    """Replaces a parameter in its forward, as codebooks that are averages do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 5).double()
+        self.codes = nn.Parameter(torch.zeros(5, dtype=torch.float64), requires_grad=True)
+
+    def forward(self, x):
+        self.codes = nn.Parameter(self.codes.detach() + 0.1)
+        return self.inner(x)
+
+
+@for_each(name=SOME)
+@pytest.mark.ranks(2)
+def test_a_parameter_that_a_forward_replaces_stays_replaced(name):
+    schedule = SCHEDULES[name](2, 4)
+    stages = stages_of(schedule, lambda number: Replaces())
+    x, y = data(9)
+    pipeline(stages, schedule).step(x, target=y)
+    for each in mine(stages, schedule):
+        torch.testing.assert_close(each.codes.detach(), torch.full((5,), 0.4, dtype=torch.float64))
+
+
+class Hiding(nn.Module):
+    """Gives an object with a tensor in it."""
+
+    def forward(self, x):
+        return SimpleNamespace(logits=x)
+
+
+@pytest.mark.ranks(2)
+def test_outputs_that_hide_their_tensors_cannot_be_returned():
+    schedule = one_f_one_b(2, 4)
+    stages = stages_of(schedule)
+    stages[1] = nn.Sequential(stages[1], Hiding())
+    run = pipeline(stages, schedule, loss_fn=lambda output, target: mse(output.logits, target))
+    x, y = data(8)
+    run.step(x, target=y)
+    with pytest.raises(PipelineError, match="an object with a tensor in it"):
+        run.step(x, target=y, return_outputs=True)
+
+
+@for_each(name=["1f1b", "interleaved", "zb_h1"])
+@pytest.mark.ranks(2)
+def test_microbatches_of_other_sizes_that_the_loss_s_rank_cannot_weigh_are_refused(name):
+    schedule = SCHEDULES[name](2, 4)
+    run = pipeline(stages_of(schedule), schedule, loss_fn=lambda output: output.square().mean())
+    for rows in (8, 10):
+        x, _ = data(rows)
+        run.step(x)  # every rank sees how the batch is split
+    with pytest.raises(PipelineError, match="microbatch 2 has 2 rows and the first one 3"):
+        run.step(*([x] if run.is_first else []))

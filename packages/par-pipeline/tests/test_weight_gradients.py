@@ -74,6 +74,7 @@ def halves(module, batches, order):
         losses = [module(x).square().sum() for x in batches]
         for each in order:
             if each >= 0:
+                split.begin()
                 losses[each].backward()
                 split.keep(0, each)
                 assert all(stand_in.grad is None for stand_in, _ in split._pairs[0]) or not split._heard
@@ -106,6 +107,7 @@ def test_the_first_half_computes_no_weight_gradient_and_the_module_is_as_before_
     before = copy.deepcopy(list(module.state_dict()))
     split = SplitBackward({0: module})
     with split.active():
+        split.begin()
         module(torch.randn(4, 5, dtype=torch.float64)).square().sum().backward()
         split.keep(0, 0)
         held = split._later[0, 0]
@@ -152,6 +154,7 @@ def test_gradients_are_added_to_what_is_there_already_and_to_what_comes_in_betwe
     x, gain = torch.randn(4, 5, dtype=torch.float64), split[3].gain  # the gain of a stage that is not split, too
     splitting = SplitBackward({0: split})
     with splitting.active():
+        splitting.begin()
         split(x).square().sum().backward()
         splitting.keep(0, 0)
         gain.square().sum().backward()

@@ -134,7 +134,7 @@ def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device
         parts.append(part.reshape(-1).view(torch.uint8))
         gap = -spec.bytes % ALIGNMENT
         if gap:
-            parts.append(_zeros(gap).to(device))
+            parts.append(_zeros(gap, device))
     return parts
 
 
@@ -152,8 +152,8 @@ def _padded(data: bytes, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(data).ljust(aligned(len(data)), b"\0"), dtype=torch.uint8).to(device)
 
 
-def _zeros(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8)
+def _zeros(size: int, device: torch.device | None = None) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def _read(source: Tensor, start: int, size: int) -> bytes:

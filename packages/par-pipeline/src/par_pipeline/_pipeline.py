@@ -268,6 +268,7 @@ class Pipeline:
         if self.is_last and options.loss_fn is not None:
             if options.weight is not None and run.training and not run.feed.targets:
                 raise ValueError("weight counts what a target holds, but this step has none; give it target=")
+            run.alike = run.training and options.weight is None and not any(run.feed.rows)
             group = options.weight_group
             run.shares = shares(run.feed, options.weight, group, "cpu" if group is None else _device_of(group))
         run.execute()

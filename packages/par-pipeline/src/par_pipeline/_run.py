@@ -14,6 +14,7 @@ from ._clock import Clock
 from ._compile import Instruction, Message, Program
 from ._feed import Feed
 from ._gradient_sync import GradientSync
+from ._microbatches import rows_of
 from ._offload import Activations
 from ._stage import Gradients, Stage, arguments, border
 from ._structure import flatten, tensors_of
@@ -73,6 +74,7 @@ class Run:
         keep_outputs: Whether the last stage's outputs are kept.
         feed: The batch.
         shares: Of each microbatch in the loss; empty where the last stage is elsewhere.
+        alike: Whether they are equal because nothing is known of the microbatches' rows.
         action: The one under way.
         outputs: Of the last stage, by microbatch.
         losses: By microbatch.
@@ -85,6 +87,7 @@ class Run:
     keep_outputs: bool
     feed: Feed = field(default_factory=Feed)
     shares: list[float] = field(default_factory=list)
+    alike: bool = False
     action: Action | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -92,6 +95,7 @@ class Run:
     _local: dict[Message, Contents] = field(default_factory=dict)
     _as_forward: AbstractContextManager[object] = field(default_factory=nullcontext)
     _finals: set[int] = field(default_factory=set)
+    _rows: int | None = None
 
     def execute(self) -> None:
         """Runs all actions."""
@@ -160,9 +164,12 @@ class Run:
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
         """The loss, which is where the backward begins."""
         if self.keep_outputs:
+            flatten(output)  # refuses what hides tensors, which could not be joined
             self.outputs[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, output)
         if self.parts.loss_fn is None or not (self.training or self.feed.targets):
             return []
+        if self.alike:
+            self._check_rows(microbatch, output)
         if self.shares[microbatch] == 0:  # a mean over nothing is NaN, and so is its gradient
             loss = sum((each.sum() * 0 for each in tensors_of(output) if each.is_floating_point()), torch.zeros(()))
         else:
@@ -173,12 +180,23 @@ class Run:
         self.losses[microbatch] = loss.detach()
         return [loss]
 
+    def _check_rows(self, microbatch: int, output: Any) -> None:
+        """Raises unless they are as many as those of the first one."""
+        rows = rows_of(output)
+        if self._rows is None:
+            self._rows = rows
+        if rows != self._rows:
+            raise ValueError(
+                f"microbatch {microbatch} has {rows} rows and the first one {self._rows}, which the rank with the loss "
+                "learns too late to weigh them; give it the inputs or the target as well, or a batch that divides"
+            )
+
     def loss(self) -> Tensor | None:
         """Of the batch, where the last stage is."""
         if not self.losses:
             return None
         losses = torch.stack([self.losses[i].reshape(()) for i in range(len(self.losses))])
-        return (losses * torch.tensor(self.shares, dtype=torch.float64).to(losses)).sum()
+        return (losses * torch.tensor(self.shares, dtype=torch.float64).to(losses, non_blocking=True)).sum()
 
     # Backward
 
@@ -192,6 +210,7 @@ class Run:
                 self._whole_backward(instruction, self._gradients(instruction, taken), final)
             return
         if op != WEIGHT_GRAD:
+            split.begin()
             self._give_back(instruction, stage.backward(microbatch, self._gradients(instruction, taken)))
             split.keep(number, microbatch)
         if op != INPUT_GRAD:

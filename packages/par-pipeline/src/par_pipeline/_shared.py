@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import Box, Sharding, agree, gradients, set_sharding, sharding_of, whole, written_
+from par_groups import Box, Sharding, agree, backend_of, gradients, set_sharding, sharding_of, whole, written_
 
 
 class Shared:
@@ -82,7 +82,7 @@ class Shared:
                 continue
             parts = [view.reshape(-1) for _, view in each]
             if self._optimizer is None:
-                parts.append(parts[0].new_tensor([float(id(parameter) not in absent)]))  # whether anybody used it
+                parts.append(parts[0].new_full((1,), float(id(parameter) not in absent)))  # whether anybody used it
             total = torch.stack(self._exchanged(torch.cat(parts))).sum(0)
             sums = total.split([len(part) for part in parts])
             for (_, view), part in zip(each, sums, strict=False):
@@ -139,17 +139,25 @@ class Shared:
             written_([parameter])
 
     def _exchanged(self, mine: Tensor) -> list[Tensor]:
-        """The tensor of every holder; sent from each to each, point to point."""
-        rank = dist.get_rank(self._group)
+        """The tensor of every holder; sent from each to each, point to point.
+
+        Pair by pair, the lower rank first: NCCL has a communicator for each pair, which does one thing after another. A
+        batch of them would be one of the whole group, which other ranks take no part in.
+        """
+        rank, device = dist.get_rank(self._group), mine.device
+        if backend_of(self._group, device.type) == "gloo":  # it sends from the CPU alone
+            mine = mine.cpu()
         every = [mine if holder == rank else torch.empty_like(mine) for holder in self._holders]
-        operations = []
+        works: list[Any] = []
         for holder, theirs in zip(self._holders, every, strict=True):
-            if holder != rank:
-                operations.append(dist.P2POp(dist.isend, mine, group=self._group, group_peer=holder))
-                operations.append(dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=holder))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
+            if holder == rank:
+                continue
+            acts = [(dist.isend, mine, "group_dst"), (dist.irecv, theirs, "group_src")]
+            for act, tensor, peer in acts if rank < holder else reversed(acts):
+                works.append(act(tensor, group=self._group, **{peer: holder}))
+        for work in works:
             work.wait()
-        return every
+        return [each.to(device) for each in every]
 
     def _told(self, mine: Any) -> list[Any]:
         """What each rank of the group says."""

@@ -61,7 +61,7 @@ class SplitBackward:
         self.stages = frozenset(modules)
         self._modules = modules
         self._later: dict[tuple[int, int], Later] = {}  # by stage and microbatch
-        self._products: list[WeightGradient] = []
+        self._products: list[WeightGradient] | None = None  # of the pass under way
         self._pairs: dict[int, list[tuple[Tensor, nn.Parameter]]] = {}  # by stage: stand-ins and parameters
         self._heard = False
 
@@ -77,7 +77,7 @@ class SplitBackward:
                 each()
             self._pairs.clear()
             self._later.clear()
-            self._products = []
+            self._products = None
 
     def _replace(self, undo: list[Callable[[], object]]) -> None:
         stand_ins = {
@@ -102,7 +102,7 @@ class SplitBackward:
         replaced = {name: parameter for name, parameter in own.items() if parameter in stand_ins}
         for name, parameter in replaced.items():
             own[name] = stand_ins[parameter]
-            undo.append(partial(own.__setitem__, name, parameter))
+            undo.append(partial(_put_back, own, name, stand_ins[parameter], parameter))
         if "weight" not in replaced:
             return
         if hasattr(module, "weight_grad_hook"):
@@ -116,7 +116,16 @@ class SplitBackward:
             undo.append(lambda: _restore(module, "forward", None))
 
     def _put_off(self, product: WeightGradient) -> None:
+        if self._products is None or torch.is_grad_enabled():
+            raise RuntimeError(
+                "a stage takes gradients itself, such as with torch.autograd.grad, through a layer whose weight's "
+                "gradient is put off, so that it would be wrong; use a schedule with whole backwards, such as '1f1b'"
+            )
         self._products.append(product)
+
+    def begin(self) -> None:
+        """Before the first half of a backward."""
+        self._products = []
 
     def keep(self, stage: int, microbatch: int) -> None:
         """After the first half of a backward."""
@@ -125,8 +134,8 @@ class SplitBackward:
             kept = [(each, each.grad) for each, _ in self._pairs[stage] if each.grad is not None]
             for stand_in, _ in kept:
                 stand_in.grad = None
-        self._later[stage, microbatch] = Later(self._products, kept)
-        self._products = []
+        self._later[stage, microbatch] = Later(self._products or [], kept)
+        self._products = None
 
     def ends(self, stage: int) -> list[Tensor]:
         """Tensors that every parameter of a stage leads to."""
@@ -206,6 +215,12 @@ def _add_in_place(product: WeightGradient) -> bool:
     left, right = product.operands
     total.addmm_(left.t(), right)
     return True
+
+
+def _put_back(own: dict[str, Any], name: str, stand_in: Tensor, parameter: nn.Parameter) -> None:
+    """Unless the module has replaced it meanwhile."""
+    if own.get(name) is stand_in:
+        own[name] = parameter
 
 
 def _restore(module: nn.Module, name: str, before: object) -> None:

@@ -28,6 +28,7 @@ from ._structure import Signature, flatten
 Contents = tuple[Signature, list[Tensor]]
 
 NOTHING = flatten(())[1]
+_FOR_KERNELS = timedelta(minutes=30)  # NCCL counts from when it was asked, and kernels before it take their time
 
 
 class Lanes(NamedTuple):
@@ -68,7 +69,7 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
     if device.type == "cpu":
         return Lanes(up, down, up, down)  # gloo tells messages apart by their tags, too
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = max(timeout, _FOR_KERNELS)
     return Lanes(up, down, *(make(dist.ProcessGroupNCCL, name, options) for name in ("up_second", "down_second")))
 
 
@@ -102,6 +103,9 @@ class Wire:
         """Makes new connections: what was under way is forgotten. Collective over the group."""
         dist.barrier(group=self._group)  # the old ones stay until everybody has heard of the failure
         self._channels = {}
+        if self._device.type != "cpu":
+            self._lanes.up_second.abort()
+            self._lanes.down_second.abort()
         self._lanes = make_lanes(self._group, self._device, self._timeout)
 
     def begin(self, program: Program) -> None:
