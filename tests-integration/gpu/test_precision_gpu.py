@@ -1,5 +1,6 @@
 """par-precision on a GPU: the same numbers as on the CPU, and no waiting for the host."""
 
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -24,8 +25,10 @@ def no_syncs():
     """Whoever makes the host wait raises."""
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_groups import launch
+from par_groups import _launch, launch
 
 
 @pytest.mark.ranks(2, init=False)
@@ -58,6 +58,18 @@ def test_a_running_world_is_joined_and_left_running():
         assert environment.rank == dist.get_rank()
         assert environment.device == torch.device("cpu")
     assert dist.is_initialized()
+
+
+@pytest.mark.ranks(1)
+def test_the_device_of_a_running_world_is_the_bound_one_or_the_chosen_one_or_that_of_the_local_rank(monkeypatch):
+    monkeypatch.setattr(_launch, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    for current, local_rank, expected in ((0, "3", 3), (2, "3", 2), (0, "4", 0), (0, None, 0), (1, None, 1)):
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda current=current: current)
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if local_rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert _launch._running_device() == torch.device("cuda", expected)
 
 
 @pytest.mark.ranks(1, init=False)

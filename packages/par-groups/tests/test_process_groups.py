@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from par_groups import Channels, ProcessGroups, Split, Topology, register_mode
+from par_groups import Channels, ProcessGroups, Split, Topology, _process_groups, register_mode
 
 
 @register_mode("ladder_of_live_groups")
@@ -199,3 +199,12 @@ def test_one_rank_of_a_huge_fake_world_makes_its_own_groups_only():
     assert float(seconds) < 2
     assert int(size) == 800
     assert int(live) == 1 + 7 + 2  # the world; data to weight without those of size 1, tensor, model; two declared
+
+
+@pytest.mark.ranks(2)
+def test_groups_are_split_by_name_only_where_all_ranks_have_made_as_many():
+    cpu = torch.device("cpu")
+    assert _process_groups._are_names_alike(cpu)
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    assert not _process_groups._are_names_alike(cpu)

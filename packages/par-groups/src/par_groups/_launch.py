@@ -199,14 +199,27 @@ def _running(device: str | torch.device | None) -> Environment:
     """The environment of a world that somebody else started."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     backend = str(dist.get_backend_config())
-    cpu = device is None and not set(backend.replace(":", ",").split(",")) & {"nccl", "xccl", "hccl"}
+    on_cpu = device is None and not set(backend.replace(":", ",").split(",")) & {"nccl", "xccl", "hccl"}
+    chosen = torch.device("cpu") if on_cpu else _device(device, local_rank) if device is not None else _running_device()
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen)
     return Environment(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         local_rank=local_rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        device=torch.device("cpu") if cpu else _device(device, local_rank),
+        device=chosen,
         backend=backend,
         launcher="running",
         started=False,
     )
+
+
+def _running_device() -> torch.device:
+    """The accelerator that a world is bound to; else the one that was chosen; else that of the local rank."""
+    world = dist.group.WORLD
+    if world is not None and world.bound_device_id is not None:
+        return world.bound_device_id
+    current, local_rank = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK", "0"))
+    one_of_several = current == 0 and local_rank < torch.accelerator.device_count()
+    return torch.device(accelerator_type() or "cpu", local_rank if one_of_several else current)

@@ -172,7 +172,7 @@ class ProcessGroups:
 
     def destroy(self) -> None:
         """Ends every communicator made here; the default group stays. A second call does nothing."""
-        live = [*self._groups.values(), *(group for each in self._channels.values() for group in each)]
+        live = self._live()
         self._groups.clear()
         self._channels.clear()
         for group in live:
@@ -187,11 +187,22 @@ class ProcessGroups:
     ) -> None:
         self.destroy()
 
+    def _live(self) -> list[dist.ProcessGroup]:
+        """Every communicator, in the order in which all ranks have made theirs."""
+        return [*self._groups.values(), *(group for each in self._channels.values() for group in each)]
+
     # Making groups
 
     def _meet(self) -> None:
-        """Waits until every rank has connected all its groups: destroyed earlier, one would be closed half-made."""
-        dist.all_reduce(torch.zeros(1, device=self.device))  # over the world
+        """Waits until every rank has connected all its groups: destroyed earlier, one would be closed half-made.
+
+        NCCL connects a group when it is first used, and a batch of sends that only some of its ranks take part in must
+        not be the first use; so each is used once here.
+        """
+        number = torch.zeros(1, device=self.device)
+        for group in self._live() if self.device.type != "cpu" else ():
+            dist.all_reduce(number, group=group)
+        dist.all_reduce(number)  # over the world
 
     def _declare(self, each: Axes | Channels) -> None:
         if not isinstance(each, Channels):
@@ -216,7 +227,7 @@ class ProcessGroups:
         mine = self.topology.group(axes, self.global_rank)
         if dist.get_backend() == "fake":  # it meets nobody, so the other groups need not be made here
             return _checked(dist.new_group(list(mine), self._timeout, self._backend), mine)
-        if self._backend is None and _can_split(self.device):
+        if self._backend is None and _can_split(self.device) and _are_names_alike(self.device):
             every = [list(group) for group in self.topology.groups(axes)]
             split = dist.split_group(split_ranks=every, timeout=self._timeout, group_desc=_label(axes))
             return _checked(split, mine)
@@ -287,6 +298,14 @@ def _can_split(device: torch.device) -> bool:
     if world is None or device.type == "cpu" or world.bound_device_id is None:
         return False
     return bool(world._get_backend(device).supports_splitting)
+
+
+def _are_names_alike(device: torch.device) -> bool:
+    """Whether every rank has as many groups, which is what a split group's name is made of; ranks meet by the name."""
+    count = len(dist.distributed_c10d._world.pg_names)
+    both = torch.tensor([count, -count], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)  # over the world
+    return bool(both.sum() == 0)
 
 
 def _checked(group: object, ranks: Sequence[int]) -> dist.ProcessGroup:

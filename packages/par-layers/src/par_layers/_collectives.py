@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from par_groups import backend_of
+
 _ops: Any = torch.ops._c10d_functional
 
 # Asynchronous: started here, complete after `finish`.
@@ -212,14 +214,17 @@ def swap(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
     """Sends a tensor to the group's rank `partner`, and returns what that one sent."""
     if partner == dist.get_rank(group):
         return x
-    mine, theirs = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    mine = x.contiguous()
+    if not x.is_cpu and backend_of(group, x.device.type) == "gloo":  # it sends from the CPU alone
+        mine = mine.cpu()
+    theirs = torch.empty_like(mine)
     peer = dist.get_global_rank(group, partner)
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
     )
     for work in works:
         work.wait()
-    return theirs
+    return theirs.to(x.device)
 
 
 def _check_divides(x: Tensor, group: dist.ProcessGroup, dim: int) -> None:
