@@ -102,7 +102,7 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """What needs a GPU. Without nox: `pytest tests-integration/gpu` where the packages are installed."""
+    """What needs a GPU. Without nox: `pytest tests-integration/gpu`, with tools/par-testing installed, too."""
     install_workspace(session, "test")
     session.run("pytest", "tests-integration/gpu", *session.posargs)
 

@@ -1,0 +1,86 @@
+"""par-pipeline on a GPU: the gradients of one device; the host does not wait, and times are the GPU's."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import launch
+from par_pipeline import Offload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
+from par_pipeline._message import Header, encode, promised
+from par_pipeline._structure import flatten
+from par_testing import for_each
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+
+def stage(number):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(15, 123), nn.GELU(), nn.Linear(123, 15)).double().to("cuda")
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(17, 15, generator=generator, dtype=torch.float64).to("cuda") for _ in range(2))
+
+
+def mse(output, target):
+    return (output - target).square().mean()
+
+
+def check(schedule, **options):
+    stages = [stage(number) for number in range(schedule.stages)]
+    reference = copy.deepcopy(stages)
+    x, y = data()
+    mine = [stages[number] for number in schedule.stage_of(dist.get_rank())]
+    run = Pipeline(mine, schedule, dist.group.WORLD, loss_fn=mse, timeout=60, **options)
+    for _ in range(2):
+        run.step(x, target=y)
+        mse(nn.Sequential(*reference)(x), y).backward()
+    for number in schedule.stage_of(dist.get_rank()):
+        for one, other in zip(stages[number].parameters(), reference[number].parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
+    return run
+
+
+@pytest.mark.parametrize("resident", [None, 0])
+def test_one_gpu_runs_all_stages_of_a_v(resident):
+    with launch(timeout=60):
+        offload = None if resident is None else Offload(resident=resident)
+        timeline = check(zb_v(1, 4), offload=offload).timeline()
+        assert timeline.makespan >= timeline.busy(0) > 0
+        assert [timeline.peak(0)] == [simulate(zb_v(1, 4)).peak(0)]
+
+
+def test_messages_keep_their_header_on_the_cpu_and_their_tensors_on_the_gpu():
+    value = (torch.arange(15.0, device="cuda"), None, torch.ones(3, 5, dtype=torch.bfloat16, device="cuda"))
+    tensors, signature = flatten(value)
+    device = torch.device("cuda")
+    for expected in (None, signature):
+        header, body = encode(signature, tensors, expected, device)
+        assert (header.device.type, len(header)) == ("cpu", promised(expected, device))
+        assert (body.device.type, len(body)) == ("cuda", Header(header).second)
+        found, parts = Header(header).decode(body, expected)
+        assert found == signature
+        assert all(torch.equal(one, other) for one, other in zip(parts, tensors, strict=True))
+
+
+@for_each(make=[one_f_one_b, zb_h1, zb_v])
+@pytest.mark.ranks(2, timeout=120)
+def test_two_ranks_may_share_a_gpu_over_gloo(make):
+    check(make(2, 4))
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_shared_parameters_of_a_gpu_have_the_sum_of_their_gradients_over_gloo():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    module = nn.Linear(15, 15, bias=False).to("cuda")
+    shared = Shared({"weight": module.weight}, group)
+    module.weight.grad = torch.full_like(module.weight, rank + 1.0)
+    shared.handle_gradient()
+    assert module.weight.grad.unique().tolist() == [3.0]
