@@ -1,4 +1,4 @@
-"""par-zero on a GPU: the weights of training without it, over NCCL alone, and over gloo with another rank on that GPU."""
+"""par-zero on a GPU: the weights of training without it, over NCCL alone, and over gloo with two ranks on that GPU."""
 
 import copy
 

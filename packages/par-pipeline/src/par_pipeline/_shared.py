@@ -145,7 +145,7 @@ class Shared:
         batch of them would be one of the whole group, which other ranks take no part in.
         """
         rank, device = dist.get_rank(self._group), mine.device
-        if backend_of(self._group, device.type) == "gloo":  # it sends from the CPU alone
+        if not mine.is_cpu and backend_of(self._group, device.type) == "gloo":  # it sends from the CPU alone
             mine = mine.cpu()
         every = [mine if holder == rank else torch.empty_like(mine) for holder in self._holders]
         works: list[Any] = []
