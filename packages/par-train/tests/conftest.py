@@ -80,6 +80,12 @@ class Command:
     def train(self, output, *arguments, **variables):
         return self.start("run", "--data.folder=text", f"--output={output}", *SMALL, *arguments, **variables)
 
+    def train_after(self, code, output, *arguments, **variables):
+        """As `train`, in a Python that runs some code first."""
+        command = f"{code}; import runpy; runpy.run_module('par_train', run_name='__main__', alter_sys=True)"
+        flags = ["run", "--data.folder=text", f"--output={output}", *SMALL, *arguments]
+        return self.start_python("-c", command, *flags, **variables)
+
     def torchrun(self, output, *arguments, **variables):
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone", "--max-restarts=1"]
         flags = ["run", "--data.folder=text", f"--output={output}", *SMALL, *arguments]

@@ -93,7 +93,7 @@ def test_going_on_with_another_run_is_refused(saved, options, text, message):
     path, _, _, state = saved
     check_continues(path, OPTIONS, state, "digest")
     check_continues(path, replace(OPTIONS, precision="bf16-amp"), state, "digest")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"{message}.* or start anew with --overwrite, and without --resume$"):
         check_continues(path, options, state, text)
 
 
@@ -102,5 +102,5 @@ def test_a_broken_training_state_is_named(saved, data):
     path, *_ = saved
     file = path / "par_checkpoint.json"
     file.write_bytes(data) if data is not None else file.unlink()
-    with pytest.raises(UserError, match=r"is no checkpoint of a run"):
+    with pytest.raises(UserError, match=r"is no checkpoint of a run: .* with --overwrite, and without --resume$"):
         find_state(path)

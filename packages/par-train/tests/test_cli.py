@@ -70,6 +70,7 @@ def folder(tmp_path):
         (["--output=broken.toml/below"], ["cannot write to the output folder 'broken.toml/below'"]),
         (["--output=/proc/nothing"], ["cannot write to the output folder '/proc/nothing'"]),
         (["--output=old"], ["'old' holds a run already", "--resume auto", "--overwrite"]),
+        (["--resume=auto", "--overwrite"], ["resume auto goes on, overwrite starts anew; give one"]),
     ],
 )
 def test_mistakes(folder, flags, words):
@@ -114,6 +115,27 @@ def test_a_world_that_the_config_does_not_divide(capsys, flags, words):
     assert said.out == ""
     assert said.err.count("\n") == 1
     assert all(word in said.err for word in words), said.err
+
+
+INTERRUPTED = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, path, target=None):
+        if name == "par_train._config":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+from par_train.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=60, env={}
+    )
+    assert (done.returncode, done.stderr) == (130, "par-train: SIGINT: stopped before training began\n")
 
 
 def test_no_command():

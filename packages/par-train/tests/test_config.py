@@ -159,6 +159,7 @@ def test_parallel_is_a_free_dict(flags, parallel):
         ({"resume": "yes"}, ["resume", "'yes'", "'no' or 'auto'"]),
         ({"ranks": "some"}, ["ranks", "'some'", "a whole number or 'auto'"]),
         ({"ranks": "0"}, ["ranks", "at least 1"]),
+        ({"train.clip_norm": "0"}, ["train.clip_norm is 0.0; it must be at least 1e-12 and finite"]),
         ({"gradient_handlers": "Mine"}, ["gradient_handlers is 'Mine'", "a list of tables with a type"]),
     ],
 )
@@ -166,6 +167,11 @@ def test_wrong_flags_name_key_value_and_rule(flags, words):
     with pytest.raises(UserError) as caught:
         load_options(None, flags)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_whole_number_is_not_told_to_be_finite():
+    with pytest.raises(UserError, match=r"^train\.steps is 0; it must be at least 1$"):
+        load_options(None, {"train.steps": "0"})
 
 
 @pytest.mark.parametrize(

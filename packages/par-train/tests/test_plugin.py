@@ -75,7 +75,7 @@ def test_unsupported_devices_and_precisions_are_named():
     [
         ("no_such_module:Mine", "cannot be imported: .*no_such_module"),
         ("par_train:Nothing", "cannot be imported: .*Nothing"),
-        ("unknown", "no plugin is called 'unknown'"),
+        ("unknown", "no plugin is called 'unknown'; known: none; give 'module:Class'"),
         (Plugin(), "has no name"),
     ],
 )

@@ -4,6 +4,8 @@ Over three ranks: a sum of two is the same in every order, and an even split of 
 """
 
 import json
+import os
+import pty
 import random
 import re
 import resource
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import par_train
-from par_checkpoint import verify
+from par_checkpoint import inspect, verify
 
 LOSS_TOLERANCE = 1e-5  # relative; float32 sums of 96 losses, and of gradients, in another order
 
@@ -95,11 +97,32 @@ def test_sigterm_saves_and_resume_is_exact(command, reference, ranks_of):
     assert [{key: line.get(key) for key in exact} for line in read_lines(folder)] == expected
 
 
+def assert_ended_by_sigkill(done, rank):
+    """One of the others says that it lost a connection, the launcher says why."""
+    words = [line for line in done.stderr.splitlines() if not line.startswith("step ")]
+    assert len(words) == 2, done.stderr
+    assert re.fullmatch(r"par-train: rank \d lost its connection to another rank", words[0])
+    assert words[1] == f"par-train: rank {rank} was ended by SIGKILL"
+
+
+def test_a_killed_rank_is_named(command, ranks_of):
+    process = command.train("headless", TEST_SLEEP="0.1")
+    command.wait_for_steps("headless", 3)
+    victim = max(ranks_of(process.pid))
+    environment = Path(f"/proc/{victim}/environ").read_bytes().split(b"\0")
+    os.kill(victim, signal.SIGKILL)
+    done = command.finish(process)
+    assert done.returncode == 1
+    rank = next(int(each.removeprefix(b"RANK=")) for each in environment if each.startswith(b"RANK="))
+    assert_ended_by_sigkill(done, rank)
+
+
 def test_killed_in_the_middle_of_a_save(command, reference, ranks_of):
     """Rank 0 is killed when everything of the second save is written, and training goes on from the first."""
     process = command.train("cut-off", "--train.checkpoint_every=4", TEST_KILL_SAVE="2")
     done = command.finish(process)
     assert done.returncode == 1
+    assert_ended_by_sigkill(done, 0)
     assert_no_ranks(ranks_of, process.pid, within=20)
     folder = command.folder / "cut-off"
     assert any(path.name.startswith(".checkpoint.tmp-") for path in folder.iterdir())
@@ -142,6 +165,35 @@ def test_ctrl_c_saves_and_one_rank_goes_on(command, reference, ranks_of):
     again = command.finish(command.train("interrupted", "--resume=auto", "--ranks=1"))
     assert again.returncode == 0, again.stderr
     assert_losses_of_the_reference(command, "interrupted", reference)
+
+
+def test_a_closed_terminal_saves(command, ranks_of):
+    """All that is printed from then on fails, which must not matter."""
+    mine, terminal = pty.openpty()
+    move = f"import os; os.login_tty(os.open({os.ttyname(terminal)!r}, os.O_RDWR))"
+    process = command.train_after(move, "hung-up", TEST_SLEEP="0.1")
+    command.wait_for_steps("hung-up", 3)
+    os.close(terminal)
+    os.close(mine)
+    done = command.finish(process)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_no_ranks(ranks_of, process.pid)
+    folder = command.folder / "hung-up"
+    steps = len(read_lines(folder))
+    assert 3 <= steps < 40
+    assert inspect(folder / "checkpoint").step == steps
+    assert (folder / "loss.png").exists()
+
+
+def test_an_ignored_hang_up_is_ignored(command, ranks_of):
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    process = command.train_after(nohup, "nohup", "--train.steps=8", TEST_SLEEP="0.1")
+    command.wait_for_steps("nohup", 2)
+    for each in (process.pid, *ranks_of(process.pid)):
+        os.kill(each, signal.SIGHUP)
+    done = command.finish(process)
+    assert done.returncode == 0, done.stderr
+    assert len(read_lines(command.folder / "nohup")) == 8
 
 
 def assert_losses_of_the_reference(command, name, reference):
@@ -213,6 +265,21 @@ def test_a_model_that_a_mode_cannot_cut_is_one_line(command):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_precision_that_the_device_lacks_is_one_line(command):
+    done = command.finish(command.train("lacking", "--precision=tf32"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("par-train: error: 'tf32' needs the TF32 units of an NVIDIA GPU"), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_loss_that_is_not_finite_is_one_line(command):
+    done = command.finish(command.train("infinite", "--train.learning_rate=1e20", "--train.warmup_steps=0"))
+    assert done.returncode == 1
+    words = [line for line in done.stderr.splitlines() if not line.startswith("step ")]
+    assert len(words) == 1, done.stderr
+    assert re.match(r"par-train: error: the loss became (nan|inf) at step \d+; lower train\.learning_rate", words[0])
+
+
 def test_a_rank_that_fails_ends_the_job(command, ranks_of):
     process = command.train("failed", TEST_FAILING_RANK="1")
     done = command.finish(process)
@@ -231,6 +298,20 @@ def test_a_killed_launcher_leaves_no_ranks(command, ranks_of):
     assert_no_ranks(ranks_of, process.pid, within=20)
     command.finish(process)
     assert par_train.load_model(command.folder / "killed" / "checkpoint")
+
+
+def test_a_launcher_that_is_killed_at_the_start_leaves_no_ranks(command, ranks_of):
+    """There is nothing to save yet, and so nothing to wait for."""
+    process = command.train("unborn", TEST_SLEEP="50")
+    deadline = time.monotonic() + 20
+    while len(ranks_of(process.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(2)  # so that they can look whose children they are
+    process.kill()
+    process.wait(timeout=10)
+    assert_no_ranks(ranks_of, process.pid, within=10)
+    done = command.finish(process)
+    assert done.stderr == "par-train: the launcher is gone; stopped before training began\n"
 
 
 def test_a_killed_torchrun_leaves_no_ranks(command):

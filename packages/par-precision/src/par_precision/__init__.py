@@ -5,7 +5,7 @@ from ._float8 import Float8Linear, convert_to_float8_
 from ._mixed import MixedOptions, mixed
 from ._norm import grad_norm
 from ._optimizer import MixedOptimizer, Step
-from ._precisions import Precision, precision_of
+from ._precisions import Precision, check_device, precision_of
 from ._rounding import stochastic_round_
 from ._scale import DynamicScale
 
@@ -18,6 +18,7 @@ __all__ = [
     "MixedOptions",
     "Precision",
     "Step",
+    "check_device",
     "clip_grad_norm_",
     "clip_grad_value_",
     "convert_to_float8_",

@@ -79,7 +79,11 @@ def lack(name: str, device: str, capability: tuple[int, int]) -> str | None:
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Raises unless a device can work in a precision.
+    """Raises unless a device can work in a precision. `mixed` does the same.
+
+    Args:
+        name: Of the precision.
+        device: Where the module is.
 
     Raises:
         RuntimeError: What it lacks, and what to use.

@@ -25,6 +25,7 @@ from ._gpt import GPT
 from ._options import Options
 
 _FORMAT = 3
+_START_ANEW = "start anew with --overwrite, and without --resume"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def load_state(path: Path) -> TrainingState:
     except (CheckpointError, OSError, TypeError) as error:
         if not path.exists():
             raise UserError(f"there is no checkpoint {str(path)!r}; give the folder of one") from None
-        raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; start anew with --overwrite") from None
+        raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; {_START_ANEW}") from None
 
 
 def check_continues(path: Path, options: Options, state: TrainingState, text: str) -> None:
@@ -155,16 +156,16 @@ def check_continues(path: Path, options: Options, state: TrainingState, text: st
     for key, (was, now) in pairs.items():
         if was != now:
             raise UserError(
-                f"the checkpoint {str(path)!r} has {key} {was}, but the config says {now}; set it back, or start anew "
-                f"with --overwrite"
+                f"the checkpoint {str(path)!r} has {key} {was}, but the config says {now}; set it back, or "
+                f"{_START_ANEW}"
             )
     if precision_of(before.precision).weights != precision_of(options.precision).weights:
         raise UserError(
             f"the checkpoint {str(path)!r} has weights of precision {before.precision!r}, which {options.precision!r} "
-            "keeps in another dtype; set it back, or start anew with --overwrite"
+            f"keeps in another dtype; set it back, or {_START_ANEW}"
         )
     if state.text != text:
         raise UserError(
             f"the text is not what the checkpoint {str(path)!r} was trained on; bring the folder and [data] back, or "
-            f"start anew with --overwrite"
+            f"{_START_ANEW}"
         )

@@ -24,6 +24,8 @@ def check_config(options: Options, world_size: int) -> Topology:
     Raises:
         UserError: They do not.
     """
+    if options.resume != "no" and options.overwrite:
+        raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
     _refuse_other_axes(options)
     if options.model.width % options.model.heads:
         raise UserError(

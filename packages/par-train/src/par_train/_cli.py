@@ -1,6 +1,7 @@
 """The `par-train` command: flags, and exit codes.
 
-0: done, or saved and left on SIGTERM. 1: a rank failed. 2: a mistake in the input. 130: left on Ctrl-C.
+0: done, or saved and left on SIGTERM or SIGHUP. 1: a rank failed, or the loss is not finite. 2: a mistake in the input.
+130: left on Ctrl-C.
 """
 
 import argparse
@@ -26,7 +27,8 @@ _EPILOG = """parallel:
                         are left, or over --parallel.tensor.size of them
 
 exit codes:
-  0 done, or saved and left on SIGTERM; 1 a rank failed; 2 a mistake in the input; 130 saved and left on Ctrl-C
+  0 done, or saved and left on SIGTERM or SIGHUP; 1 a rank failed, or the loss is not finite;
+  2 a mistake in the input; 130 saved and left on Ctrl-C
 """
 
 
@@ -39,9 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print_error(error)
         return 2
-    except KeyboardInterrupt:
-        print("par-train: SIGINT: stopped before training began", file=sys.stderr)
-        return 130
 
 
 def _run(arguments: Sequence[str]) -> int:

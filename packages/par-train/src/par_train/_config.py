@@ -203,7 +203,8 @@ def _check_range(setting: Setting, value: Any) -> None:
         return
     limits = [f"at least {low:g}"] if math.isfinite(low) else []
     limits += [f"at most {high:g}"] if math.isfinite(high) else []
-    raise UserError(f"{setting.key} is {value!r}; it must be {' and '.join([*limits, 'finite'])}")
+    limits += ["finite"] if isinstance(value, float) else []
+    raise UserError(f"{setting.key} is {value!r}; it must be {' and '.join(limits)}")
 
 
 def _from_text(text: str, kind: Any) -> Any:

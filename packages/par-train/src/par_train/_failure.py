@@ -1,6 +1,7 @@
 """The failure of a rank, said once: by the one that failed, not by those whose collectives broke when it left."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from datetime import timedelta
 
 from par_groups import read_environment
 
-from ._errors import UserError
+from ._errors import TrainingError, UserError
+
+_LOST = re.compile(r"(closed|reset) by (remote )?peer|broken pipe|was likely closed|ncclRemoteError", re.IGNORECASE)
 
 
 class Reported(Exception):  # noqa: N818 - not an error to handle, but the end of one
@@ -20,21 +23,23 @@ class Reported(Exception):  # noqa: N818 - not an error to handle, but the end o
 def one_traceback() -> Iterator[None]:
     """Prints the failure of the rank that fails first, and ends the others silently.
 
-    A failed disk is said in a sentence, anything else with its traceback.
+    A failed disk and a lost connection are said in a sentence, anything else with its traceback. Who loses a
+    connection has not failed itself: the launcher names the rank that is gone.
 
     Use it inside of the world, so that a rank speaks before it leaves its groups and the others fail too.
 
     Raises:
-        Reported: In place of any exception but a user's mistake.
+        Reported: In place of any exception but those that all ranks raise alike.
     """
     try:
         yield
-    except (UserError, Reported):
+    except (UserError, TrainingError, Reported):
         raise
     except Exception as error:
         if _is_first():
             rank = read_environment(os.environ).rank
-            print(f"par-train: rank {rank} failed{_describe(error)}", file=sys.stderr, flush=True)
+            what = "lost its connection to another rank" if _lost_connection(error) else f"failed{_describe(error)}"
+            print(f"par-train: rank {rank} {what}", file=sys.stderr, flush=True)
         raise Reported from error
 
 
@@ -46,6 +51,17 @@ def _describe(error: Exception) -> str:
     if isinstance(error, CheckpointError | OSError) and not nameless:
         return f": {error}"
     return f"\n{traceback.format_exc()}"
+
+
+def _lost_connection(error: BaseException) -> bool:
+    """Whether the error, or what caused it, is the end of a connection, which torch's errors tell by their text."""
+    import torch.distributed as dist  # noqa: PLC0415 - this module is loaded before torch
+
+    text = str(error)
+    of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text)
+    if of_torch and _LOST.search(text):
+        return True
+    return error.__cause__ is not None and _lost_connection(error.__cause__)
 
 
 def _is_first() -> bool:

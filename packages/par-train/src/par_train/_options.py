@@ -73,7 +73,7 @@ class Options:
     resume: Literal["no", "auto"] = option(
         "no", "auto: go on from the checkpoint in the output folder, if there is one"
     )
-    overwrite: bool = option(False, "replace the run that the output folder holds")
+    overwrite: bool = option(False, "replace the run that the output folder holds; not together with resume")
     ranks: int | Literal["auto"] = option("auto", "processes to start here; auto: one a GPU, else 2", low=1)
     device: Literal["auto", "cpu"] = option("auto", "auto: GPUs if there are any")
     zero: int = option(

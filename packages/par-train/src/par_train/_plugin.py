@@ -72,6 +72,8 @@ def find_plugin(given: "Plugin | str") -> Plugin:
         TypeError: It is no plugin.
     """
     if isinstance(given, str):
+        if ":" not in given and not PLUGINS.names():
+            raise ValueError(f"no plugin is called {given!r}; known: none; give 'module:Class'")
         given = _imported(given)() if ":" in given else PLUGINS[given]()
     if not isinstance(given, Plugin):
         raise TypeError(f"a plugin is a {type(given).__name__}; give an instance of a subclass of par_train.Plugin")

@@ -14,7 +14,7 @@ from typing import NoReturn
 from par_groups import read_environment
 
 from ._config import build_options
-from ._errors import UserError
+from ._errors import TrainingError, UserError
 from ._failure import Reported, one_traceback
 from ._options import Options
 from ._stop import Stop, catch_signals, exit_code, follow_launcher
@@ -36,8 +36,8 @@ def join(options: Options) -> NoReturn:
     _leave(_live(options, stop))
 
 
-def print_error(error: UserError) -> None:
-    """The one line that a user's mistake gets; of many ranks, only the master speaks."""
+def print_error(error: UserError | TrainingError) -> None:
+    """The one line that an error of all ranks gets; of many ranks, only the master speaks."""
     if is_master():
         print(f"par-train: error: {error}", file=sys.stderr, flush=True)
 
@@ -70,6 +70,9 @@ def _live(options: Options, stop: Stop) -> int:
     except UserError as error:
         print_error(error)
         return 2
+    except TrainingError as error:
+        print_error(error)
+        return 1
     except Reported:
         return 1
 

@@ -18,7 +18,7 @@ from ._config import to_tree
 from ._errors import UserError
 from ._options import Options
 from ._rank import join
-from ._stop import exit_code, keep_signals_from_children
+from ._stop import exit_code, handled_signals, keep_signals_from_children, leave_terminal
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -93,6 +93,8 @@ def _start(options: Options, ranks: int) -> int:
         with _quiet_launcher(), keep_signals_from_children():
             elastic_launch(_launch_config(ranks), sys.executable)(*command)
     except SignalException as error:
+        if error.sigval == signal.SIGHUP:
+            leave_terminal()
         return _after_signal(error.sigval, saved=_stamp(checkpoint) != before)
     except ChildFailedError as error:
         return _after_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
@@ -113,7 +115,7 @@ def _launch_config(ranks: int) -> "LaunchConfig":
         local_addr="localhost",  # else it looks its own name up, which not every machine can
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks print to this terminal, and no temporary files stay
-        signals_to_handle="SIGTERM,SIGINT",
+        signals_to_handle=",".join(each.name for each in handled_signals()),
         shutdown_timeout=_PATIENCE,
     )
 

@@ -6,22 +6,27 @@ leave after the same step.
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from par_groups import read_environment
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that save and leave."""
 
 _PATIENCE = 30.0
 
 
 class Stop:
-    """What this rank was asked for; `signal` is 0 until then."""
+    """What this rank was asked for; `signal` is 0 until then. `training` says whether the loop has begun."""
 
     signal: int = 0
+    training: bool = False
 
     def ask(self, number: int) -> None:
         """Asks to leave as that signal does. The first one counts."""
@@ -29,7 +34,7 @@ class Stop:
 
 
 def catch_signals() -> Stop:
-    """Lets SIGTERM and Ctrl-C ask instead of ending the process, for the rest of its life.
+    """Lets SIGTERM, SIGHUP and Ctrl-C ask instead of ending the process, for the rest of its life.
 
     They are not given back: a second Ctrl-C while the process is leaving already must not break into that.
     """
@@ -37,11 +42,29 @@ def catch_signals() -> Stop:
 
     def handler(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python's signature
         stop.ask(number)
+        if number == signal.SIGHUP:
+            leave_terminal()
 
-    for number in SIGNALS:
+    for number in handled_signals():
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have kept them back until now
     return stop
+
+
+def handled_signals() -> list[signal.Signals]:
+    """Those of `SIGNALS` that this process catches: a SIGHUP that is ignored, as under nohup, stays so."""
+    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+
+
+def leave_terminal() -> None:
+    """After a SIGHUP: what is printed to a terminal that is gone is dropped, instead of failing."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 @contextmanager
@@ -64,7 +87,8 @@ def keep_signals_from_children() -> Iterator[None]:
 def follow_launcher(stop: Stop, launcher: int) -> None:
     """Leaves when the launching process dies, even if it was killed and could forward nothing.
 
-    A rank that is stuck, and so cannot leave after a step, is ended after some time.
+    A rank that is stuck, and so cannot leave after a step, is ended after some time; one whose training has not begun
+    has nothing to save, and is ended at once.
 
     Args:
         stop: Is asked as by SIGTERM.
@@ -74,6 +98,8 @@ def follow_launcher(stop: Stop, launcher: int) -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
+        if not stop.training:
+            _end_before_training()
         stop.ask(signal.SIGTERM)
         time.sleep(_PATIENCE)
         os._exit(1)
@@ -81,6 +107,15 @@ def follow_launcher(stop: Stop, launcher: int) -> None:
     threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
 
 
+def _end_before_training() -> NoReturn:
+    """Ends this process, of which the first rank says so: even where nobody is left to read it."""
+    try:
+        if read_environment(os.environ).rank == 0:
+            print("par-train: the launcher is gone; stopped before training began", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
 def exit_code(number: int) -> int:
-    """Of a process that saved and left: SIGTERM asked politely, Ctrl-C reports itself as shells expect."""
+    """Of a process that saved and left: SIGTERM and SIGHUP asked politely, Ctrl-C reports itself as shells expect."""
     return 128 + signal.SIGINT if number == signal.SIGINT else 0

@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from par_groups import Environment, ProcessGroups, Topology, launch
 from par_pipeline import Costs, Schedule, Timeline, simulate
+from par_precision import check_device
 
 from ._agree import Start, find_start
+from ._agreement import together
 from ._checkpoint import TrainingState, save_checkpoint
 from ._checks import check_config
 from ._errors import UserError
@@ -55,16 +57,26 @@ def _set_threads(environment: Environment) -> None:
 
 
 def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Trainer:
-    """The trainer; sizes that a tensor mode cannot cut are the user's mistake, seen alike on every rank."""
+    """The trainer; a precision that a device cannot work in, and sizes that cannot be cut, are the user's mistakes."""
     try:
+        with together("the precision"):
+            _check_precision(options.precision, device)
         return Trainer(options, start.text, groups, device)
     except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _check_precision(precision: str, device: torch.device) -> None:
+    try:
+        check_device(precision, device)
+    except RuntimeError as error:
         raise UserError(str(error)) from None
 
 
 def _loop(trainer: Trainer, stop: Stop, start: Start, master: "Master | None") -> int:
     """Steps, until the last one or until a rank was asked to leave; returns the signal that asked."""
     options = trainer.options.train
+    stop.training = True
     ended_by, began = 0, time.monotonic() - (start.state.seconds if start.state else 0.0)
     while trainer.step < options.steps and not ended_by:
         before = time.monotonic()

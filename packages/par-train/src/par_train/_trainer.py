@@ -15,7 +15,7 @@ from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
 from ._checkpoint import TrainingState, load_checkpoint
-from ._errors import UserError
+from ._errors import TrainingError, UserError
 from ._gpt import GPT
 from ._gpt_stages import gpt_stages
 from ._options import Options, TrainOptions, learning_rate
@@ -100,7 +100,7 @@ class Trainer:
             signal: What this rank was asked for, to be agreed on.
 
         Raises:
-            UserError: The loss is not finite; on every rank.
+            TrainingError: The loss is not finite; on every rank.
         """
         options = self.options.train
         batch = self._tokens(self._train_text, self._next_windows())
@@ -190,7 +190,7 @@ class Trainer:
         mean, *asked = sums.tolist()
         mean /= dist.get_world_size()  # every replica's share has the same size, and its ranks have the same loss
         if not math.isfinite(mean):
-            raise UserError(
+            raise TrainingError(
                 f"the loss became {mean} at step {self.step}; lower train.learning_rate "
                 f"{self.options.train.learning_rate:g} or train.clip_norm {self.options.train.clip_norm:g}"
             )
