@@ -652,3 +652,14 @@ def test_microbatches_of_other_sizes_that_the_loss_s_rank_cannot_weigh_are_refus
         run.step(x)  # every rank sees how the batch is split
     with pytest.raises(PipelineError, match="microbatch 2 has 2 rows and the first one 3"):
         run.step(*([x] if run.is_first else []))
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_would_train_nothing_is_refused():
+    schedule = one_f_one_b(2, 4)
+    x, y = data(8)
+    run = pipeline(stages_of(schedule), schedule, loss_fn=lambda output, target: mse(output.detach(), target))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"would train nothing; leave it, or call evaluate"):
+        run.step(x, target=y)
+    with pytest.raises(PipelineError, match="the loss has no gradient, though the outputs do"):
+        run.step(x, target=y)

@@ -173,6 +173,7 @@ class Pipeline:
 
         Raises:
             ValueError, TypeError: A batch that cannot be split, on every rank.
+            RuntimeError: It is called under torch.inference_mode().
             PipelineError: A stage that raised, or a rank that is gone; on every rank.
         """
         if not self._has_loss:
@@ -180,6 +181,8 @@ class Pipeline:
                 "step() needs a loss_fn, and the rank with the last stage has none; give Pipeline(..., loss_fn=...), "
                 "or call evaluate()"
             )
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("step() under torch.inference_mode() would train nothing; leave it, or call evaluate()")
         return self._run((inputs, kwargs, target), training=True, keep_outputs=return_outputs)
 
     def evaluate(self, *inputs: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> Result:

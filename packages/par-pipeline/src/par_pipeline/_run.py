@@ -177,6 +177,10 @@ class Run:
             loss = self.parts.loss_fn(output, target[microbatch]) if target else self.parts.loss_fn(output)
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}; loss_fn must give one number a microbatch")
+        if self.training and not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
+            raise ValueError(
+                "the loss has no gradient, though the outputs do; loss_fn must not detach them, or use .item()"
+            )
         self.losses[microbatch] = loss.detach()
         return [loss]
 
