@@ -97,6 +97,43 @@ def with_optimizer(make):
     return {"module": module, "optimizer": make(module.parameters())}
 
 
+class GroupNormScaled(torch.optim.Optimizer):
+    """Steps of the same length for each tensor of some groups."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "scaled": True})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad / (each.grad.norm() if group["scaled"] else 1), alpha=group["lr"])
+
+
+class JointlyScaled(torch.optim.Optimizer):
+    """Steps of the same length for all tensors together."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            given = [each for each in group["params"] if each.grad is not None]
+            norm = torch.nn.utils.get_total_norm([each.grad for each in given])
+            for each in given:
+                each.sub_(each.grad / norm, alpha=group["lr"])
+
+
+def later_group():
+    module = mlp()
+    weights = [each for each in module.parameters() if each.ndim > 1]
+    biases = [each for each in module.parameters() if each.ndim < 2]
+    groups = [{"params": biases, "scaled": False}, {"params": weights, "scaled": True}]
+    return {"module": module, "optimizer": GroupNormScaled(groups)}
+
+
 def lacks_one():
     module = mlp()
     return {"module": module, "optimizer": adamw(list(module.parameters())[:-1])}
@@ -121,6 +158,11 @@ MISTAKES = {
     "units of others": (lambda: {"units": [nn.Linear(1, 1)], "stage": 3}, ["Linear", "not in the module"]),
     "Adafactor": (lambda: with_optimizer(torch.optim.Adafactor), ["Adafactor", "atomic=True"]),
     "Muon": (lambda: with_optimizer(torch.optim.Muon), ["Muon", "atomic=True"]),
+    "whole tensors in a later group": (later_group, ["GroupNormScaled", "param_groups[1]", "atomic=True"]),
+    "LBFGS": (lambda: with_optimizer(torch.optim.LBFGS), ["LBFGS", "'_params'", "param_groups alone"]),
+    "LBFGS with atomic": (lambda: {**with_optimizer(torch.optim.LBFGS), "atomic": True}, ["LBFGS", "'_params'"]),
+    "one norm of all": (lambda: with_optimizer(JointlyScaled), ["JointlyScaled", "no rank sees all", "stage=0"]),
+    "one norm of all, atomic": (lambda: {**with_optimizer(JointlyScaled), "atomic": True}, ["no rank sees all"]),
 }
 
 
@@ -309,6 +351,63 @@ def test_after_an_exception_and_reset_the_next_step_is_right(stage, where):
         loss_of(reference, joint(step, width=8)).backward()
         its.step()
     assert_near(whole(module), copies(reference))
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_after_a_failed_backward_the_next_forward_asks_for_reset(stage):
+    module, optimizer = sharded(Stumbling(), stage, sgd)
+    module.fails = "backward"
+    with pytest.raises(ArithmeticError, match="backward"):
+        loss_of(module, batch(0, width=8)).backward()
+    module.fails = ""
+    with torch.no_grad():
+        module(batch(0, width=8))
+    with pytest.raises(RuntimeError, match=r"failed half-way.* call par_zero\.reset"):
+        module(batch(0, width=8))
+    reset(module)
+    train(module, optimizer, [[batch(0, width=8)]])
+
+
+def assigned(module):
+    module.load_state_dict({name: each.clone() for name, each in module.state_dict().items()}, assign=True)
+
+
+def from_vector(module):
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(module.parameters()).detach() * 2, module.parameters())
+
+
+REPLACED = {"assign": assigned, "vector": from_vector, "to": lambda module: module.to(torch.float64)}
+ALL_REPLACED = r"'\d\.\d\.\w+' was replaced after shard\(\), .*copy_\(\)"
+
+
+@for_each(stage=STAGES, how=REPLACED)
+@pytest.mark.ranks(2)
+def test_parameters_that_are_replaced_inside_summon_are_named_at_its_end(stage, how):
+    module, _ = sharded(mlp(), stage)
+    with pytest.raises(RuntimeError, match=ALL_REPLACED), summon(module):
+        REPLACED[how](module)
+
+
+@for_each(stage=(0, 1, 2), how=REPLACED)
+@pytest.mark.ranks(2)
+def test_parameters_that_are_replaced_are_named_at_the_next_step(stage, how):
+    module, optimizer = sharded(mlp(), stage)
+    train(module, optimizer, [[batch(0, width=8)]])
+    REPLACED[how](module)
+    loss_of(module, batch(1, width=8).to(module[0][0].weight.dtype)).backward()
+    with pytest.raises(RuntimeError, match=ALL_REPLACED):
+        optimizer.step()
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_a_parameter_that_another_takes_the_place_of_is_named_at_the_next_step(stage):
+    module, optimizer = sharded(mlp(), stage)
+    loss_of(module, batch(0, width=8)).backward()
+    module[1][0].bias = nn.Parameter(torch.zeros(16))
+    with pytest.raises(RuntimeError, match=r"'1\.0\.bias' was replaced after shard"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,23 +1,29 @@
 """Stage 3: what is gathered when, what is seen outside, and that memory is given back."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import check_owned, sharding_of
+from par_groups import check_owned, sharding_of, written_
 from par_testing import for_each
 from par_zero import no_sync, shard, summon
 from par_zero._shard import engine_of
 
 from .helpers import (
     adamw,
+    assert_near,
     assert_same,
     batch,
     copies,
     for_each_stage,
+    joint,
     loss_of,
     mlp,
+    sgd,
     sharded,
     train,
     uneven,
@@ -102,6 +108,79 @@ def test_under_no_sync_whole_parameters_stay():
     optimizer.step()
 
 
+def check_parts(module, reference):
+    """That the state dict has what the records say, of a reference's values."""
+    for name, parameter in module.state_dict(keep_vars=True).items():
+        assert parameter.numel() == sharding_of(parameter).local_numel, name
+        for box in sharding_of(parameter).boxes:
+            assert torch.equal(box.of(parameter.detach()), reference.get_parameter(name).detach()[box.slices]), name
+
+
+@for_each(quiet=(False, True))
+@pytest.mark.ranks(2)
+def test_a_state_dict_between_forward_and_backward_has_parts_and_the_backward_is_right(quiet):
+    module, optimizer = sharded(mlp(), 3, sgd)
+    reference = mlp()
+    its = sgd(reference.parameters())
+    for step in range(3):
+        loss_of(module, batch(7, width=8))  # no backward follows
+        check_parts(module, reference)
+        optimizer.zero_grad()
+        with no_sync(module) if quiet else nullcontext():
+            loss = loss_of(module, batch(step, width=8))
+            check_parts(module, reference)
+            loss.backward()
+            check_parts(module, reference)
+        if quiet:
+            loss_of(module, batch(step, width=8)).backward()
+        optimizer.step()
+        for _ in range(2 if quiet else 1):
+            loss_of(reference, joint(step, width=8)).backward()
+        its.step()
+        its.zero_grad()
+        reference.load_state_dict(whole(module))
+        assert_near(whole(module), copies(reference))
+    assert not any(sizes(module))
+
+
+@pytest.mark.ranks(2)
+def test_parts_that_are_written_after_a_forward_without_backward_are_used_by_the_next():
+    """Also in place of what is on its way for the backward pass that does not come."""
+    module, optimizer = sharded(mlp(depth=5), 3)
+    train(module, optimizer, [[batch(step, width=8)] for step in range(2)])
+    other = mlp(depth=5, seed=1)
+    loss_of(module, batch(7, width=8))
+    for name, parameter in module.state_dict(keep_vars=True).items():
+        for box in sharding_of(parameter).boxes:
+            box.of(parameter.detach()).copy_(other.get_parameter(name).detach()[box.slices])
+    written_(module.parameters())
+    with torch.no_grad():
+        assert torch.equal(module(batch(7, width=8)), other(batch(7, width=8)))
+    assert_same(whole(module), copies(other))
+
+
+@pytest.mark.ranks(2)
+def test_summon_after_a_state_dict_shows_and_keeps_what_is_gathered():
+    module, _ = sharded(mlp(), 3)
+    loss = loss_of(module, batch(0, width=8))
+    module.state_dict()
+    with summon(module):
+        assert_same(copies(module), copies(mlp()))
+        assert_same(dict(module.state_dict()), copies(mlp()))
+    check_parts(module, mlp())
+    loss.backward()
+    assert not any(sizes(module))
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_module_is_freed_after_a_forward_with_gradients_on():
+    module = mlp().requires_grad_(False)
+    shard(module, stage=3, group=dist.group.WORLD, bucket=300)
+    for _ in range(2):
+        assert torch.equal(module(batch(0, width=8)), mlp()(batch(0, width=8)))
+        assert not any(sizes(module))
+
+
 @for_each_stage
 @pytest.mark.ranks(2)
 def test_summon_reads_and_writes(stage):
@@ -160,6 +239,13 @@ def test_units_are_chosen_in_every_way(units):
     assert_same(whole(module), whole(other))
 
 
+@dataclass(slots=True)
+class Slots:
+    """What has no `__dict__`."""
+
+    x: torch.Tensor
+
+
 class Wrapped(nn.Module):
     """Blocks that return other things than tensors."""
 
@@ -172,21 +258,21 @@ class Wrapped(nn.Module):
 
         def forward(self, x):
             x = torch.tanh(self.linear(x))
-            return {"dict": {"x": x}, "tuple": (None, [x])}[self.kind]
+            return {"dict": {"x": x}, "tuple": (None, [x]), "slots": Slots(x)}[self.kind]
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Wrapped.Block("dict"), Wrapped.Block("tuple"), Wrapped.Block("dict")])
+        self.blocks = nn.ModuleList([Wrapped.Block("dict"), Wrapped.Block("tuple"), Wrapped.Block("slots")])
 
     def forward(self, x):
         x = self.blocks[0](x)["x"]
         x = self.blocks[1](x)[1][0]
-        return self.blocks[2](x)["x"]
+        return self.blocks[2](x).x
 
 
 @pytest.mark.ranks(2)
-def test_blocks_return_dicts_and_tuples():
+def test_blocks_return_dicts_tuples_and_dataclasses():
     module, optimizer = sharded(Wrapped(), 3)
     other, its = sharded(Wrapped(), 1)
     for model, each in ((module, optimizer), (other, its)):

@@ -471,6 +471,72 @@ def test_what_load_state_dict_writes_stays(stage):
         assert_same(whole(module), copies(expected))
 
 
+class Scaled(nn.Module):
+    """Returns a parameter of its own beside what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.linear(x), self.scale
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_a_parameter_that_a_module_returns_gathers_no_hooks(stage):
+    module, optimizer = sharded(Scaled(), stage, sgd)
+    reference = Scaled()
+    its = sgd(reference.parameters())
+    for step in range(3):
+        output, scale = module(batch(step, width=8))
+        step_alone(module, optimizer, (output * scale).square().mean())
+        output, scale = reference(joint(step, width=8))
+        step_alone(reference, its, (output * scale).square().mean())
+        assert not module.scale._backward_hooks
+    assert_near(whole(module), copies(reference))
+
+
+class Complex(nn.Module):
+    """Complex parameters beside real ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.turn = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.linear(x).to(torch.complex64) @ self.turn).abs()
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error:Casting complex")
+def test_gradients_of_complex_parameters_are_added_up_whole(stage):
+    module, optimizer = sharded(Complex(), stage, sgd, reduce_dtype=torch.float64)
+    reference, its = alone(sgd, Complex())
+    for step in range(3):
+        step_alone(module, optimizer, loss_of(module, batch(step, width=8)))
+        step_alone(reference, its, loss_of(reference, joint(step, width=8)))
+    assert_near(whole(module), copies(reference))
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_a_parameter_under_a_new_name_is_trained_on(stage):
+    """A parametrization keeps the very parameter."""
+    module, optimizer = sharded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), stage)
+    with summon(module):
+        nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Identity(), unsafe=True)
+    before = whole(module)
+    for step in range(2):
+        train(module, optimizer, [[batch(step, width=8)]])
+    after = whole(module)
+    name = "0.parametrizations.weight.original"
+    assert not torch.equal(before[name], after[name])
+
+
 @for_each_stage
 @pytest.mark.ranks(2)
 def test_what_nobody_holds_any_more_is_freed(stage):

@@ -79,6 +79,27 @@ def test_one_that_needs_a_closure_does_not_work_flat():
     assert not works_flat(optimizer, optimizer.param_groups[0])
 
 
+@pytest.mark.parametrize("foreach", [None, True])
+def test_one_for_captured_graphs_is_tried_on_the_cpu(foreach):
+    optimizer = torch.optim.AdamW(matrices(), lr=torch.tensor(0.1), capturable=True, foreach=foreach)
+    assert works_flat(optimizer, optimizer.param_groups[0])
+
+
+@for_each(stage=STAGES, atomic=(False, True), fused=(False, True))
+@pytest.mark.ranks(2)
+def test_state_that_a_constructor_makes_is_cut_like_its_parameters(stage, atomic, fused):
+    def make(parameters):
+        return torch.optim.Adagrad(parameters, lr=0.02, initial_accumulator_value=0.5, fused=fused)
+
+    reference = mlp()
+    train(reference, make(reference.parameters()), [[joint(step, width=8)] for step in range(3)])
+    module, optimizer = sharded(mlp(), stage, make, atomic=atomic)
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    assert set(optimizer.state) == set(held)
+    train(module, optimizer, [[batch(step, width=8)] for step in range(3)])
+    assert_near(whole(module), copies(reference))
+
+
 def test_the_probe_runs_no_hooks_of_the_optimizer():
     optimizer = torch.optim.SGD(matrices(), lr=0.1)
     called = []

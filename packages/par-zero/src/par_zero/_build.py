@@ -90,10 +90,12 @@ def _make(members: Sequence[Member], plan: Plan) -> Chunk:
         for member, (start, stop) in zip(members, layout.slots, strict=True):
             original[start:stop].view(member.shape).copy_(member.parameter)
     low, high = layout.share(plan.rank)
-    dtype = plan.param_dtype if plan.param_dtype is not None and first.is_floating_point() else first.dtype
+    real = first.is_floating_point()  # complex ones keep their dtype, and their gradients too
+    dtype = plan.param_dtype if plan.param_dtype is not None and real else first.dtype
+    reduce_dtype = plan.reduce_dtype if plan.reduce_dtype is not None and real else dtype
     flat = original if dtype == first.dtype else original.to(dtype)
     share = flat[low:high].clone() if plan.stage == 3 else flat[low:high]
-    chunk = Chunk(members, layout, plan.rank, flat=flat, share=share, reduce_dtype=plan.reduce_dtype or dtype)
+    chunk = Chunk(members, layout, plan.rank, flat=flat, share=share, reduce_dtype=reduce_dtype)
     if dtype != first.dtype:
         chunk.master = original.clone() if plan.stage == 0 else original[low:high].clone()
     elif plan.stage == 0:

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +13,7 @@ from par_groups import agree
 
 from ._chunk import Member
 from ._options import ShardOptions
-from ._step import works_flat
+from ._step import is_fresh, uses_all, works_flat
 from ._units import Place
 
 ENGINE = "par_zero"
@@ -39,13 +40,13 @@ def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: S
                 f"{name!r} is a DTensor; shard plain parameters, with a par_groups.Sharding if they are cut"
             )
     if optimizer is not None:
-        _check_optimizer(module, optimizer, options)
+        _check_optimizer(module, optimizer, stage, options)
 
 
-def _check_optimizer(module: nn.Module, optimizer: Optimizer, options: ShardOptions) -> None:
+def _check_optimizer(module: nn.Module, optimizer: Optimizer, stage: int, options: ShardOptions) -> None:
     names = {parameter: name for name, parameter in module.named_parameters()}
     kind = type(optimizer).__name__
-    if optimizer.state:
+    if not is_fresh(optimizer):
         raise ValueError(f"the {kind} has stepped already; shard first, then load its state from a checkpoint")
     for number, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -61,11 +62,49 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer, options: ShardOpti
                 f"{name!r} wants gradients, but the {kind} does not have it, so each rank would keep its own; give it "
                 "to the optimizer, or call requires_grad_(False)"
             )
-    if not options.atomic and optimizer.param_groups and not works_flat(optimizer, optimizer.param_groups[0]):
-        raise ValueError(
-            f"{kind} does not treat each element by itself, so its parameters cannot be cut; pass atomic=True, which "
-            "keeps each whole on one rank"
-        )
+    _check_kind(optimizer, names, stage, options)
+
+
+def _check_kind(optimizer: Optimizer, names: Mapping[nn.Parameter, str], stage: int, options: ShardOptions) -> None:
+    """What an optimizer is told from its attributes, and from steps that copies of it make."""
+    kind = type(optimizer).__name__
+    for attribute, value in optimizer.__dict__.items():
+        if attribute not in ("param_groups", "state", "defaults") and _has_any(value, names):
+            raise ValueError(
+                f"the {kind} keeps parameters in its attribute {attribute!r} too, and would go on with those instead "
+                "of the flat ones that shard() puts into its param groups; take an optimizer that reads param_groups "
+                "alone"
+            )
+    for number, group in _distinct(optimizer.param_groups):
+        if stage and uses_all(optimizer, group):
+            raise ValueError(
+                f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
+                "all gradients, and from stage 1 on no rank sees all; pass stage=0, or take another optimizer"
+            )
+        if not options.atomic and not works_flat(optimizer, group):
+            raise ValueError(
+                f"{kind} does not treat each element by itself (param_groups[{number}]), so its parameters cannot be "
+                "cut; pass atomic=True, which keeps each whole on one rank"
+            )
+
+
+def _has_any(value: object, parameters: Container[nn.Parameter]) -> bool:
+    """Whether a collection, as an optimizer may have as its own, has one of some parameters."""
+    if isinstance(value, Mapping):
+        return _has_any(list(value), parameters) or _has_any(list(value.values()), parameters)
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(_has_any(each, parameters) for each in value)
+    return isinstance(value, nn.Parameter) and value in parameters
+
+
+def _distinct(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Param groups that differ in their settings, with their numbers."""
+    seen = set()
+    for number, group in enumerate(groups):
+        settings = repr([(key, value) for key, value in group.items() if key not in ("params", "param_names")])
+        if settings not in seen:
+            seen.add(settings)
+            yield number, group
 
 
 def check_groups(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:

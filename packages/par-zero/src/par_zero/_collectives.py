@@ -92,8 +92,9 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
         places, rank = flat.chunk(ranks), dist.get_rank(group)
         if share.data_ptr() != places[rank].data_ptr():
             places[rank].copy_(share)
-        if ranks == 2 and (overlapped or share.nbytes < _LARGE):
-            return Handle([dist.broadcast(places[each], group=group, group_src=each, async_op=True) for each in (0, 1)])
+        if (ranks == 2 and (overlapped or share.nbytes < _LARGE)) or not flat.is_cpu:  # gloo sends from the CPU alone
+            sources = range(ranks)
+            return Handle([dist.broadcast(places[i], group=group, group_src=i, async_op=True) for i in sources])
         others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same one first
         here = [dist.irecv(places[each], group=group, group_src=each, tag=_TAG) for each in others]
         return Handle([*here, *(dist.isend(share, group=group, group_dst=each, tag=_TAG) for each in others)])

@@ -119,6 +119,11 @@ class Reducer:
         self.forget(self._chunks)
         self._begin()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a pass has begun that did not end, and is not under way."""
+        return self._running and torch._C._current_graph_task_id() == -1
+
     def start(self, *_: torch.Tensor) -> None:
         """A backward pass begins. Passes within it, of activation checkpointing, belong to it."""
         if not self._running:

@@ -6,7 +6,7 @@ keeps views of the gathered buffer, so its memory is given back and taken again 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,8 @@ class Unit:
     def __init__(self, number: int, modules: Sequence[nn.Module], chunks: Sequence[Chunk]) -> None:
         self.number, self.modules, self.chunks = number, tuple(modules), tuple(chunks)
         self.handles: list[Handle] | None = None  # of a gathering under way
-        self.gathered = False
+        self.gathered = True  # as it is packed
+        self.shown = True  # whether the parameters show what is gathered, and not this rank's part
         self.kept = False  # gathered for later passes too
         self.running = 0  # calls of forward under way
         self.outer: frozenset[int] = frozenset()  # the units around it
@@ -47,6 +48,7 @@ class Gatherer:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], group: dist.ProcessGroup) -> None:
         self._keepers = 0  # under no_sync: gathered once for several passes
+        self._summoners = 0
         self._units, self._group = tuple(units), group
         self._order: list[int] = []  # of gathering, as the step before had it
         self._recorded: list[int] = []
@@ -69,6 +71,8 @@ class Gatherer:
                 module.register_forward_hook(torch.compiler.disable(partial(self._leave, unit)), always_call=True)
         for module in root.modules():
             own = [owner[id(each)] for each in module.parameters(recurse=False) if id(each) in owner]
+            if own:
+                module.register_state_dict_pre_hook(self._show_parts)
             others = [each for each in dict.fromkeys(own) if module not in each.modules]
             if others:
                 module.register_forward_pre_hook(torch.compiler.disable(partial(self._ensure, others)))
@@ -88,10 +92,12 @@ class Gatherer:
             for handle in unit.handles or ():
                 handle.wait()
             unit.handles, unit.gathered = None, True
+            self._prefetch(unit)
+        if not unit.shown:
+            unit.shown = True
             for chunk in unit.chunks:
                 for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
                     member.parameter.data = view
-            self._prefetch(unit)
         unit.kept |= self.keep
 
     def free_(self, unit: Unit) -> None:
@@ -99,11 +105,8 @@ class Gatherer:
         for handle in unit.handles or ():
             handle.wait()
         unit.handles, unit.gathered, unit.kept = None, False, False
+        self._hide(unit)
         for chunk in unit.chunks:
-            low, high = chunk.layout.share(chunk.rank)
-            for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
-                first = min(max(start, low), high)
-                member.parameter.data = chunk.share[first - low : max(first, min(stop, high)) - low]
             chunk.flat.untyped_storage().resize_(0)
 
     def free_all(self) -> None:
@@ -111,6 +114,12 @@ class Gatherer:
         for unit in self._units:
             self.free_(unit)
         self._between_passes()
+
+    def free_hidden(self) -> None:
+        """After the shares were written: what was gathered of them before is out of date, or on its way."""
+        for unit in self._units:
+            if not unit.shown:
+                self.free_(unit)
 
     def end_backward(self) -> None:
         """After a backward pass. Nobody would gather again what a pass through its graph needs."""
@@ -135,18 +144,43 @@ class Gatherer:
     def summon(self) -> Iterator[None]:
         """Everything gathered inside; what is written there is kept."""
         freed = [unit for unit in self._units if not unit.gathered]  # unless this is within another summon
-        for unit in freed:
+        hidden = [unit for unit in self._units if unit.gathered and not unit.shown]
+        for unit in (*freed, *hidden):
             self.gather(unit)
+        self._summoners += 1
         try:
             yield
         finally:
+            self._summoners -= 1
             for unit in self._units:
                 for chunk in unit.chunks:
                     low, high = chunk.layout.share(chunk.rank)
                     chunk.share.copy_(chunk.flat[low:high])
             for unit in freed:
                 self.free_(unit)
+            for unit in hidden:
+                self._hide(unit)
             self._recorded = []
+
+    def _hide(self, unit: Unit) -> None:
+        """The parameters show this rank's part; a pass that needs them whole gathers, even if their memory is there."""
+        if not unit.shown:
+            return
+        unit.shown = False
+        for chunk in unit.chunks:
+            low, high = chunk.layout.share(chunk.rank)
+            for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
+                first = min(max(start, low), high)
+                member.parameter.data = chunk.share[first - low : max(first, min(stop, high)) - low]
+
+    def _show_parts(self, *_: Any) -> None:
+        """Before a state dict outside of passes and summon: their records are those of parts.
+
+        A graph that waits for its backward pass may need the memory still, so it stays.
+        """
+        if not (self._summoners or self._in_backward or any(unit.running for unit in self._units)):
+            for unit in self._units:
+                self._hide(unit)
 
     def _between_passes(self) -> None:
         self._in_backward, self._graphed, self._end = False, False, None
@@ -179,7 +213,7 @@ class Gatherer:
     def _leave(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         unit.running -= 1
         self._expect_backward([unit], output)
-        self._end_evaluation()
+        self._end_evaluation(output)
 
     def _ensure(self, units: Sequence[Unit], *_: Any) -> None:
         for unit in units:
@@ -188,17 +222,31 @@ class Gatherer:
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
         """The end of a module within a unit, which may have been called directly."""
         self._expect_backward([unit for unit in units if not unit.running], output)
-        self._end_evaluation()
+        self._end_evaluation(output)
 
-    def _end_evaluation(self) -> None:
-        """No backward pass will free what was gathered for a forward without gradients."""
+    def _end_evaluation(self, output: Any) -> None:
+        """No backward pass will free what was gathered for a forward without gradients, or of a frozen module."""
         outside = not self._in_backward and not any(unit.running for unit in self._units)
-        if outside and not self.keep and not torch.is_grad_enabled():
+        if outside and not self.keep and (not torch.is_grad_enabled() or self._is_frozen(output)):
             self.free_all()
             self._recorded = []
 
+    def _is_frozen(self, output: Any) -> bool:
+        """Whether neither what a module returns nor any parameter wants gradients."""
+        tensors = list(tensors_of(output))
+        return (
+            bool(tensors)
+            and not any(each.requires_grad for each in tensors)
+            and not any(
+                member.parameter.requires_grad
+                for unit in self._units
+                for chunk in unit.chunks
+                for member in chunk.members
+            )
+        )
+
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:
-        tensors = [each for each in tensors_of(output) if each.requires_grad]
+        tensors = computed(output)
         if tensors and torch.is_grad_enabled():
             end = tensors[0].__dict__.setdefault("par_zero_end", object())  # one for units that return the same tensor
             for unit in units:
@@ -227,9 +275,17 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in what a module returns."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping) or is_dataclass(value):
-        for each in (value if isinstance(value, Mapping) else vars(value)).values():
+    elif isinstance(value, Mapping):
+        for each in value.values():
             yield from tensors_of(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name, None))
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_of(each)
+
+
+def computed(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a module returns that a backward pass goes through; a parameter would keep hooks for good."""
+    return [each for each in tensors_of(value) if each.requires_grad and not each.is_leaf]

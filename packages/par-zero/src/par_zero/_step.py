@@ -1,7 +1,7 @@
 """The optimizer on flat slices: how it comes to hold them, and what happens around its step."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,20 +10,27 @@ from torch.optim import Optimizer
 
 from ._chunk import Chunk, Slice
 
+Arrange = Callable[[torch.Tensor, torch.Tensor], Sequence[Sequence[torch.Tensor]]]
+
 
 def rewire_(optimizer: Optimizer, chunks: Sequence[Chunk], stage: int) -> None:
     """Replaces the parameters in each param group by flat slices; group dicts and all their other entries stay.
 
     Args:
-        optimizer: One that has not stepped.
+        optimizer: One that has not stepped; state that its constructor has made is cut like the parameters.
         chunks: What holds its parameters.
         stage: At 0 a slice is a whole region of a chunk, at others what this rank's share holds of it.
     """
     by_group: dict[int, list[nn.Parameter]] = defaultdict(list)
+    made = dict(optimizer.state)
+    optimizer.state.clear()
     for chunk in chunks:
         chunk.slices = list(_slices(chunk, stage))
         for each in chunk.slices:
             by_group[each.group].append(each.tensor)
+            state = _cut(made, chunk, each)
+            if state:
+                optimizer.state[each.tensor] = state
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = by_group[number]
         group.pop("param_names", None)  # of what is packed; the tensors say it themselves
@@ -37,6 +44,34 @@ def _slices(chunk: Chunk, stage: int) -> Iterator[Slice]:
         if chunk.layout.whole:  # optimizers that are not element-wise look at the shape
             part = part.view(shapes[each.start, each.stop])
         yield Slice(tensor=nn.Parameter(part), group=each.group, start=each.start)
+
+
+def is_fresh(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has not stepped. Some make their state before, such as Adagrad, with a `step` of 0."""
+    return all(
+        isinstance(state, Mapping) and (not state or ("step" in state and float(state["step"]) == 0))
+        for state in optimizer.state.values()
+    )
+
+
+def _cut(made: Mapping[Any, Mapping[str, Any]], chunk: Chunk, part: Slice) -> dict[str, Any]:
+    """What an optimizer's constructor has made for parameters, cut like one slice of them."""
+    state: dict[str, Any] = {}
+    for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
+        low, high = max(start, part.start), min(stop, part.stop)
+        for slot, value in made.get(member.parameter, {}).items() if low < high else ():
+            if not _is_like(member.shape, slot, value):
+                state.setdefault(slot, value)
+                continue
+            if slot not in state:
+                state[slot] = torch.zeros(part.tensor.shape, dtype=value.dtype, device=value.device)
+            state[slot].view(-1)[low - part.start : high - part.start] = value.reshape(-1)[low - start : high - start]
+    return state
+
+
+def _is_like(shape: torch.Size, slot: str, value: object) -> bool:
+    """Whether a slot has a number for each element of a parameter."""
+    return slot != "step" and isinstance(value, torch.Tensor) and value.shape == shape
 
 
 class Unmoved:
@@ -94,27 +129,56 @@ def works_flat(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         optimizer: Whose class and settings to try; it is not touched.
         group: The settings.
     """
+    apart = _probed(optimizer, group, lambda first, second: [[first, second]])
+    together = _probed(optimizer, group, lambda first, second: [[torch.cat([first.flatten(), second.flatten()])]])
+    return apart is not None and together is not None and torch.allclose(apart, together, rtol=1e-4, atol=1e-6)
+
+
+def uses_all(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer steps two tensors in another way than each by itself.
+
+    Args:
+        optimizer: Whose class and settings to try; it is not touched.
+        group: The settings.
+    """
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for arrange in (lambda first, second: [[first, second]], lambda first, second: [[first], [second]]):
+            torch.default_generator.manual_seed(0)  # for those that draw numbers: the same ones
+            found.append(_probed(optimizer, group, arrange))
+    together, alone = found
+    return together is not None and alone is not None and not torch.allclose(together, alone, rtol=1e-4, atol=1e-6)
+
+
+def _probed(optimizer: Optimizer, group: Mapping[str, Any], arrange: Arrange) -> torch.Tensor | None:
+    """All elements of two tensors after a few steps; None if no step can be made.
+
+    Args:
+        optimizer: Whose class and settings to try.
+        group: The settings.
+        arrange: From the two tensors to what each of some optimizers gets.
+    """
     generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator))
-    flat = torch.cat([first.flatten(), second.flatten()])
-    apart, together = [nn.Parameter(first), nn.Parameter(second)], [nn.Parameter(flat)]
-    tried = [(_twin(optimizer, group, each), each) for each in (apart, together)]
+
+    def drawn() -> Sequence[Sequence[torch.Tensor]]:
+        return arrange(torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator))
+
+    parameters = [[nn.Parameter(each) for each in some] for some in drawn()]
+    twins = [_twin(optimizer, group, some) for some in parameters]
     for _ in range(3):
-        gradients = [torch.randn(each.shape, generator=generator) for each in apart]
-        apart[0].grad, apart[1].grad = gradients
-        together[0].grad = torch.cat([each.flatten() for each in gradients])
-        if not all(_stepped(twin) for twin, _ in tried):
-            return False
-    return torch.allclose(
-        torch.cat([each.detach().flatten() for each in apart]), together[0].detach(), rtol=1e-4, atol=1e-6
-    )
+        for some, gradients in zip(parameters, drawn(), strict=True):
+            for each, gradient in zip(some, gradients, strict=True):
+                each.grad = gradient
+        if not all(_stepped(twin) for twin in twins):
+            return None
+    return torch.cat([each.detach().flatten() for some in parameters for each in some])
 
 
 def _stepped(twin: Optimizer) -> bool:
     """Makes a step. One that wants matrices alone, or needs more than gradients, refuses."""
     try:
         twin.step()
-    except (TypeError, ValueError, RuntimeError, LookupError):
+    except (TypeError, ValueError, RuntimeError, LookupError, AssertionError):
         return False
     return True
 
@@ -126,10 +190,26 @@ def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Pa
     for name, value in optimizer.__dict__.items():
         if name.startswith("_optimizer_") and isinstance(value, dict):
             twin.__dict__[name] = type(value)()  # hooks
-    twin.state = defaultdict(dict)
+    made = {each: _as_made(optimizer, group, each) for each in parameters}
+    twin.state = defaultdict(dict, {each: state for each, state in made.items() if state})
     settings = {key: _on_cpu(value) for key, value in group.items() if key not in ("params", "param_names")}
+    if settings.get("capturable"):  # for GPUs alone, and another way to the same numbers
+        settings |= {"capturable": False, "foreach": False}
     twin.param_groups = [{**settings, "params": parameters}]
     return twin
+
+
+def _as_made(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """State for a parameter, such as an optimizer's constructor has made for those of a group."""
+    for each in group["params"]:
+        if each.numel():
+            return {
+                slot: torch.full_like(parameter, value.flatten()[0].real.item())
+                if _is_like(each.shape, slot, value)
+                else _on_cpu(value)
+                for slot, value in optimizer.state.get(each, {}).items()
+            }
+    return {}
 
 
 def _on_cpu(value: Any) -> Any:

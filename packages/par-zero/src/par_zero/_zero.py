@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from ._chunk import Chunk
 from ._collectives import Handle, all_gather
 from ._engine import Groups, Reducer
-from ._gather import Gatherer, Unit, tensors_of
+from ._gather import Gatherer, Unit, computed
+from ._held import Held
 from ._step import Unmoved, rewire_
 from ._units import called
 
@@ -46,6 +47,7 @@ class Zero:
         self.gatherer = Gatherer(module, units, groups.shards) if stage == 3 else None
         self.reducer = Reducer(trained, stage, groups, self.gatherer.end_backward if self.gatherer else None)
         self._trained = trained
+        self._held = Held(module, self.chunks, whole=stage < 3)
         self._unmoved: Unmoved | None = None
         if optimizer is not None:
             rewire_(optimizer, trained, stage)
@@ -74,6 +76,7 @@ class Zero:
         try:
             with nullcontext() if self.gatherer is None else self.gatherer.summon():
                 yield
+                self._held.check(whole=True)
         finally:
             for chunk, old in before:
                 new = self._mine(chunk)
@@ -100,6 +103,8 @@ class Zero:
 
     def refresh(self, *_: Any) -> None:
         """Parameters were written from outside: the optimizer's own copies follow."""
+        if self.gatherer is not None:
+            self.gatherer.free_hidden()
         for chunk in self.chunks:
             if chunk.master is not chunk.share and self.stage:
                 chunk.master.copy_(chunk.share)
@@ -114,7 +119,12 @@ class Zero:
 
     def _expect_backward(self, _: nn.Module, __: Any, output: Any) -> None:
         """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
-        tensors = [each for each in tensors_of(output) if each.requires_grad]
+        tensors = computed(output)
+        if tensors and self.reducer.failed:
+            raise RuntimeError(
+                "an earlier backward pass has failed half-way, and what it left would spoil the next; call "
+                "par_zero.reset(module) after an exception in forward or backward"
+            )
         if tensors and torch.is_grad_enabled():
             torch.autograd.graph.register_multi_grad_hook(tensors, self.reducer.start, mode="any")
 
@@ -122,6 +132,7 @@ class Zero:
         """Notes what must not move; with a closure, when that has made the gradients."""
 
         def prepare() -> None:
+            self._held.look()
             self._unmoved = Unmoved(optimizer, self._trained, self.reducer.unused())
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
