@@ -114,6 +114,25 @@ def test_extra_state_is_missing_or_unexpected_like_any_other(tmp_path):
         assert not torch.equal(model[0].weight, before)
 
 
+def test_extra_state_is_not_asked_for_where_the_optimizer_alone_is_loaded(tmp_path):
+    model = torch.nn.Sequential(Noting(2, 2))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert load(tmp_path / "c", optimizer=optimizer).unexpected == ()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_buffer_without_memory_that_is_not_saved_does_not_matter(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+    save(tmp_path / "c", model=model)
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.weight)
+    load(tmp_path / "c", model=other)
+    assert torch.equal(other.weight, model.weight)
+
+
 def test_a_tensor_whose_name_only_ends_like_extra_state_is_a_tensor(tmp_path):
     module = torch.nn.Linear(2, 2)
     module.register_buffer("router_extra_state", torch.full((3,), 7.0))

@@ -56,8 +56,8 @@ class Found:
         return None if encoded is None else decode(encoded, self.side)
 
     def objects(self) -> dict[str, Any]:
-        """The extra state of modules by name."""
-        return self.part("model") or {}
+        """The extra state of modules by name; nothing where the model is not wanted."""
+        return (self.part("model") or {}) if "model" in self.directories else {}
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """Names and options of the saved param groups."""

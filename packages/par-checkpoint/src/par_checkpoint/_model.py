@@ -66,7 +66,7 @@ def copied(model: nn.Module, found: ModelState) -> list[str]:
         model: The module.
         found: Its state.
     """
-    held = {_memory(each) for each in (*model.parameters(), *model.buffers())}
+    held = {_memory(each) for each in (*model.parameters(), *model.buffers()) if _has_memory(local_of(each))}
     strange = [name for name, each in found.tensors.items() if each.numel() and _memory(each) not in held]
     again = model_state(model).tensors if strange else {}
     return [name for name in strange if _memory(again[name]) != _memory(found.tensors[name])]

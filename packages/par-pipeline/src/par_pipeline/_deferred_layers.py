@@ -42,8 +42,8 @@ class Product(NamedTuple):
 
 
 def deferring_forward(module: nn.Module, put_off: PutOff) -> Callable[[Tensor], Tensor] | None:
-    """A `forward` for a layer that runs torch's own on real numbers; None for any other."""
-    if "forward" in module.__dict__ or getattr(module, "weight", torch.empty(0)).is_complex():
+    """A `forward` for a layer that runs torch's own; None for any other."""
+    if "forward" in module.__dict__:
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return partial(_linear, module, put_off)

@@ -23,6 +23,7 @@ from ._errors import Failure
 from ._structure import ALIGNMENT, Signature, aligned
 
 HEADER = 512
+_HOST = torch.device("cpu")
 _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the first byte
 
 
@@ -152,7 +153,7 @@ def _padded(data: bytes, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(data).ljust(aligned(len(data)), b"\0"), dtype=torch.uint8).to(device)
 
 
-def _zeros(size: int, device: torch.device | None = None) -> Tensor:
+def _zeros(size: int, device: torch.device = _HOST) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 

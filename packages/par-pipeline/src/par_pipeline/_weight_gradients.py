@@ -103,7 +103,7 @@ class SplitBackward:
         for name, parameter in replaced.items():
             own[name] = stand_ins[parameter]
             undo.append(partial(_put_back, own, name, stand_ins[parameter], parameter))
-        if "weight" not in replaced:
+        if "weight" not in replaced or replaced["weight"].is_complex():  # whose products need conjugates
             return
         if hasattr(module, "weight_grad_hook"):
             before = module.__dict__.get("weight_grad_hook")

@@ -228,7 +228,7 @@ class Channel:
         arrival = self._coming.popleft()
         expected = self._takes.get(arrival.message)
         size = promised(expected, self._device)
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._posted.append((arrival, expected, buffer, self._receive_into(buffer, 0)))
         self._room -= size
 

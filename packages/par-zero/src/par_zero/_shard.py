@@ -32,7 +32,8 @@ def shard(
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
     They stay an ordinary nn.Module and torch.optim.Optimizer: `loss.backward(); optimizer.step()`. Rank 0's parameters
-    are everybody's. The optimizer comes to hold flat slices; its group dicts stay the objects that they were.
+    are everybody's, buffers stay each rank's own. The optimizer comes to hold flat slices; its group dicts stay the
+    objects that they were.
 
     Args:
         module: On its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an actor and a
