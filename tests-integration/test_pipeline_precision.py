@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from par_groups import ProcessGroups, Topology
 from par_layers import initialize, layer_set
-from par_pipeline import Pipeline, Schedule, zb_h1, zb_v
-from par_precision import convert_to_float8_
+from par_pipeline import Pipeline, Schedule, Shared, zb_h1, zb_v
+from par_precision import convert_to_float8_, mixed
 
 WIDTH, ROWS, MICROBATCHES = 32, 51, 3
 
@@ -110,3 +110,15 @@ def test_float8_weight_gradients_under_ddp_are_reduced_once(monkeypatch):
             return DistributedDataParallel(module, process_group=groups["data"])
 
         assert_split_equals_unsplit(zb_h1, lambda n: plain(None, n), groups["pipeline"], moments, wrap)
+
+
+@pytest.mark.ranks(2)
+def test_shared_weights_of_other_names_are_counted_once_by_the_norm():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(0)
+    name, layer = ("embedding", nn.Embedding(5, 4)) if rank == 0 else ("head", nn.Linear(4, 5, bias=False))
+    module = nn.ModuleDict({name: layer})
+    Shared({f"{name}.weight": layer.weight}, group)
+    _, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=0.1), "fp32", group=group, clip_norm=1.0)
+    layer.weight.grad = torch.full_like(layer.weight, 2.0)
+    assert optimizer.step().grad_norm.item() == pytest.approx(2 * 20**0.5)

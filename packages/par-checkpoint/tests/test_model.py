@@ -114,6 +114,18 @@ def test_extra_state_is_missing_or_unexpected_like_any_other(tmp_path):
         assert not torch.equal(model[0].weight, before)
 
 
+def test_extra_state_goes_into_a_state_dict_that_has_it_and_is_left_away_where_tensors_alone_are_loaded(tmp_path):
+    model = Noting(2, 2)
+    model.note = "saved"
+    save(tmp_path / "c", model=model)
+    state = Noting(2, 2).state_dict()
+    assert load(tmp_path / "c", model=state).unexpected == ()
+    assert state["_extra_state"] == "saved"
+    tensors = {name: torch.zeros_like(each) for name, each in state.items() if name != "_extra_state"}
+    assert load(tmp_path / "c", model=tensors).unexpected == ()
+    assert torch.equal(tensors["weight"], model.weight)
+
+
 def test_extra_state_is_not_asked_for_where_the_optimizer_alone_is_loaded(tmp_path):
     model = torch.nn.Sequential(Noting(2, 2))
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
@@ -147,7 +159,16 @@ def test_a_tensor_whose_name_only_ends_like_extra_state_is_a_tensor(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_one_name_for_different_tensors_of_a_mapping_is_refused_on_every_rank(tmp_path):
-    for name in ("weight", "0.running_mean"):
-        with pytest.raises(ValueError, match=f"'{name}' and 0 more differ between ranks 0 and 1.* pass the module"):
-            save(tmp_path / "c", model={name: torch.full((5,), float(dist.get_rank()))})
+    with pytest.raises(ValueError, match=r"'weight' and 0 more differ between ranks 0 and 1.* pass the module"):
+        save(tmp_path / "c", model={"weight": torch.full((5,), float(dist.get_rank()))})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks(2)
+def test_of_the_statistics_of_batch_norm_in_a_state_dict_the_first_rank_s_are_saved(tmp_path):
+    model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(1100) for _ in range(3)))  # in blocks of both ranks
+    for each in model.buffers():
+        each.fill_(dist.get_rank())
+    save(tmp_path / "c", model=model.state_dict())
+    load(tmp_path / "c", model=model)
+    assert not any(each.any() for each in model.buffers())

@@ -638,7 +638,7 @@ def test_outputs_that_hide_their_tensors_cannot_be_returned():
     run = pipeline(stages, schedule, loss_fn=lambda output, target: mse(output.logits, target))
     x, y = data(8)
     run.step(x, target=y)
-    with pytest.raises(PipelineError, match="an object with a tensor in it"):
+    with pytest.raises(PipelineError, match="the outputs have a SimpleNamespace, an object with a tensor in it"):
         run.step(x, target=y, return_outputs=True)
 
 
@@ -663,3 +663,14 @@ def test_a_step_that_would_train_nothing_is_refused():
         run.step(x, target=y)
     with pytest.raises(PipelineError, match="the loss has no gradient, though the outputs do"):
         run.step(x, target=y)
+
+
+@for_each(name=SOME)
+@pytest.mark.ranks(2)
+def test_the_loss_of_a_microbatch_in_which_nothing_counts_may_be_a_constant(name):
+    def loss_fn(output, target):
+        return mse(output, target) if target.any() else torch.zeros((), dtype=torch.float64)
+
+    x, y = data(8)
+    y[2:4] = 0  # the second of four
+    check(SCHEDULES[name](2, 4), lambda number: block(5, number), [(x, y)], loss_fn)

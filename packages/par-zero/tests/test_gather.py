@@ -278,3 +278,18 @@ def test_blocks_return_dicts_tuples_and_dataclasses():
     for model, each in ((module, optimizer), (other, its)):
         train(model, each, [[batch(step, width=8)] for step in range(3)])
     assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2)
+def test_what_numpy_has_seen_inside_summon_does_not_stop_training():
+    """Torch does not let the memory of such a tensor be given back."""
+    module, optimizer = sharded(mlp(), 3, sgd)
+    reference = mlp()
+    its = sgd(reference.parameters())
+    with summon(module):
+        seen = module[0][0].weight.detach().numpy().copy()
+    assert (seen == reference[0][0].weight.detach().numpy()).all()
+    for step in range(2):
+        train(module, optimizer, [[batch(step, width=8)]])
+        train(reference, its, [[joint(step, width=8)]])
+    assert_near(whole(module), copies(reference))

@@ -201,3 +201,43 @@ def test_names_given_to_the_optimizer_do_no_harm(stage):
         loss_of(model, batch(0, width=8)).backward()
         each.step()
     assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_is_tried_alone_whatever_scheduler_gradients_or_learning_rate_it_has():
+    """A scheduler's wrapper is bound to the optimizer itself; with a learning rate of 0 nothing would move."""
+    for lr in (0.1, 0.0):
+        module = mlp()
+        optimizer = NormScaled(module.parameters(), lr=lr)
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+        before = copies(module)
+        loss_of(module, batch(0, width=8)).backward()
+        with pytest.raises(ValueError, match="pass atomic=True"):
+            shard(module, optimizer, stage=1, group=dist.group.WORLD)
+        assert_same(copies(module), before)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws from a generator of its own, and knows its parameters' names."""
+
+    def __init__(self, parameters):
+        given = list(parameters)
+        super().__init__(given, lr=0.1)
+        self.generator, self.names = torch.Generator().manual_seed(1), {each: str(i) for i, each in enumerate(given)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.add_(torch.randn((), generator=self.generator))
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2)
+def test_a_generator_of_the_optimizer_s_own_is_neither_taken_for_a_look_at_others_nor_moved_on():
+    module = mlp()
+    optimizer = Noisy(module.parameters())
+    before = optimizer.generator.get_state()
+    shard(module, optimizer, stage=0, group=dist.group.WORLD, atomic=True)
+    assert torch.equal(optimizer.generator.get_state(), before)

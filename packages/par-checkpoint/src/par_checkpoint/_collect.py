@@ -25,6 +25,7 @@ from ._transformers import conversion_of
 Model = nn.Module | Mapping[str, torch.Tensor]
 LayoutNames = tuple[list[str], list[str]]
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what torch's BatchNorm calls its buffers
 _SAMPLE = 256  # elements of a tensor that are compared between replicas without a record
 
 
@@ -56,7 +57,7 @@ def collect(
         ValueError, TypeError: What cannot be saved, by name.
     """
     found = model_state({} if model is None else model)
-    in_module = isinstance(model, nn.Module)  # a mapping does not say what is a buffer
+    in_module = isinstance(model, nn.Module)
     layout = options.layout or {}
     every = [*found.tensors, *found.tied]
     names = rename(options.names, every)
@@ -70,7 +71,7 @@ def collect(
         for steady in [tensor if tensor.requires_grad else None]  # a forward pass may change a buffer
         for each in segments_on_disk(name, shardings[name], convert, names[name])
         for key in [key_of("model", each.name)]
-        for loose in [in_module and _is_loose_buffer(tensor)]
+        for loose in [_is_loose_buffer(name, tensor, in_module=in_module)]
     ]
     slots = None
     if optimizer is not None:
@@ -85,7 +86,7 @@ def collect(
         samples=[
             _sample(name, each)
             for name, each in found.tensors.items()
-            if name not in layout and not _has_record(each) and not (in_module and _is_loose_buffer(each))
+            if name not in layout and not _has_record(each) and not _is_loose_buffer(name, each, in_module=in_module)
         ],
         config=_config(options.config),
     )
@@ -144,9 +145,10 @@ def _has_record(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "par_sharding") or hasattr(tensor, "placements")
 
 
-def _is_loose_buffer(tensor: torch.Tensor) -> bool:
-    """Whether nothing keeps a tensor alike on all ranks that have it, such as statistics of BatchNorm."""
-    return not (isinstance(tensor, nn.Parameter) or _has_record(tensor))
+def _is_loose_buffer(name: str, tensor: torch.Tensor, *, in_module: bool) -> bool:
+    """Whether nothing keeps a tensor alike on all ranks that have it: buffers, or of a mapping, BatchNorm's by name."""
+    own = not isinstance(tensor, nn.Parameter) if in_module else name.rpartition(".")[2] in _STATISTICS
+    return own and not _has_record(tensor)
 
 
 def _sample(name: str, tensor: torch.Tensor) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from ._files import STEMS
 from ._finish import INDEX, SIDE_FILE
 from ._index import decode_index
 from ._manifest import MANIFEST, Manifest, blocks_of, decode_manifest
+from ._model import is_extra_state
 from ._pickled import load_pickle
 from ._storage import Folder
 from ._tagged import decode
@@ -57,7 +58,8 @@ class Found:
 
     def objects(self) -> dict[str, Any]:
         """The extra state of modules by name; nothing where the model is not wanted."""
-        return (self.part("model") or {}) if "model" in self.directories else {}
+        saved = (self.part("model") or {}) if "model" in self.directories else {}
+        return {name: value for name, value in saved.items() if is_extra_state(name)}
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """Names and options of the saved param groups."""

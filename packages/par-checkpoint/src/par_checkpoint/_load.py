@@ -18,7 +18,7 @@ from ._errors import CheckpointError
 from ._files import STEMS
 from ._fill import Filling, fill_
 from ._found import Found, look
-from ._model import model_state
+from ._model import is_extra_state, model_state
 from ._optimizer import Naming
 from ._options import LoadOptions, timeout_of, with_keywords
 from ._ranks import Ranks
@@ -195,9 +195,11 @@ def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
     if model is not None:
         wanted.model = model_targets(model, found.places("model"), options, found.tied)
         if found.manifest is not None:  # no other folder has extra state
-            own, saved = model_state(model).objects.keys(), found.objects().keys()
+            own = {name for name in model_state(model).objects if is_extra_state(name)}
+            saved = found.objects().keys()
             wanted.model.missing.extend(sorted(own - saved))
-            wanted.model.used.update(key_of("model", name) for name in own & saved)
+            asked = own if isinstance(model, torch.nn.Module) else saved  # a mapping may hold the tensors alone
+            wanted.model.used.update(key_of("model", name) for name in asked & saved)
     if optimizer is not None:
         naming = Naming(model, {} if model is None else file_names(model, options.names), options.layout or {})
         slots = Slots(

@@ -1,6 +1,6 @@
 """What is set rather than filled: param groups, a scheduler, extra state of modules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ class Restore:
     """State that waits until the tensors are read.
 
     Args:
-        module: Whose extra state to set.
+        module: Whose extra state to set; or a state dict that has some.
         objects: That state by name.
         optimizer: Whose groups and state to set.
         names: The parameters of each of its groups on this rank, as the saved optimizer calls them.
@@ -31,7 +31,7 @@ class Restore:
         scheduler_state: Theirs.
     """
 
-    module: nn.Module | None = None
+    module: nn.Module | MutableMapping[str, Any] | None = None
     objects: Mapping[str, object] = field(default_factory=dict)
     optimizer: Optimizer | None = None
     names: list[tuple[str, ...]] = field(default_factory=list)
@@ -65,9 +65,9 @@ class Restore:
             raise CheckpointError("one of the checkpoint and the call has a list of schedulers, the other has one")
         if isinstance(scheduler, list | tuple) and isinstance(state, list) and len(scheduler) != len(state):
             raise CheckpointError(f"the checkpoint has {len(state)} schedulers, but {len(scheduler)} are given")
-        inner = unwrapped(model) if isinstance(model, nn.Module) else None
+        inner = unwrapped(model) if isinstance(model, nn.Module) else model
         return cls(
-            module=inner if isinstance(inner, nn.Module) else None,
+            module=inner if isinstance(inner, nn.Module | MutableMapping) else None,
             objects={} if model is None else found.objects(),
             optimizer=optimizer,
             names=targets.groups,
@@ -145,8 +145,11 @@ def _load_scheduler(scheduler: Any, state: Any) -> None:
         scheduler.load_state_dict(state)
 
 
-def _set_extra_(module: nn.Module, objects: Mapping[str, object]) -> None:
+def _set_extra_(module: nn.Module | MutableMapping[str, Any], objects: Mapping[str, object]) -> None:
     """The extra state of modules, by its key in the state dict."""
+    if isinstance(module, MutableMapping):
+        module.update({key: objects[clean(key)] for key in module if clean(key) in objects})
+        return
     modules = {clean(name): each for name, each in module.named_modules()}
     for key, value in objects.items():
         owner = modules.get(key.removesuffix("_extra_state").removesuffix("."))

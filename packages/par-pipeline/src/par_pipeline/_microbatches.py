@@ -53,7 +53,7 @@ def _parts(leaf: Any, microbatches: int) -> Sequence[Any]:
         return split(leaf, microbatches, split_rows)
     if isinstance(leaf, Tensor):
         return torch.tensor_split(leaf, microbatches) if leaf.dim() else [leaf] * microbatches
-    if not callable(leaf) and tensors_of(getattr(leaf, "__dict__", None)):  # such as transformers' BatchEncoding
+    if _hides_tensors(leaf):  # such as transformers' BatchEncoding
         raise TypeError(
             f"a batch has a {type(leaf).__name__}, whose tensors cannot be split; give them in a dict, a list or a "
             "tuple, or give Pipeline(..., split=...)"
@@ -93,6 +93,20 @@ def merge(parts: Sequence[Any]) -> Any:
         else:
             joined.append(torch.cat(column) if column[0].dim() else torch.stack(column))
     return pytree.tree_unflatten(joined, structure)
+
+
+def check_visible(outputs: Any) -> None:
+    """Raises TypeError for an object whose tensors could not be joined with those of other microbatches."""
+    for leaf in pytree.tree_leaves(outputs):
+        if _hides_tensors(leaf):
+            raise TypeError(
+                f"the outputs have a {type(leaf).__name__}, an object with a tensor in it, which cannot be joined; "
+                "return a dict, a list or a tuple, or leave return_outputs away"
+            )
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor) and not callable(leaf) and bool(tensors_of(getattr(leaf, "__dict__", None)))
 
 
 def rows_of(value: Any) -> int | None:

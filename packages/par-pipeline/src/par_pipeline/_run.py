@@ -14,7 +14,7 @@ from ._clock import Clock
 from ._compile import Instruction, Message, Program
 from ._feed import Feed
 from ._gradient_sync import GradientSync
-from ._microbatches import rows_of
+from ._microbatches import check_visible, rows_of
 from ._offload import Activations
 from ._stage import Gradients, Stage, arguments, border
 from ._structure import flatten, tensors_of
@@ -96,6 +96,7 @@ class Run:
     _as_forward: AbstractContextManager[object] = field(default_factory=nullcontext)
     _finals: set[int] = field(default_factory=set)
     _rows: int | None = None
+    _trains: bool = False
 
     def execute(self) -> None:
         """Runs all actions."""
@@ -164,7 +165,7 @@ class Run:
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
         """The loss, which is where the backward begins."""
         if self.keep_outputs:
-            flatten(output)  # refuses what hides tensors, which could not be joined
+            check_visible(output)
             self.outputs[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, output)
         if self.parts.loss_fn is None or not (self.training or self.feed.targets):
             return []
@@ -177,10 +178,12 @@ class Run:
             loss = self.parts.loss_fn(output, target[microbatch]) if target else self.parts.loss_fn(output)
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}; loss_fn must give one number a microbatch")
-        if self.training and not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
-            raise ValueError(
-                "the loss has no gradient, though the outputs do; loss_fn must not detach them, or use .item()"
-            )
+        if self.training:  # of a microbatch in which nothing counts it may be a constant
+            self._trains |= loss.requires_grad or not any(each.requires_grad for each in tensors_of(output))
+            if not self._trains and len(self.losses) == len(self.shares) - 1:  # the others still wait for gradients
+                raise ValueError(
+                    "the loss has no gradient, though the outputs do; loss_fn must not detach them, or use .item()"
+                )
         self.losses[microbatch] = loss.detach()
         return [loss]
 

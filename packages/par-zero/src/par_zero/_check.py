@@ -90,8 +90,8 @@ def _check_kind(optimizer: Optimizer, names: Mapping[nn.Parameter, str], stage: 
 
 def _has_any(value: object, parameters: Container[nn.Parameter]) -> bool:
     """Whether a collection, as an optimizer may have as its own, has one of some parameters."""
-    if isinstance(value, Mapping):
-        return _has_any(list(value), parameters) or _has_any(list(value.values()), parameters)
+    if isinstance(value, Mapping):  # what is known of parameters, by them as keys, steps none of them
+        return _has_any(list(value.values()), parameters)
     if isinstance(value, list | tuple | set | frozenset):
         return any(_has_any(each, parameters) for each in value)
     return isinstance(value, nn.Parameter) and value in parameters

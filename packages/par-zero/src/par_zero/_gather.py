@@ -107,7 +107,7 @@ class Gatherer:
         unit.handles, unit.gathered, unit.kept = None, False, False
         self._hide(unit)
         for chunk in unit.chunks:
-            chunk.flat.untyped_storage().resize_(0)
+            _resize_(chunk.flat, 0)
 
     def free_all(self) -> None:
         """After a step, what is gathered is out of date."""
@@ -191,7 +191,7 @@ class Gatherer:
             unit.handles = []
             self._recorded.append(unit.number)
             for chunk in unit.chunks:
-                chunk.flat.untyped_storage().resize_(chunk.layout.size * chunk.flat.element_size())
+                _resize_(chunk.flat, chunk.layout.size * chunk.flat.element_size())
                 with torch.autograd.grad_mode._unsafe_preserve_version_counter(chunk.flat):
                     unit.handles.append(all_gather(chunk.flat, chunk.share, self._group))
 
@@ -269,6 +269,13 @@ class Gatherer:
 
     def _is_done(self, unit: Unit) -> bool:
         return all(chunk.pending == 0 for chunk in unit.chunks if chunk.trained)
+
+
+def _resize_(flat: torch.Tensor, size: int) -> None:
+    """Gives memory back, or takes it. What NumPy has seen of it may still be in use, and stays as it is."""
+    storage = flat.untyped_storage()
+    if storage.resizable():
+        storage.resize_(size)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

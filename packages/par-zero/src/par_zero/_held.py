@@ -43,13 +43,13 @@ class Held:
         Raises:
             RuntimeError: A parameter was replaced.
         """
-        found = {id(each) for each in self._module.parameters()}
+        found = {_place(each) for each in self._module.parameters()}
         for chunk in self._chunks:
             places = chunk.views(chunk.flat) if whole else (member.parameter for member in chunk.members)
             for member, place in zip(chunk.members, places, strict=True):
                 mine = member.parameter
                 moved = mine.data_ptr() != place.data_ptr() or mine.dtype != place.dtype
-                if moved or id(mine) not in found:
+                if moved or _place(mine) not in found:
                     raise RuntimeError(
                         f"{member.names[0]!r} was replaced after shard(), as module.to(), load_state_dict(assign=True) "
                         "or an assignment to .data does, so the optimizer would not reach it; write in place, with "
@@ -57,11 +57,16 @@ class Held:
                     )
 
     def _find(self) -> None:
-        packed = {id(each) for each in self._parameters}
+        packed = {_place(each) for each in self._parameters}
         self._places = [
             (each._parameters, name)
             for each in self._module.modules()
             for name, parameter in each._parameters.items()
-            if id(parameter) in packed
+            if parameter is not None and _place(parameter) in packed
         ]
         self._ids = [id(held[name]) for held, name in self._places]
+
+
+def _place(parameter: nn.Parameter) -> tuple[object, ...]:
+    """What another parameter in its place shares with it, such as a pipeline's for the time of a step."""
+    return parameter.data_ptr() or id(parameter), parameter.shape, parameter.dtype

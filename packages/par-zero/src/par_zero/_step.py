@@ -190,9 +190,15 @@ def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Pa
     for name, value in optimizer.__dict__.items():
         if name.startswith("_optimizer_") and isinstance(value, dict):
             twin.__dict__[name] = type(value)()  # hooks
+        elif callable(getattr(type(optimizer), name, None)):
+            del twin.__dict__[name]  # such as the `step` of an lr scheduler, which is bound to the optimizer itself
+        elif isinstance(value, torch.Generator) and value.device.type == "cpu":
+            twin.__dict__[name] = torch.Generator().set_state(value.get_state())
     made = {each: _as_made(optimizer, group, each) for each in parameters}
     twin.state = defaultdict(dict, {each: state for each, state in made.items() if state})
     settings = {key: _on_cpu(value) for key, value in group.items() if key not in ("params", "param_names")}
+    if "lr" in settings and float(settings["lr"]) == 0:  # before a warm-up, in which nothing would move
+        settings["lr"] = 1e-2
     if settings.get("capturable"):  # for GPUs alone, and another way to the same numbers
         settings |= {"capturable": False, "foreach": False}
     twin.param_groups = [{**settings, "params": parameters}]
