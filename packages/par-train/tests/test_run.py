@@ -311,7 +311,8 @@ def test_a_launcher_that_is_killed_at_the_start_leaves_no_ranks(command, ranks_o
     process.wait(timeout=10)
     assert_no_ranks(ranks_of, process.pid, within=10)
     done = command.finish(process)
-    assert done.stderr == "par-train: the launcher is gone; stopped before training began\n"
+    assert "par-train: the launcher is gone; stopped before training began\n" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_killed_torchrun_leaves_no_ranks(command):
@@ -371,6 +372,36 @@ def test_a_full_disk_is_one_line(command, ranks_of):
     last = done.stderr.splitlines()[-1]
     assert re.match(r"par-train: rank \d failed: cannot write 'full/checkpoint': .*File too large", last), done.stderr
     assert done.stderr.count("failed") == 1, done.stderr
+
+
+def test_a_signal_whose_save_fails_is_no_success(command, ranks_of):
+    """An earlier checkpoint is there, and stays."""
+    process = command.train("unsaved", "--train.checkpoint_every=4", TEST_SLEEP="0.3")
+    command.wait_for_steps("unsaved", 5)
+    for rank in ranks_of(process.pid):
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (8000, 8000))
+    process.send_signal(signal.SIGTERM)
+    done = command.finish(process)
+    assert done.returncode == 143, done.stderr
+    assert "failed: cannot write 'unsaved/checkpoint'" in done.stderr
+    assert done.stderr.endswith("par-train: SIGTERM: stopped without saving\n")
+    assert inspect(command.folder / "unsaved" / "checkpoint").step == 4
+
+
+def test_a_signal_before_training_leaves_the_run_that_was_to_be_replaced(command, reference, ranks_of):
+    folder = command.folder / "kept"
+    shutil.copytree(reference[0], folder)
+    process = command.train("kept", "--overwrite", TEST_SLEEP="2")
+    deadline = time.monotonic() + 20
+    while len(ranks_of(process.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    done = command.finish(process)
+    assert done.returncode == 130
+    words = ["par-train: SIGINT: stopped before training began", "par-train: SIGINT: stopped without saving"]
+    assert done.stderr.splitlines() == words
+    assert read_lines(folder) == read_lines(reference[0])
+    assert weights(folder) == weights(reference[0])
 
 
 def test_a_corrupt_checkpoint_is_one_line(command, reference):

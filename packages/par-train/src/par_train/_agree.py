@@ -8,9 +8,10 @@ import torch.distributed as dist
 from par_groups import agree
 
 from ._checkpoint import TrainingState, check_continues, find_state
-from ._checks import check_files, check_output
+from ._checks import check_files
 from ._errors import UserError
-from ._lock import lock_folder
+from ._job import is_restarted
+from ._lock import Lock, lock_folder
 from ._options import Options
 from ._text import Text
 
@@ -22,10 +23,12 @@ class Start:
     Args:
         text: What to train on.
         state: What to go on from; None starts anew.
+        lock: Of the output folder, on rank 0.
     """
 
     text: Text
     state: TrainingState | None
+    lock: Lock | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +61,15 @@ def find_start(options: Options, held: ExitStack) -> Start:
 
 
 def _look(options: Options, held: ExitStack) -> Start:
-    if dist.get_rank() == 0:
-        check_output(options)  # makes the folder
-        held.enter_context(lock_folder(options.files))
+    lock = held.enter_context(lock_folder(options.files)) if dist.get_rank() == 0 else None
+    if lock is not None and not is_restarted():
+        lock.note("")  # of a job before this one
     text = check_files(options)
     checkpoint = options.files.checkpoint
     state = None if options.resume == "no" else find_state(checkpoint)
     if state is not None:
         check_continues(checkpoint, options, state, text.digest)
-    return Start(text=text, state=state)
+    return Start(text=text, state=state, lock=lock)
 
 
 def _compare(mine: _Facts) -> None:

@@ -11,6 +11,8 @@ from datetime import timedelta
 from par_groups import read_environment
 
 from ._errors import TrainingError, UserError
+from ._output import say
+from ._stop import StoppedEarly
 
 _LOST = re.compile(r"(closed|reset) by (remote )?peer|broken pipe|was likely closed|ncclRemoteError", re.IGNORECASE)
 
@@ -33,13 +35,13 @@ def one_traceback() -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, TrainingError, Reported):
+    except (UserError, TrainingError, StoppedEarly, Reported):
         raise
     except Exception as error:
         if _is_first():
             rank = read_environment(os.environ).rank
             what = "lost its connection to another rank" if _lost_connection(error) else f"failed{_describe(error)}"
-            print(f"par-train: rank {rank} {what}", file=sys.stderr, flush=True)
+            say(f"par-train: rank {rank} {what}", sys.stderr)
         raise Reported from error
 
 

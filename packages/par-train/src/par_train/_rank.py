@@ -17,7 +17,8 @@ from ._config import build_options
 from ._errors import TrainingError, UserError
 from ._failure import Reported, one_traceback
 from ._options import Options
-from ._stop import Stop, catch_signals, exit_code, follow_launcher
+from ._output import say
+from ._stop import Stop, StoppedEarly, catch_signals, exit_code, follow_launcher
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -39,7 +40,7 @@ def join(options: Options) -> NoReturn:
 def print_error(error: UserError | TrainingError) -> None:
     """The one line that an error of all ranks gets; of many ranks, only the master speaks."""
     if is_master():
-        print(f"par-train: error: {error}", file=sys.stderr, flush=True)
+        say(f"par-train: error: {error}", sys.stderr)
 
 
 def is_master() -> bool:
@@ -73,6 +74,10 @@ def _live(options: Options, stop: Stop) -> int:
     except TrainingError as error:
         print_error(error)
         return 1
+    except StoppedEarly as stopped:
+        if is_master():
+            say(f"par-train: {stopped}", sys.stderr)
+        return 128 + stopped.number
     except Reported:
         return 1
 

@@ -16,6 +16,7 @@ from par_groups import Topology
 from ._agree import Start
 from ._metrics import UNIFORM, Metrics
 from ._options import Options
+from ._output import say
 from ._trainer import Trainer
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -86,7 +87,7 @@ class Lines:
         step = f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}"
         times = f"{_time(metrics.seconds)}<{_time(self._recent.seconds_left(metrics, self._steps))}"
         words = self._recent.words(metrics.loss, metrics.validation_loss)
-        print(f"{step} {times}, {words}", file=sys.stderr, flush=True)
+        say(f"{step} {times}, {words}", sys.stderr)
 
     def close(self) -> None:
         """Every line is out already."""
@@ -129,7 +130,7 @@ def memory() -> str:
 def print_banner(options: Options, topology: Topology, trainer: Trainer, start: Start) -> None:
     """What is about to happen."""
     text, shape, batch = start.text, options.model, options.train.batch_size
-    print("\n".join(_drawn(topology)))
+    say("\n".join(_drawn(topology)))
     _row(
         "model",
         f"byte-level GPT, {trainer.parameters:,} parameters",
@@ -147,23 +148,20 @@ def print_banner(options: Options, topology: Topology, trainer: Trainer, start: 
     _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
     place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
     _row("output", options.output, f"{place} of {options.train.steps}")
-    sys.stdout.flush()
 
 
 def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int) -> None:
     """What has happened, and which files it left."""
     if ended_by:
-        print(
+        say(
             f"par-train: {signal.Signals(ended_by).name}: saved after step {step} of {options.train.steps}; "
             f"go on with --resume auto",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
     if lines:
         _print_results(lines)
     for path in options.files.present():
-        print(f"wrote {path}")
-    sys.stdout.flush()
+        say(f"wrote {path}")
 
 
 def _print_results(lines: Sequence[dict[str, Any]]) -> None:
@@ -186,7 +184,7 @@ def _drawn(topology: Topology) -> list[str]:
 
 
 def _row(label: str, *lines: str) -> None:
-    print(f"{label:<11}" + ("\n" + 11 * " ").join(lines))
+    say(f"{label:<11}" + ("\n" + 11 * " ").join(lines))
 
 
 def _end(text: str) -> str:

@@ -5,20 +5,23 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from par_groups import read_environment
 
 from ._checks import check_config, check_files
 from ._config import to_tree
 from ._errors import UserError
+from ._job import has_begun, has_saved, is_restarted
 from ._options import Options
+from ._output import say
 from ._rank import join
-from ._stop import exit_code, handled_signals, keep_signals_from_children, leave_terminal
+from ._stop import SIGNALS, exit_code, handled_signals, keep_signals_from_children, leave_terminal
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -53,10 +56,13 @@ def run(options: Options) -> int:
 
 
 def _after_restart(options: Options) -> Options:
-    """Ranks that torchrun has started again go on from the checkpoint, whatever was said about the first start."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return options
-    return replace(options, resume="auto", overwrite=False)
+    """Ranks that torchrun has started again go on from the checkpoint, if it is their job's.
+
+    A job that was refused, or that had not begun yet, has none: for it, what was said about the first start holds.
+    """
+    if is_restarted() and has_begun(options.files):
+        return replace(options, resume="auto", overwrite=False)
+    return options
 
 
 def _rank_count(options: Options) -> int:
@@ -85,23 +91,22 @@ def _start(options: Options, ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
 
-    checkpoint = options.files.checkpoint
-    before = _stamp(checkpoint)
+    job = uuid.uuid4().hex
     # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
     command = ("-P", "-m", "par_train._rank", json.dumps(to_tree(options)), str(os.getpid()))
     try:
         with _quiet_launcher(), keep_signals_from_children():
-            elastic_launch(_launch_config(ranks), sys.executable)(*command)
+            elastic_launch(_launch_config(ranks, job), sys.executable)(*command)
     except SignalException as error:
         if error.sigval == signal.SIGHUP:
             leave_terminal()
-        return _after_signal(error.sigval, saved=_stamp(checkpoint) != before)
+        return _after_signal(error.sigval, saved=has_saved(options.files, job))
     except ChildFailedError as error:
         return _after_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
     return 0
 
 
-def _launch_config(ranks: int) -> "LaunchConfig":
+def _launch_config(ranks: int, job: str) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415
 
@@ -109,7 +114,7 @@ def _launch_config(ranks: int) -> "LaunchConfig":
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
-        run_id=f"par-train-{os.getpid()}",
+        run_id=job,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",  # else it looks its own name up, which not every machine can
@@ -135,7 +140,7 @@ def _after_signal(number: signal.Signals, *, saved: bool) -> int:
     """The launcher has forwarded the signal, and the ranks have left: before the first step, or their save failed."""
     if saved:
         return exit_code(number)
-    print(f"par-train: {number.name}: stopped without saving", file=sys.stderr)
+    say(f"par-train: {number.name}: stopped without saving", sys.stderr)
     return 128 + number
 
 
@@ -143,14 +148,10 @@ def _after_failure(codes: dict[int, int]) -> int:
     """A rank ended the job. What it had to say, it has said."""
     if 2 in codes.values():
         return 2
-    if set(codes.values()) <= {0, 128 + signal.SIGINT}:
-        return 128 + signal.SIGINT
+    for number in SIGNALS:
+        if set(codes.values()) <= {0, 128 + number}:
+            return 128 + number
     for rank, code in sorted(codes.items()):
         if code < 0 and code != -signal.SIGTERM:
-            print(f"par-train: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            say(f"par-train: rank {rank} was ended by {signal.Signals(-code).name}", sys.stderr)
     return 1
-
-
-def _stamp(path: Path) -> Any:
-    """Changes when the folder is replaced."""
-    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None

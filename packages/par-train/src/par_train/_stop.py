@@ -16,10 +16,24 @@ from typing import NoReturn
 
 from par_groups import read_environment
 
+from ._output import drop_output
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that save and leave."""
 
 _PATIENCE = 30.0
+
+
+class StoppedEarly(Exception):  # noqa: N818 - nothing has failed
+    """All ranks leave before training has begun, and have changed nothing.
+
+    Args:
+        number: The signal that one of them got.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name}: stopped before training began")
+        self.number = number
 
 
 class Stop:
@@ -62,9 +76,7 @@ def leave_terminal() -> None:
         try:
             os.write(descriptor, b"")
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+            drop_output(descriptor)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from par_groups import Environment, ProcessGroups, Topology, launch
+from par_groups import Environment, ProcessGroups, Topology, agree, launch
 from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
 
@@ -18,10 +18,11 @@ from ._checks import check_config
 from ._errors import UserError
 from ._failure import one_traceback
 from ._files import RunFiles, writing
+from ._job import BEGUN, SAVED, note_of
 from ._metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 from ._options import Options, learning_rate
 from ._report import make_progress, print_banner, print_summary
-from ._stop import Stop
+from ._stop import Stop, StoppedEarly
 from ._trainer import StepResult, Trainer
 
 
@@ -33,6 +34,7 @@ def train(options: Options, stop: Stop) -> int:
 
     Raises:
         UserError: What this rank, or another, was given cannot be used; on every rank.
+        StoppedEarly: This rank, or another, was asked to leave before training began; on every rank.
     """
     cpu = options.device == "cpu" or not torch.cuda.is_available()
     with launch(device="cpu" if cpu else None) as environment, one_traceback():
@@ -43,10 +45,18 @@ def train(options: Options, stop: Stop) -> int:
             trainer = _make_trainer(options, start, groups, environment.device)
             if start.state is not None:
                 trainer.restore(options.files.checkpoint, start.state)
+            _leave_if_asked(stop)  # from here on, the old run in the folder is replaced
             master = Master(trainer, topology, start) if environment.is_master else None
             ended_by = _loop(trainer, stop, start, master)
             dist.barrier()  # nobody leaves, and is taken for failed, while the master still writes
             return ended_by
+
+
+def _leave_if_asked(stop: Stop) -> None:
+    """All ranks leave if one was asked to. All-gather of a number over the world."""
+    number = max(agree(None, stop.signal, None).values())
+    if number:
+        raise StoppedEarly(number)
 
 
 def _set_threads(environment: Environment) -> None:
@@ -95,6 +105,8 @@ def _loop(trainer: Trainer, stop: Stop, start: Start, master: "Master | None") -
         master.close()
     timeline = trainer.timeline()
     _save(trainer, start, time.monotonic() - began)
+    if start.lock is not None:
+        start.lock.note(note_of(SAVED))
     if master is not None:
         master.finish(ended_by, timeline)
     return ended_by
@@ -132,6 +144,8 @@ class Master:
             self._files.clear()  # that there is nothing to keep was checked, or --overwrite was said
         else:
             truncate_metrics(self._files.metrics, start.state.step)
+        if start.lock is not None:
+            start.lock.note(note_of(BEGUN))
         print_banner(self._options, topology, trainer, start)
         self._metrics = MetricsFile(self._files.metrics)
         self._progress = make_progress(self._options.train.steps, trainer.step)
