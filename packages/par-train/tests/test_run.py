@@ -401,8 +401,8 @@ def test_a_signal_before_training_leaves_the_run_that_was_to_be_replaced(command
     process.send_signal(signal.SIGINT)
     done = command.finish(process)
     assert done.returncode == 130
-    words = ["par-train: SIGINT: stopped before training began", "par-train: SIGINT: stopped without saving"]
-    assert done.stderr.splitlines() == words
+    assert "par-train: SIGINT: stopped without saving" in done.stderr.splitlines(), done.stderr
+    assert "saved after" not in done.stderr
     assert read_lines(folder) == read_lines(reference[0])
     assert weights(folder) == weights(reference[0])
 
