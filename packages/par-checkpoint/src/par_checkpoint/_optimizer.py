@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -131,8 +131,7 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
 def _of_no_tensor(optimizer: Optimizer) -> dict[str, object]:
     """State that belongs to the optimizer as a whole, such as a count of steps."""
     found: dict[str, object] = {}
-    keys: list[object] = list(optimizer.state)
-    for key, value in zip(keys, optimizer.state.values(), strict=True):
+    for key, value in cast("dict[object, object]", optimizer.state).items():
         if isinstance(key, torch.Tensor):
             continue
         if not isinstance(key, str) or "." in key:

@@ -259,10 +259,7 @@ def _agree(topology: Topology, declared: Sequence[Axes | Channels], device: torc
     problem = _problem(topology, declared)
     text = problem or f"{topology.to_json()} {declared!r}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
-    both = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)  # over the world; the highest and the (negated) lowest digest
-    highest, lowest = both[0].item(), -both[1].item()
-    if highest != lowest:
+    if not _is_same_everywhere(digest, device):
         every: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(every, text)
         raise ValueError(_disagreement(every))
@@ -302,10 +299,14 @@ def _can_split(device: torch.device) -> bool:
 
 def _are_names_alike(device: torch.device) -> bool:
     """Whether every rank has as many groups, which is what a split group's name is made of; ranks meet by the name."""
-    count = len(dist.distributed_c10d._world.pg_names)
-    both = torch.tensor([count, -count], device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)  # over the world
-    return bool(both.sum() == 0)
+    return _is_same_everywhere(len(dist.distributed_c10d._world.pg_names), device)
+
+
+def _is_same_everywhere(number: int, device: torch.device) -> bool:
+    """Whether all ranks of the world have the same whole number; all-reduce of two."""
+    both = torch.tensor([number, -number], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)  # the highest and the (negated) lowest
+    return bool(both[0] == -both[1])
 
 
 def _checked(group: object, ranks: Sequence[int]) -> dist.ProcessGroup:
