@@ -93,22 +93,25 @@ def precision_options(precision: str) -> dict[str, Any]:
 
 
 @functools.cache
-def one_process(precision: str, *, tied: bool) -> Curve:
+def one_process(precision: str, device: str, *, tied: bool) -> Curve:
     """What all others follow. To be left as it is."""
-    return train_alone(precision, LONGEST, tied=tied)[0]
+    return train_alone(precision, LONGEST, device, tied=tied)[0]
 
 
-def train_alone(precision: str, steps: int, *, tied: bool) -> tuple[Curve, nn.Module]:
+def train_alone(precision: str, steps: int, device: str, *, tied: bool) -> tuple[Curve, nn.Module]:
     """Trains without a strategy: in fp32 in torch's own way, else with par-precision."""
     layers = layer_set(None)
     model: Any = gpt(layers, tied=tied)
     initialize(model, SEED)
+    model.to(device)
     optimizer: Any = adamw(model)
     scheduler: Any = warm_up(optimizer)
     if precision != "fp32":
         model, optimizer = mixed(model, optimizer, precision, clip_norm=CLIP_NORM, **precision_options(precision))
         scheduler = optimizer.schedule(scheduler)
-    batches = endless(GlobalDataLoader(loader(), replica=0, replicas=1, seed=SEED))
+    data = GlobalDataLoader(loader(), replica=0, replicas=1, seed=SEED)
+    data.device = torch.device(device)
+    batches = endless(data)
     curve = Curve([], [])
     for _ in range(steps):
         inputs, targets = next(batches)
@@ -131,9 +134,12 @@ def step_alone(model: nn.Module, optimizer: Any, loss: Tensor) -> Tensor:
     return norm
 
 
-def strategy_of(case: Case, precision: str = "fp32", **further: Any) -> Strategy:
+def strategy_of(case: Case, precision: str, device: str, **further: Any) -> Strategy:
+    """On GPUs, ranks beyond their number share them, which gloo allows."""
     options = {"precision": precision, "mixed": precision_options(precision), "clip_norm": CLIP_NORM, "seed": SEED}
-    return Strategy(**case.options, **options, **further, device="cpu")
+    if device == "cuda":
+        device = f"cuda:{(dist.get_rank() if dist.is_initialized() else 0) % torch.cuda.device_count()}"
+    return Strategy(**case.options, **options, **further, device=device)
 
 
 class Run:

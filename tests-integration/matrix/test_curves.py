@@ -22,14 +22,14 @@ def in_a_world_of_its_size(case, precision):
 
 
 @pytest.fixture
-def expected(case, precision):
+def expected(case, precision, device):
     """The curve of one process in this precision, and in fp32."""
-    return [one_process(each, tied=case.tied).part(0, STEPS) for each in (precision, "fp32")]
+    return [one_process(each, device, tied=case.tied).part(0, STEPS) for each in (precision, "fp32")]
 
 
-def test_a_configuration_follows_one_process(case, precision, expected, results):
+def test_a_configuration_follows_one_process(case, precision, device, expected, results):
     start = time.perf_counter()
-    with strategy_of(case, precision) as strategy:
+    with strategy_of(case, precision, device) as strategy:
         curve = Run(strategy, tied=case.tied).train(STEPS)
         seconds = time.perf_counter() - start
         (loss, norm), (loss_fp32, norm_fp32) = (curve.distance(each) for each in expected)
@@ -41,8 +41,8 @@ def test_a_configuration_follows_one_process(case, precision, expected, results)
 
 
 @pytest.mark.ranks(2)
-def test_stage_3_of_zero_is_refused_where_a_schedule_wants_freed_weights_again():
+def test_stage_3_of_zero_is_refused_where_a_schedule_wants_freed_weights_again(device):
     for name in SCHEDULES:
         if 3 not in zero_stages(name):
             with pytest.raises(ValueError, match=f"zero is 3.*{name}.*use zero 2"):
-                strategy_of(case(pipeline=name, zero=3))
+                strategy_of(case(pipeline=name, zero=3), "fp32", device)

@@ -49,27 +49,27 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
-def expected(chain, precision):
-    return one_process(precision, tied=chain[0].tied)
+def expected(chain, precision, device):
+    return one_process(precision, device, tied=chain[0].tied)
 
 
 @pytest.fixture
-def begun(chain, precision, tmp_path):
+def begun(chain, precision, device, tmp_path):
     """The folder of a run of one process, after its first part."""
     alone = case(tied=chain[0].tied)
-    with strategy_of(alone, precision) as strategy:
+    with strategy_of(alone, precision, device) as strategy:
         Run(strategy, tied=alone.tied).train(PART)
         strategy.checkpoint(tmp_path, step=PART)
     return tmp_path
 
 
 def test_a_run_that_goes_on_under_another_configuration_each_time_follows_one_process(
-    chain, precision, begun, expected, results
+    chain, precision, device, begun, expected, results
 ):
     most_loss, most_norm = tolerance(precision)
     saved = "one rank"
     for done, each in enumerate([*chain, chain[0]], 1):
-        with strategy_of(each, precision) as strategy:
+        with strategy_of(each, precision, device) as strategy:
             run = Run(strategy, tied=each.tied)
             assert strategy.resume(begun) == done * PART
             curve = run.train(PART)
@@ -82,16 +82,16 @@ def test_a_run_that_goes_on_under_another_configuration_each_time_follows_one_pr
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_under_the_same_configuration_it_goes_on_as_if_it_had_never_stopped(precision, tmp_path):
+def test_under_the_same_configuration_it_goes_on_as_if_it_had_never_stopped(precision, device, tmp_path):
     """Masters, moments, loss scale, lr schedule and position: one lost bit would show."""
     for number, each in enumerate([case(2, zero=2), case(2, zero=3), case(tensor="SP2"), case(pipeline="zb_v")]):
         folder = tmp_path / str(number)
-        with strategy_of(each, precision) as strategy:
+        with strategy_of(each, precision, device) as strategy:
             run = Run(strategy)
             run.train(PART)
             strategy.checkpoint(folder, step=PART)
             expected = run.train(PART)
-        with strategy_of(each, precision) as strategy:
+        with strategy_of(each, precision, device) as strategy:
             run = Run(strategy)
             strategy.resume(folder)
             assert run.train(PART) == expected, each.name

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from ._order import share
+from ._place import placed
 from ._randomness import aside, seed_generators, seed_number
 
 
@@ -40,6 +41,10 @@ class GlobalDataLoader:
         replicas: The size of the data group.
         seed: The same on all ranks; another seed, another order.
 
+    Attributes:
+        device: Where its batches are brought to; the CPU, which leaves them where the loader put them, unless it is
+            set.
+
     Raises:
         TypeError: The loader is not a DataLoader.
         ValueError: Batches that cannot be shared out: no batch size or one that does not divide by the replicas, a
@@ -51,6 +56,7 @@ class GlobalDataLoader:
         self._plain = loader
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        self.device = torch.device("cpu")
         self.samples = 0  # that all ranks together have consumed since training began
         self.epoch = 0
         mine = partial(_share_of, replica=replica, replicas=replicas)
@@ -67,7 +73,7 @@ class GlobalDataLoader:
         item = self._take() or self._take()  # if the last batch of an epoch has been taken, the next one begins
         epoch = self.epoch
         while item is not None:
-            yield item.samples
+            yield placed(item.samples, self.device)
             item = self._take() if self.epoch == epoch else None
 
     def state_dict(self) -> dict[str, int]:

@@ -8,9 +8,9 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from par_groups import read_environment
 
@@ -110,6 +110,10 @@ def _launch_config(ranks: int, job: str) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415
 
+    known = any(
+        field.name == "shutdown_timeout" for field in fields(LaunchConfig)
+    )  # since torch 2.12; before, 30 seconds
+    patience: dict[str, Any] = {"shutdown_timeout": _PATIENCE} if known else {}
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -121,7 +125,7 @@ def _launch_config(ranks: int, job: str) -> "LaunchConfig":
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks print to this terminal, and no temporary files stay
         signals_to_handle=",".join(each.name for each in handled_signals()),
-        shutdown_timeout=_PATIENCE,
+        **patience,
     )
 
 

@@ -23,6 +23,7 @@ from ._execute import Batches, Criterion, Execution
 from ._handlers import kinds_of
 from ._initialize import paired, wire
 from ._pairs import Pair
+from ._place import placed
 from ._plan_options import Job
 from ._plugin import Plugin, check_support, find_plugin, in_order
 from ._schedules import make_schedule, microbatches_of
@@ -276,7 +277,7 @@ class Strategy:
                 "initialize() returned together"
             )
         execution = self._execution(model)
-        batch = next(self._batches_of(data_iter))
+        batch = placed(next(self._batches_of(data_iter)), self.device)
         loss, outputs = execution.run(batch, criterion, forward_only=forward_only, return_outputs=return_outputs)
         if return_loss and return_outputs:
             return loss, outputs

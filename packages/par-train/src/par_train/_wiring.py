@@ -1,6 +1,6 @@
 """The built-in plugins, in the order in which they are applied: pipeline, device, tied, zero, precision."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class Pipelined(Plugin):
 
 
 class Device(Plugin):
-    """Brings what this rank has to the device. par-layers' layers get their memory there, and their first values."""
+    """Brings what this rank has to the device, and batches. par-layers' layers get their memory and values there."""
 
     name = "device"
 
@@ -47,6 +47,11 @@ class Device(Plugin):
             initialize(model, strategy.options.seed, device=strategy.device)
         _check_cut(model, strategy)
         return model.to(strategy.device)
+
+    def setup_dataloader(self, dataloader: Any, strategy: "Strategy") -> Any:
+        """It gives batches on the device."""
+        dataloader.device = strategy.device
+        return dataloader
 
 
 class Tied(Plugin):

@@ -47,6 +47,9 @@ def start_forkserver(also: Sequence[str], modules: Sequence[Module] = ()) -> For
         file.write(pickle.dumps(list(modules)))
         file.flush()
         patch.setenv(MODULES, file.name)
+        # A process that asked the CUDA runtime whether there is a GPU, as modules do for a skipif, could fork no rank
+        # that uses one; this makes torch ask the driver's own library.
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         # Thread pools are sized when libraries are loaded, so this must be the server's environment.
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
