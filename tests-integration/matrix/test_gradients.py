@@ -62,11 +62,12 @@ def counted(run):
 
 
 @pytest.mark.ranks(8, timeout=180)
-def test_each_sum_is_taken_once_a_step_however_many_microbatches_there_are(device):
+def test_each_sum_is_taken_once_a_step_however_many_microbatches_there_are():
+    """On the CPU alone: what is summed depends on no device, and gloo's all-gather may crash where it is counted."""
     for cases in COUNTED:
         needed = None
         for each in cases:  # the first cuts nothing over data ranks
-            with strategy_of(each, "fp32", device) as strategy:
+            with strategy_of(each, "fp32", "cpu") as strategy:
                 run = Run(strategy, tied=each.tied)
                 sharded, needed = needed is not None, needed or Needed(run)
                 backward, step = counted(run)

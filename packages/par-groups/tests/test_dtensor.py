@@ -78,7 +78,7 @@ def test_strided_shards_are_several_boxes():
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             check_boxes(tensor, whole)
             check_owned_once(tensor)
-            if rows % 8 == 0:
+            if rows % 8 == 0 and (placements[0].split_factor != 3 or torch.__version__ >= (2, 13)):  # 2.11 cannot
                 check_boxes(tensor, tensor.full_tensor())
 
 

@@ -158,7 +158,7 @@ def test_a_sum_overwrites_a_temporary_that_nobody_can_see():
 @pytest.mark.ranks([1, 2])
 def test_an_all_gather_keeps_away_from_the_operator_that_corrupts_memory_over_gloo():
     x = of(dist.get_rank(), *SHAPE).requires_grad_()
-    with torch.profiler.profile() as profile:  # no dispatch mode
+    with torch.profiler.profile(acc_events=True) as profile:  # no dispatch mode
         gather_from(x, dist.group.WORLD, 1)
         reduce_scatter_to(x, dist.group.WORLD, 1).sum().backward()
     calls = Counter(event.name for event in profile.events())

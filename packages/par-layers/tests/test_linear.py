@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -224,3 +225,21 @@ def test_on_one_device_without_groups_it_is_torch():
     assert layers.gather(layers.split(x)) is x
     assert torch.equal(layers.split(integers(9, 2, 3)), integers(9, 2, 3))
     assert "in_features=16, out_features=24, bias=True" in repr(linear)
+
+
+@pytest.mark.ranks([4, 8])
+def test_a_broadcast_that_writes_to_what_it_sends_is_no_change_for_autograd(monkeypatch):
+    """As gloo's does with a GPU's tensors. The output of a tanh is saved for its backward, and is broadcast."""
+    broadcast = dist.broadcast
+
+    def writing(tensor, *arguments, **keywords):
+        work = broadcast(tensor, *arguments, **keywords)
+        work.wait()
+        tensor.add_(0)
+        return work
+
+    monkeypatch.setattr(dist, "broadcast", writing)
+    for mode in modes():
+        if not mode.by_sequence:
+            make = lambda layers: nn.Sequential(nn.Tanh(), layers.Linear(16, 24))  # noqa: E731
+            assert_layer_equals_one_device(mode, make, numbers(8, 16))

@@ -23,7 +23,7 @@ def seen_in_flight(run, collective, product, which):
     """Whether, on some rank in one of a few runs, the chosen collective and product overlap."""
     seen = torch.zeros(1)
     for _ in range(TRIES):  # equally often on every rank
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
             run()
         flights, products = intervals(trace.events(), collective), intervals(trace.events(), product)
         seen += which(sorted(flights), sorted(products))

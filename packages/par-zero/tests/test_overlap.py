@@ -35,7 +35,7 @@ def overlap(one, other):
 
 
 def traced(run):
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         run()
     return trace
 

@@ -161,9 +161,13 @@ class _Reduction:
 
 
 def _start_broadcast(x: Tensor, member: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Broadcast over `group` from its rank `member`."""
+    """Broadcast over `group` from its rank `member`.
+
+    Of a GPU's tensor gloo writes back what it has sent; `.data` keeps autograd, which may have saved the tensor, from
+    taking that for a change.
+    """
     own = member == dist.get_rank(group)
-    block = x.contiguous() if own else torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = x.contiguous().data if own else torch.empty_like(x, memory_format=torch.contiguous_format)
     work = dist.broadcast(block, dist.get_global_rank(group, member), group=group, async_op=True)
     if work is None:
         raise RuntimeError("an asynchronous broadcast gave no handle")

@@ -25,10 +25,8 @@ def sum_of_powers(tensors: Sequence[Tensor], power: float, device: torch.device)
         An fp64 scalar.
     """
     if power == 2 and all(each.is_cpu for each in tensors):
-        parts = list(_squares_on_cpu(tensors))
-    else:
-        parts = [norm.pow(power) for norm in _norms(tensors, power)]
-    return _stacked(parts, device).sum()
+        return _stacked(list(_squares_on_cpu(tensors)), device).sum()
+    return _stacked(_norms(tensors, power), device).pow(power).sum()  # few operations: on a GPU each is a launch
 
 
 def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
