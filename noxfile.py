@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nox
@@ -93,6 +93,16 @@ def integration(session: nox.Session) -> None:
     session.run("pytest", "tests-integration", "--ignore=tests-integration/gpu", *session.posargs)
 
 
+@nox.session(name="other-torch")
+def other_torch(session: nox.Session) -> None:
+    """All tests on another release of torch, such as `-- 2.11.0`. On Linux it brings gigabytes of CUDA's libraries."""
+    if not session.posargs:
+        session.error("name the release of torch, such as `nox -s other-torch -- 2.11.0`")
+    release, *arguments = session.posargs
+    install_workspace(session, "test", "integration", pins=[f"torch=={release}"])
+    session.run("pytest", *workers(), *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
+
+
 @nox.session
 def matrix(session: nox.Session) -> None:
     """Every cell of the integration matrix, and its page in docs; minutes."""
@@ -144,10 +154,10 @@ def bench(session: nox.Session) -> None:
         session.run("python", script)
 
 
-def install_workspace(session: nox.Session, *groups: str) -> None:
+def install_workspace(session: nox.Session, *groups: str, pins: Sequence[str] = CONSTRAINTS) -> None:
     """All packages, editable, with the groups' tools."""
     tools = [requirement for name in groups for requirement in group(name)]
-    session.install(*CONSTRAINTS, *editable(*PACKAGES), "-e", TEST_TOOLS, *tools)
+    session.install(*pins, *editable(*PACKAGES), "-e", TEST_TOOLS, *tools)
 
 
 def editable(*packages: str) -> Iterator[str]:
