@@ -62,6 +62,16 @@ def test_files_and_words(reference):
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_without_standard_streams_trains_all_the_same(command):
+    """As with `<&- >&- 2>&-`, where files would get the numbers of the streams."""
+    again = "os.execv(sys.executable, [sys.executable, '-m', 'par_train', *sys.argv[1:]])"
+    code = f"import os, sys; os.closerange(0, 3); {again}"
+    done = command.finish(command.train_after(code, "streamless", "--train.steps=4"))
+    assert done.returncode == 0
+    assert [line["step"] for line in read_lines(command.folder / "streamless")] == [1, 2, 3, 4]
+    assert verify(command.folder / "streamless" / "checkpoint") == []
+
+
 def test_the_checkpoint_is_a_model(reference):
     folder, _ = reference
     model = par_train.load_model(folder / "checkpoint")

@@ -19,8 +19,26 @@ def say(text: str, stream: TextIO | None = None) -> None:
         drop_output(stream.fileno())
 
 
+def open_missing_streams() -> None:
+    """Gives a process that was started without standard streams (`>&-`) some that lead nowhere, and its children.
+
+    Else the next file or socket that is opened gets their numbers, and whatever is printed goes into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            drop_output(descriptor)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - for the whole life of the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def drop_output(descriptor: int) -> None:
     """Lets what is written there vanish."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, descriptor, inheritable=True)
+    if nowhere == descriptor:  # it was closed
+        os.set_inheritable(descriptor, True)
+    else:
+        os.close(nowhere)
