@@ -248,7 +248,7 @@ def vouch_for(path, **more):
     sealed(path, [*{**fields, "files": json.dumps(files)}.items()])
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11 says that it makes none
+@pytest.mark.filterwarnings("ignore:(Sparse|Validating sparse).* invariant:UserWarning")  # not by torch 2.13
 def test_tensors_of_torch_style_lie_in_their_file_one_after_the_other(tmp_path):
     path = tmp_path / "c"
     pc.save(path, model=model(), style="torch")

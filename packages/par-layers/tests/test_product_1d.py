@@ -53,7 +53,7 @@ def test_a_gradient_of_a_rows_gradient_is_refused():
             gradient.square().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, when it starts
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, when it starts
 @pytest.mark.ranks(2)
 def test_forward_mode_differentiation_of_a_row_is_refused():
     for mode in modes():
