@@ -9,6 +9,7 @@ from torch import nn
 
 from par_groups import Box, Sharding, set_sharding
 from par_precision import Float8Linear, convert_to_float8_, mixed, stochastic_round_
+from par_precision._rounding import Rounding, round_all_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,6 +76,39 @@ def test_nan_infinities_and_what_is_exact_stay(dtype):
     assert torch.equal(found[~every.isnan()], every[~every.isnan()])
     odd = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -8388607], dtype=torch.int32).view(torch.float32)
     assert both_ways(torch.zeros(4, dtype=dtype), odd)[1].isnan().all()
+
+
+def lying_otherwise(tensor):
+    """The same values as they are, transposed in memory, with gaps, and at an odd address."""
+    yield tensor
+    if tensor.dim() > 1:
+        yield tensor.mT.contiguous().mT
+    if tensor.dim():
+        yield torch.stack([tensor, tensor], dim=-1)[..., 0]
+    yield torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def many_roundings(device):
+    """Of weights of both dtypes and of many shapes, as parameters of a model and their moments have them."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for shape in [(), (1,), (0, 3), (123,), (15, 17), (3, 5, 7), (4096,), (300, 4096), (100_003,)]:
+            source = randn(*shape, seed=len(found)).to(device)
+            targets = list(lying_otherwise(torch.zeros(shape, dtype=dtype, device=device)))
+            found += [Rounding(into, each, f"{len(found)}") for into in targets for each in lying_otherwise(source)]
+            found += [Rounding(into.clone(), source, f"{len(found)}", ".exp_avg") for into in targets]
+    return found
+
+
+def test_many_tensors_at_once_round_like_on_the_cpu_without_waiting():
+    expected, found, again = many_roundings("cpu"), many_roundings("cuda"), many_roundings("cuda")
+    round_all_(expected, 1, 2)
+    round_all_(found, 1, 2)
+    with no_syncs():
+        round_all_(again, 1, 2)
+    for one, *others in zip(expected, found, again, strict=True):
+        for other in others:
+            assert torch.equal(one.target, other.target.cpu()), (one.target.shape, one.target.stride())
 
 
 def model():

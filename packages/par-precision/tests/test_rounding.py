@@ -369,3 +369,22 @@ def test_random_numbers_of_a_row_do_not_depend_on_how_it_is_counted(dtype):
             part = torch.empty(size * step, dtype=dtype)[::step]
             stochastic_round_(part, source[:size], 3, 5, name="w")
             assert torch.equal(part, row[:size])
+
+
+def test_many_tensors_round_together_as_each_does_alone():
+    shapes = [(), (1,), (0, 3), (123,), (15, 17), (3, 5, 7)]
+    sources = {f"{len(shape)} {shape}": torch.randn(shape) for shape in shapes}
+    for dtype in HALVES:
+        targets = {name: torch.empty(source.shape, dtype=dtype) for name, source in sources.items()}
+        pairs = [(targets[name], source, name) for name, source in sources.items()]
+        _rounding.round_all_([_rounding.Rounding(*pair, suffix=".moment") for pair in pairs], 1, 2)
+        for name, source in sources.items():
+            assert same(targets[name], rounded(source, name=f"{name}.moment", dtype=dtype))
+
+
+def test_an_attribute_of_a_parameter_changes_nothing():
+    source = torch.randn(15, 17)
+    parameter = torch.nn.Parameter(torch.empty(15, 17, dtype=torch.bfloat16))
+    parameter.note = "of the model's own"
+    stochastic_round_(parameter, source, 1, 2, name="w")
+    assert same(parameter.detach(), rounded(source))

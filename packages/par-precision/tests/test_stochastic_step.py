@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_precision import mixed, stochastic_round_
+from par_precision import _rounding, mixed, stochastic_round_
 from par_precision._stochastic_step import StochasticStep, stochastic_step_
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -101,6 +101,40 @@ def test_the_size_of_a_piece_changes_nothing(make):
     results = [trained(make, piece=piece)[0] for piece in (1, 130, 10_000)]
     for other in results[1:]:
         assert all(same(other[name].detach(), parameter.detach()) for name, parameter in results[0].items())
+
+
+@pytest.mark.parametrize(("piece", "pieces"), [(1, 4), (10_000, 1)])
+def test_all_tensors_of_a_piece_are_rounded_at_once(piece, pieces, monkeypatch):
+    """So that a GPU's host starts one kernel for weights and moments, of which the parameter without dims has none."""
+    counts = []
+    monkeypatch.setattr(_rounding, "_rounds_on", lambda _: lambda matrices: counts.append(len(matrices)))
+    trained(OPTIMIZERS["AdamW fused"], steps=1, piece=piece)
+    assert len(counts) == pieces
+    assert sum(counts) == 3 * 3 + 1
+
+
+def test_parameters_and_gradients_that_are_not_contiguous_step_like_others():
+    results = []
+    for turned in (False, True):
+        parameters = named()
+        if turned:
+            values = {name: value.detach() for name, value in parameters.items()}
+            values["first"] = values["first"].t().contiguous().t()
+            values["third"] = values["third"].mT.contiguous().mT
+            parameters = {name: nn.Parameter(value) for name, value in values.items()}
+        optimizer = OPTIMIZERS["AdamW foreach"](parameters.values())
+        names = {parameter: name for name, parameter in parameters.items()}
+        for step in range(3):
+            give_gradients(parameters, step)
+            if turned:
+                parameters["first"].grad = gradient("first", step).t().contiguous().t()
+            stochastic_step_(optimizer, step, StochasticStep(names=names))
+        results.append((parameters, optimizer))
+    (parameters, optimizer), (others, other) = results
+    for name, parameter in parameters.items():
+        assert same(others[name].detach().contiguous(), parameter.detach())
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(other.state[others[name]][slot], optimizer.state[parameter][slot])
 
 
 def live_bytes():

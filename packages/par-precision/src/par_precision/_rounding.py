@@ -8,14 +8,14 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from par_groups import Box, Segments, segments_of
+from par_groups import Box, Segment, Segments, segments_of, whole
 
 from ._placed import local_part
 
@@ -30,6 +30,8 @@ _TILE = 1 << 17
 """Elements that are rounded at a time: scratch stays in cache, and calls are few."""
 _ROW = 1 << 8
 """Elements of the rows that a long one is folded into: what adds up their two counts is quicker than counting on."""
+ORDINARY = (Tensor, nn.Parameter)
+"""Types of tensors of which nothing is known but what `__dict__` has."""
 SPREAD = 0x9E3779B1
 """What one index more adds to the state of the hash: 2**32 over the golden ratio."""
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
@@ -39,16 +41,34 @@ class Matrix(NamedTuple):
     """What is rounded at once.
 
     Args:
-        target: (rows, columns), bf16 or fp16.
-        source: (rows, columns), fp32.
+        target: (rows, columns), bf16 or fp16; contiguous and of any shape where there are no steps.
+        source: fp32, of the same shape, and as contiguous.
         first: Index of its first element in the whole tensor, counted row-major.
-        steps: From a row to the next and from a column to the next, in such indices.
+        steps: From a row to the next and from a column to the next, in such indices. None: one by one, as in memory.
+        keys: Of the whole tensor.
     """
 
     target: Tensor
     source: Tensor
     first: int
-    steps: tuple[int, int]
+    steps: tuple[int, int] | None
+    keys: Keys
+
+
+class Rounding(NamedTuple):
+    """A tensor to be rounded.
+
+    Args:
+        target: bf16 or fp16, of any shape.
+        source: fp32, laid out like the target.
+        packed: What the target packs, or the name of one that is whole.
+        suffix: Added to names.
+    """
+
+    target: Tensor
+    source: Tensor
+    packed: Segments | str
+    suffix: str = ""
 
 
 @torch.no_grad()
@@ -81,21 +101,30 @@ def stochastic_round_(target: Tensor, source: Tensor, seed: int, step: int, *, n
     _check(target, source)
     plain = type(target) is Tensor and not target.__dict__ and target.numel()
     if plain and target.is_contiguous() and source.is_contiguous():  # what the other way comes to, sooner
-        _rounds_on(target)(Matrix(target.view(1, -1), source.view(1, -1), 0, (0, 1)), keys_of(seed, step, name))
+        _rounds_on(target.device)([Matrix(target, source, 0, None, keys_of(seed, step, name))])
     else:
-        round_segments_(target, source, segments_of(target, name), seed, step)
+        round_all_([Rounding(target, source, packed_in(target, name))], seed, step)
 
 
 @torch.no_grad()
-def round_segments_(target: Tensor, source: Tensor, segments: Segments, seed: int, step: int) -> None:
-    """`stochastic_round_` of a tensor that packs `segments`, whatever the record on it."""
-    into, given = local_part(target), local_part(source)
-    round_matrix_ = _rounds_on(into)
-    for segment in segments:
-        keys = keys_of(seed, step, segment.name)
-        for box in segment.sharding.boxes:
-            for matrix in _matrices(box, segment.sharding.shape, into, given):
-                round_matrix_(matrix, keys)
+def round_all_(roundings: Iterable[Rounding], seed: int, step: int) -> None:
+    """`stochastic_round_` of many tensors; those on a GPU share one kernel."""
+    matrices: dict[torch.device, list[Matrix]] = {}
+    for each in roundings:
+        into, given = local_part(each.target), local_part(each.source)
+        here = matrices.setdefault(into.device, [])
+        if isinstance(each.packed, str) and into.is_contiguous() and given.is_contiguous():  # the usual one, quickly
+            if into.numel():
+                here.append(Matrix(into, given, 0, None, keys_of(seed, step, each.packed + each.suffix)))
+        else:
+            here.extend(_matrices(each, into, given, (seed, step)))
+    for device, found in matrices.items():
+        _rounds_on(device)(found)
+
+
+def packed_in(tensor: Tensor, name: str) -> Segments | str:
+    """What a tensor packs; just the name, which is found sooner, where nothing is noted on an ordinary tensor."""
+    return name if type(tensor) in ORDINARY and not tensor.__dict__ else segments_of(tensor, name)
 
 
 def keys_of(seed: int, step: int, name: str) -> Keys:
@@ -115,16 +144,34 @@ def _check(target: Tensor, source: Tensor) -> None:
         raise ValueError(f"the target is on {target.device}, the source on {source.device}; move one to the other")
 
 
-def _rounds_on(tensor: Tensor) -> Callable[[Matrix, Keys], None]:
-    """What rounds on a tensor's device: one kernel on a GPU where there is Triton, else torch's own operations."""
-    if tensor.is_cuda and find_spec("triton"):
-        from ._rounding_triton import round_matrix_  # noqa: PLC0415 - it imports Triton
+def _rounds_on(device: torch.device) -> Callable[[Sequence[Matrix]], None]:
+    """What rounds on a device: one kernel on a GPU where there is Triton, else torch's own operations."""
+    if device.type == "cuda" and find_spec("triton"):
+        from ._rounding_triton import round_matrices_  # noqa: PLC0415 - it imports Triton
 
-        return round_matrix_
-    return round_in_tiles_
+        return round_matrices_
+    return _round_in_turn_
 
 
-def _matrices(box: Box, shape: tuple[int, ...], into: Tensor, given: Tensor) -> Iterator[Matrix]:
+def _matrices(rounding: Rounding, into: Tensor, given: Tensor, when: tuple[int, int]) -> Iterator[Matrix]:
+    """A tensor as matrices, none of which is empty.
+
+    Args:
+        rounding: The tensor.
+        into: Its local target.
+        given: Its local source.
+        when: Seed and step.
+    """
+    packed, suffix = rounding.packed, rounding.suffix
+    if isinstance(packed, str):
+        packed = Segments([Segment(packed, whole(into.shape, ()))])
+    for segment in packed:
+        keys = keys_of(*when, segment.name + suffix)
+        for box in segment.sharding.boxes:
+            yield from _of_box(box, segment.sharding.shape, into, given, keys)
+
+
+def _of_box(box: Box, shape: tuple[int, ...], into: Tensor, given: Tensor, keys: Keys) -> Iterator[Matrix]:
     """A box as matrices. Most are one, because dims that are one in memory and in the whole tensor are taken for one.
 
     Args:
@@ -132,10 +179,11 @@ def _matrices(box: Box, shape: tuple[int, ...], into: Tensor, given: Tensor) -> 
         shape: Of the whole tensor.
         into: The local target.
         given: The local source.
+        keys: Of the whole tensor.
     """
-    whole = box.size == shape == into.shape and box.stride == into.stride()
-    if whole and into.is_contiguous() and given.is_contiguous():  # the usual one, quickly
-        yield Matrix(into.view(1, -1), given.view(1, -1), 0, (0, 1))
+    covers = box.size == shape == into.shape and box.stride == into.stride()
+    if covers and into.is_contiguous() and given.is_contiguous():
+        yield Matrix(into, given, 0, None, keys)
         return
     target, source = box.of(into), box.of(given)
     row_major = tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1][: len(shape)]
@@ -152,6 +200,7 @@ def _matrices(box: Box, shape: tuple[int, ...], into: Tensor, given: Tensor) -> 
             source.as_strided(size, source_strides, source_first),
             first,
             (steps[0], steps[1]),
+            keys,
         )
 
 
@@ -166,33 +215,40 @@ def _merged(dims: Iterable[Dim]) -> list[Dim]:
     return [(1, 0, 0, 0)] * (2 - len(merged)) + merged
 
 
-def round_in_tiles_(matrix: Matrix, keys: Keys) -> None:
-    """Rounds a matrix with a tensor's keys, by torch's own operations; all integers are int32 that wrap around."""
-    matrix = _folded(matrix)
+def _round_in_turn_(matrices: Sequence[Matrix]) -> None:
+    for matrix in matrices:
+        _round_in_tiles_(matrix)
+
+
+def _round_in_tiles_(matrix: Matrix) -> None:
+    """Rounds a matrix by torch's own operations; all integers are int32 that wrap around."""
+    matrix, steps = _folded(matrix)
     rows, columns = matrix.target.shape
     width = min(columns, _TILE)
     height = min(rows, max(1, _TILE // width))
     counting = torch.arange(max(height, width), dtype=torch.int32, device=matrix.target.device)
     scratch = [torch.empty(height, width, dtype=torch.int32, device=counting.device) for _ in range(2)]
-    key = counting.new_full((), signed(keys[1]))
-    for tile in _tiles(matrix, height, width):
+    key = counting.new_full((), signed(matrix.keys[1]))
+    for tile in _tiles(matrix, steps, height, width):
         below, across = tile.target.shape
         state, spare = scratch if tile is matrix else (each[:below, :across] for each in scratch)
-        _begin_(state, counting, tile, keys[0])
+        _begin_(state, counting, tile, steps)
         _mix_(state, spare, key)
         _round_tile_(tile.target, tile.source, state, spare)
 
 
-def _folded(matrix: Matrix) -> Matrix:
-    """A single row as several."""
-    rows, columns = matrix.target.shape
-    if rows > 1 or columns % _ROW:
-        return matrix
-    step = matrix.steps[1]
-    return Matrix(matrix.target.view(-1, _ROW), matrix.source.view(-1, _ROW), matrix.first, (_ROW * step, step))
+def _folded(matrix: Matrix) -> tuple[Matrix, tuple[int, int]]:
+    """A single row as several; and the steps, also where there were none."""
+    target, source, first, steps, keys = matrix
+    if steps is not None and (target.shape[0] > 1 or target.shape[1] % _ROW):
+        return matrix, steps
+    length = _ROW if target.numel() % _ROW == 0 else target.numel()
+    step = 1 if steps is None else steps[1]
+    steps = (length * step, step)
+    return Matrix(target.view(-1, length), source.view(-1, length), first, steps, keys), steps
 
 
-def _tiles(matrix: Matrix, height: int, width: int) -> Iterator[Matrix]:
+def _tiles(matrix: Matrix, steps: tuple[int, int], height: int, width: int) -> Iterator[Matrix]:
     """A matrix cut into such of that size, and smaller ones at its ends."""
     rows, columns = matrix.target.shape
     if (rows, columns) == (height, width):
@@ -200,15 +256,15 @@ def _tiles(matrix: Matrix, height: int, width: int) -> Iterator[Matrix]:
         return
     for top, left in itertools.product(range(0, rows, height), range(0, columns, width)):
         here = slice(top, top + height), slice(left, left + width)
-        first = matrix.first + top * matrix.steps[0] + left * matrix.steps[1]
-        yield Matrix(matrix.target[here], matrix.source[here], first, matrix.steps)
+        first = matrix.first + top * steps[0] + left * steps[1]
+        yield Matrix(matrix.target[here], matrix.source[here], first, steps, matrix.keys)
 
 
-def _begin_(state: Tensor, counting: Tensor, tile: Matrix, key: int) -> None:
-    """The state of the hash before it is mixed: `index * SPREAD + key`."""
+def _begin_(state: Tensor, counting: Tensor, tile: Matrix, steps: tuple[int, int]) -> None:
+    """The state of the hash before it is mixed: `index * SPREAD` and the first key."""
     below, across = state.shape
-    down, right = (signed(step * SPREAD) for step in tile.steps)
-    start = counting.new_full((1, 1), signed(tile.first * SPREAD + key))
+    down, right = (signed(step * SPREAD) for step in steps)
+    start = counting.new_full((1, 1), signed(tile.first * SPREAD + tile.keys[0]))
     if below > 1:
         start = torch.add(start, counting[:below, None], alpha=down)
     torch.add(start, counting[:across], alpha=right, out=state)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import Segment, Segments, segments_of
+from par_groups import Segments
 
+from ._floats import floats_of
 from ._placed import local_part
-from ._rounding import DROPPED, round_segments_
+from ._rounding import DROPPED, Rounding, packed_in, round_all_
 
 State = dict[str, Any]
 
@@ -91,13 +92,15 @@ class _Held:
 
     Args:
         parameter: The optimizer's.
+        gradient: Its gradient.
         group: The number of its param group.
-        segments: What it packs, by name.
+        packed: What it packs, or its name.
     """
 
     parameter: Tensor
+    gradient: Tensor
     group: int
-    segments: Segments
+    packed: Segments | str
 
 
 def _pieces(optimizer: Optimizer, options: StochasticStep) -> Iterator[list[_Held]]:
@@ -120,81 +123,96 @@ def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterat
         given = group.get("param_names") or [f"param_groups.{number}.params.{i}" for i in range(len(group["params"]))]
         for name, parameter in list(zip(given, group["params"], strict=True)):
             if parameter.grad is not None:
-                segments = segments_of(parameter, names.get(parameter, name))
-                yield _Held(parameter=parameter, group=number, segments=segments)
+                packed = packed_in(parameter, names.get(parameter, name))
+                yield _Held(parameter=parameter, gradient=parameter.grad, group=number, packed=packed)
 
 
 def _step_piece_(
     optimizer: Optimizer, piece: Sequence[_Held], step: int, options: StochasticStep, prepare: Prepare
 ) -> None:
-    stand_ins: list[_StandIn] = []
+    stand_ins = [_StandIn(optimizer, held, options.moments) for held in piece]
+    copies = iter(floats_of([tensor for each in stand_ins for tensor in each.copied()]))
     try:
-        for held in piece:
-            stand_ins.append(_StandIn(optimizer, held))
+        for each in stand_ins:
+            each.enter(copies)
         prepare([each.tensor for each in stand_ins])
         with _only(optimizer, stand_ins):
             _bare_step(optimizer)(optimizer)
+        round_all_([rounding for each in stand_ins for rounding in each.results()], options.seed, step)
         for each in stand_ins:
-            each.round_(step, options)
+            each.keep()
     finally:
         for each in stand_ins:
             each.leave()
 
 
 class _StandIn:
-    """An fp32 copy of a parameter that has its place, its gradient and its state in the optimizer.
+    """An fp32 copy of a parameter that takes its place, its gradient and its state in the optimizer.
 
     A parameter of another dtype than bf16 and fp16 stands in for itself.
 
     Args:
         optimizer: Whose state moves.
         held: The parameter.
+        moments: The dtype that moments have between steps.
     """
 
-    def __init__(self, optimizer: Optimizer, held: _Held) -> None:
-        self._optimizer, self._held = optimizer, held
+    def __init__(self, optimizer: Optimizer, held: _Held, moments: torch.dtype) -> None:
+        self._optimizer, self._held, self._parameter = optimizer, held, held.parameter
         self.group, self.tensor = held.group, held.parameter
-        self._copied = held.parameter.dtype in DROPPED
-        if self._copied:
-            self.tensor = nn.Parameter(held.parameter.detach().float())
-            self.tensor.grad = None if held.parameter.grad is None else held.parameter.grad.detach().float()
-        self._state: State = optimizer.state.pop(held.parameter, {})
-        moments = self._moments(self._state)
-        if self._state:
-            optimizer.state[self.tensor] = {**self._state, **{slot: value.float() for slot, value in moments.items()}}
+        self._copies = held.parameter.dtype in DROPPED
+        # without dims a moment looks like a scalar of the optimizer's own, and takes as little: both stay fp32
+        self._dtype = moments if held.parameter.dim() else torch.float32
+        self._state: State = optimizer.state.get(held.parameter, {})
+        self._kept = self._moments(self._state)
+        self._result: State = {}
 
-    def round_(self, step: int, options: StochasticStep) -> None:
-        """Writes the parameter, and its moments into their own tensors where these are there."""
-        state = dict(self._optimizer.state.get(self.tensor, {}))
-        if self._copied:
-            round_segments_(self._held.parameter, self.tensor.detach(), self._held.segments, options.seed, step)
-            # without dims a moment looks like a scalar of the optimizer's own, and takes as little: both stay fp32
-            rounded = options.moments != torch.float32 and self.tensor.dim() > 0
-            for slot, value in self._moments(state).items() if rounded else ():
-                target = self._state.get(slot)
-                if target is None or target.dtype != options.moments:
-                    target = torch.empty_like(value, dtype=options.moments)
-                segments = Segments(Segment(f"{each.name}.{slot}", each.sharding) for each in self._held.segments)
-                round_segments_(target, value, segments, options.seed, step)
-                state[slot] = target
-        self._state = state
+    def copied(self) -> list[Tensor]:
+        """What `enter` needs fp32 copies of."""
+        return [self._parameter, self._held.gradient, *self._kept.values()] if self._copies else []
+
+    def enter(self, copies: Iterator[Tensor]) -> None:
+        """Takes the parameter's place, with the next of these copies."""
+        if self._copies:
+            self.tensor = nn.Parameter(next(copies))
+            self.tensor.grad = next(copies)
+        self._optimizer.state.pop(self._parameter, None)
+        if self._state:
+            self._optimizer.state[self.tensor] = {**self._state, **{slot: next(copies) for slot in self._kept}}
+
+    def results(self) -> Iterator[Rounding]:
+        """What is to be rounded: the parameter, and its moments, into their own tensors where these are there."""
+        self._result = dict(self._optimizer.state.get(self.tensor, {}))
+        if not self._copies:
+            return
+        yield Rounding(self._parameter, self.tensor.detach(), self._held.packed)
+        for slot, value in self._moments(self._result).items() if self._dtype != torch.float32 else ():
+            target = self._state.get(slot)
+            if target is None or target.dtype != self._dtype:
+                target = torch.empty_like(value, dtype=self._dtype)
+            self._result[slot] = target
+            yield Rounding(target, value, self._held.packed, f".{slot}")
+
+    def keep(self) -> None:
+        """Makes `results`, now that they are rounded, what `leave` gives back."""
+        self._state = self._result
 
     def leave(self) -> None:
-        """Gives the state back: what `round_` left, or, if the step failed, what was there before."""
+        """Gives the state back: that of `keep`, or, if the step failed, what was there before."""
         self._optimizer.state.pop(self.tensor, None)
         if self._state:
-            self._optimizer.state[self._held.parameter] = self._state
+            self._optimizer.state[self._parameter] = self._state
 
     def _moments(self, state: State) -> dict[str, Tensor]:
         """What the optimizer keeps for each element."""
         return {
             slot: value
             for slot, value in state.items()
-            if self._copied
+            if self._copies
             and slot != "step"
             and isinstance(value, Tensor)
             and value.is_floating_point()
-            and value.shape == self.tensor.shape
+            and value.shape == self._parameter.shape
         }
 
 
