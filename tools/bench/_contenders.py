@@ -80,6 +80,7 @@ def measure(case: Case, *, smoke: bool) -> None:
             guarded(each, partial(take, each, case, counts=turn >= 0))
     for each in case.contenders:
         each.made = None  # makes room for the next case
+    gc.collect()
 
 
 def guarded(contender: Contender, act: Act) -> None:
@@ -142,7 +143,8 @@ def row(case: Case, contender: Contender) -> dict[str, object]:
         return found | {"median ms": f"failed: {contender.error}"}
     times = times_of(case, contender)
     found["median ms"] = f"{statistics.median(times):.3f}"
-    found["quartiles ms"] = f"{quartile(times, 1):.3f} to {quartile(times, 3):.3f}"
+    low, high = (quartile(times, 1), quartile(times, 3)) if len(times) > 4 else (min(times), max(times))
+    found["quartiles ms"] = f"{low:.3f} to {high:.3f}"
     found["returns ms"] = f"{statistics.median(each.returned for each in taken):.3f}"
     if not reference.error:
         found["ratio"] = f"{ratio(times, times_of(case, reference)):.2f}"

@@ -51,6 +51,18 @@ def roundings():
     return found
 
 
+def assert_same(found, expected):
+    """The same bits, but for those of NaN."""
+    torch.testing.assert_close(
+        found.target,
+        expected.target,
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+        msg=lambda text: f"{expected.packed}: {text}",
+    )
+
+
 def check():
     """Both ways have the same results, also where a matrix is alone."""
     expected, together, alone = roundings(), roundings(), roundings()
@@ -61,7 +73,7 @@ def check():
         _rounding.round_all_([each], 1, 2)
     for others in (together, alone):
         for one, other in zip(expected, others, strict=True):
-            torch.testing.assert_close(other.target, one.target, rtol=0, atol=0, equal_nan=True, msg=one.packed)
+            assert_same(other, one)
 
 
 if __name__ == "__main__":

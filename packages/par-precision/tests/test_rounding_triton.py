@@ -14,5 +14,7 @@ def test_the_kernel_rounds_like_torchs_operations_in_the_interpreter():
     """In a process of its own, since Triton reads the setting when a kernel is defined."""
     script = Path(__file__).with_name("interpreted_rounding.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
     assert run.returncode == 0, run.stderr

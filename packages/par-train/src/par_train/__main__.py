@@ -6,10 +6,11 @@ import sys
 def main() -> int:
     """Runs the command and returns its exit code, also where Ctrl-C comes while it is imported."""
     try:
-        from ._cli import main as command  # noqa: PLC0415 - Ctrl-C may come meanwhile
-        from ._output import open_missing_streams  # noqa: PLC0415
+        from ._output import open_missing_streams  # noqa: PLC0415 - Ctrl-C may come meanwhile
 
         open_missing_streams()
+        from ._cli import main as command  # noqa: PLC0415
+
         return command()
     except KeyboardInterrupt:
         print("par-train: SIGINT: stopped before training began", file=sys.stderr)

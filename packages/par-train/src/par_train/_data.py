@@ -56,7 +56,7 @@ class GlobalDataLoader:
         self._plain = loader
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self.device = torch.device("cpu")
+        self.device: torch.device | str = "cpu"
         self.samples = 0  # that all ranks together have consumed since training began
         self.epoch = 0
         mine = partial(_share_of, replica=replica, replicas=replicas)
@@ -73,7 +73,7 @@ class GlobalDataLoader:
         item = self._take() or self._take()  # if the last batch of an epoch has been taken, the next one begins
         epoch = self.epoch
         while item is not None:
-            yield placed(item.samples, self.device)
+            yield placed(item.samples, self.device, non_blocking=self._plain.pin_memory)
             item = self._take() if self.epoch == epoch else None
 
     def state_dict(self) -> dict[str, int]:

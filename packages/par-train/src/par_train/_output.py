@@ -30,8 +30,8 @@ def open_missing_streams() -> None:
         except OSError:
             drop_output(descriptor)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - for the whole life of the process
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def drop_output(descriptor: int) -> None:

@@ -277,7 +277,9 @@ class Strategy:
                 "initialize() returned together"
             )
         execution = self._execution(model)
-        batch = placed(next(self._batches_of(data_iter)), self.device)
+        batch = next(self._batches_of(data_iter))
+        if any(isinstance(plugin, Device) for plugin in self.plugins):
+            batch = placed(batch, self.device)
         loss, outputs = execution.run(batch, criterion, forward_only=forward_only, return_outputs=return_outputs)
         if return_loss and return_outputs:
             return loss, outputs
