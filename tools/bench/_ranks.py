@@ -39,3 +39,11 @@ def run(
         torch.save(measured, result)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def world() -> dist.ProcessGroup:
+    """All ranks."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed is not initialised")
+    return group

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from _table import FOLDER, write
+from _transformer import Block
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
@@ -54,31 +55,13 @@ class Run:
     milliseconds: float
 
 
-class Block(nn.Module):
-    """Attention and MLP, each on a normed copy of the residual stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.query_key_value, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.expand, self.contract = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
-        heads = self.query_key_value(self.norms[0](hidden)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        hidden = hidden + self.output(attended.transpose(1, 2).flatten(-2))
-        inside: Tensor = self.contract(functional.gelu(self.expand(self.norms[1](hidden))))
-        return hidden + inside
-
-
 class GPT(nn.Module):
-    """Predicts the next byte. Of torch's own layers, since nn.Linear is what "fp8" converts."""
+    """Predicts the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
         for each in self.modules():
             if isinstance(each, nn.Linear | nn.Embedding):

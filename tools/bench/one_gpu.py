@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from _contenders import LEAST, SECONDS, TURNS, WARM_UPS, Act, Case, Contender, Made, measure, row
+from _ranks import world
 from _table import write
+from _transformer import Block
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -71,26 +72,6 @@ class Bench(NamedTuple):
     def sized(self, size: Size) -> Size:
         """This size, or the one to try everything with."""
         return SMOKE if self.smoke else size
-
-
-class Block(nn.Module):
-    """Causal attention and an MLP, each on a normed copy of the residual stream."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width, self.heads = size.width, size.heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query_key_value, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, width] to the same."""
-        parts = self.query_key_value(self.attention_norm(hidden)).chunk(3, dim=-1)
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in parts)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        hidden = hidden + self.output(attended.transpose(1, 2).flatten(2))
-        contracted: Tensor = self.contract(functional.gelu(self.expand(self.mlp_norm(hidden))))
-        return hidden + contracted
 
 
 def main() -> None:
@@ -410,7 +391,7 @@ def sizes(bench: Bench) -> list[Size]:
 def gpt(size: Size, device: torch.device) -> nn.Sequential:
     """A decoder without positions."""
     torch.manual_seed(0)
-    blocks = [Block(size) for _ in range(size.depth)]
+    blocks = [Block(size.width, size.heads) for _ in range(size.depth)]
     ends = nn.Embedding(size.vocabulary, size.width), nn.Linear(size.width, size.vocabulary)
     return nn.Sequential(ends[0], *blocks, nn.LayerNorm(size.width), ends[1]).to(device)
 
@@ -428,14 +409,6 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 def adam(model: nn.Module) -> Optimizer:
     """The optimizer of all contenders."""
     return AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def world() -> dist.ProcessGroup:
-    """All ranks, that is one."""
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("torch.distributed is not initialised")
-    return group
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Case]]] = {

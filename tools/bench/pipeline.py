@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import spawned
+from _ranks import spawned, world
 from _table import write
 from _turns import quartile, ratio, shuffled
 from torch import Tensor, nn
@@ -183,14 +183,6 @@ def torchs(name: str, case: Case) -> Contender:
         return schedule.step(*args, target=y) if last else schedule.step(*args)
 
     return Contender(modules, step)
-
-
-def world() -> dist.ProcessGroup:
-    """All ranks."""
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("torch.distributed is not initialised")
-    return group
 
 
 def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -39,8 +39,8 @@ def _round_one_(matrix: Matrix) -> None:
     target, source = matrix.target, matrix.source
     dropped = DROPPED[target.dtype]
     with torch.cuda.device_of(target):
-        round_one[(triton.cdiv(target.numel(), _BLOCK),)](
-            target, source, *_numbers(matrix), DROPPED=dropped, BLOCK=_BLOCK, PART=_PART, num_warps=_WARPS
+        round_block[(triton.cdiv(target.numel(), _BLOCK),)](
+            target, source, 0, *_numbers(matrix), DROPPED=dropped, BLOCK=_BLOCK, PART=_PART, num_warps=_WARPS
         )
 
 
@@ -122,7 +122,7 @@ def round_many(
     round_block(
         tl.load(row + 1).to(tl.pointer_type(DTYPE)),
         tl.load(row + 2).to(tl.pointer_type(tl.float32)),
-        program - tl.load(row).to(tl.int32),
+        tl.load(row).to(tl.int32),
         tl.load(row + 3),
         tl.load(row + 4),
         tl.load(row + 5),
@@ -142,6 +142,7 @@ def round_many(
 
 @triton.jit(
     do_not_specialize=[
+        "first",
         "layout",
         "numel",
         "columns",
@@ -155,51 +156,10 @@ def round_many(
         "key",
     ]
 )
-def round_one(
-    target,
-    source,
-    layout,
-    numel,
-    columns,
-    target_row,
-    target_column,
-    source_row,
-    source_column,
-    start,
-    down,
-    right,
-    key,
-    DROPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """A block of the only matrix."""
-    round_block(
-        target,
-        source,
-        tl.program_id(0),
-        layout,
-        numel,
-        columns,
-        target_row,
-        target_column,
-        source_row,
-        source_column,
-        start,
-        down,
-        right,
-        key,
-        DROPPED,
-        BLOCK,
-        PART,
-    )
-
-
-@triton.jit
 def round_block(
     target,
     source,
-    block,
+    first,
     layout,
     numel,
     columns,
@@ -215,12 +175,12 @@ def round_block(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """One block of a matrix. All int32 wrap around.
+    """This program's block of a matrix. All int32 wrap around.
 
     Args:
         target: Address of the first element.
         source: The same.
-        block: Number of the block in the matrix.
+        first: The program that has its first block.
         layout: 2 for a row without gaps at addresses that are multiples of 16, 1 for another such row, else 0.
         numel: Elements.
         columns: Elements of a row.
@@ -236,7 +196,7 @@ def round_block(
         BLOCK: Elements of a block.
         PART: Elements at a time of a block that is not aligned.
     """
-    begin = block.to(tl.int64) * BLOCK
+    begin = (tl.program_id(0) - first).to(tl.int64) * BLOCK
     if (layout != 0) & (begin + BLOCK <= numel):  # neither masks nor divisions
         within = tl.arange(0, BLOCK)
         state = start + begin.to(tl.int32) * right + within * right

@@ -158,7 +158,7 @@ class _StandIn:
     """
 
     def __init__(self, optimizer: Optimizer, held: _Held, moments: torch.dtype) -> None:
-        self._optimizer, self._held, self._parameter = optimizer, held, held.parameter
+        self._optimizer, self._held = optimizer, held
         self.group, self.tensor = held.group, held.parameter
         self._copies = held.parameter.dtype in DROPPED
         # without dims a moment looks like a scalar of the optimizer's own, and takes as little: both stay fp32
@@ -169,14 +169,14 @@ class _StandIn:
 
     def copied(self) -> list[Tensor]:
         """What `enter` needs fp32 copies of."""
-        return [self._parameter, self._held.gradient, *self._kept.values()] if self._copies else []
+        return [self._held.parameter, self._held.gradient, *self._kept.values()] if self._copies else []
 
     def enter(self, copies: Iterator[Tensor]) -> None:
         """Takes the parameter's place, with the next of these copies."""
         if self._copies:
             self.tensor = nn.Parameter(next(copies))
             self.tensor.grad = next(copies)
-        self._optimizer.state.pop(self._parameter, None)
+        self._optimizer.state.pop(self._held.parameter, None)
         if self._state:
             self._optimizer.state[self.tensor] = {**self._state, **{slot: next(copies) for slot in self._kept}}
 
@@ -185,7 +185,7 @@ class _StandIn:
         self._result = dict(self._optimizer.state.get(self.tensor, {}))
         if not self._copies:
             return
-        yield Rounding(self._parameter, self.tensor.detach(), self._held.packed)
+        yield Rounding(self._held.parameter, self.tensor.detach(), self._held.packed)
         for slot, value in self._moments(self._result).items() if self._dtype != torch.float32 else ():
             target = self._state.get(slot)
             if target is None or target.dtype != self._dtype:
@@ -201,7 +201,7 @@ class _StandIn:
         """Gives the state back: that of `keep`, or, if the step failed, what was there before."""
         self._optimizer.state.pop(self.tensor, None)
         if self._state:
-            self._optimizer.state[self._parameter] = self._state
+            self._optimizer.state[self._held.parameter] = self._state
 
     def _moments(self, state: State) -> dict[str, Tensor]:
         """What the optimizer keeps for each element."""
@@ -212,7 +212,7 @@ class _StandIn:
             and slot != "step"
             and isinstance(value, Tensor)
             and value.is_floating_point()
-            and value.shape == self._parameter.shape
+            and value.shape == self._held.parameter.shape
         }
 
 
