@@ -9,7 +9,7 @@ from torch import nn
 
 from par_groups import launch
 from par_pipeline import Offload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
-from par_pipeline._message import Header, encode, promised
+from par_pipeline._message import Header, encode, room_for
 from par_pipeline._structure import flatten
 from par_testing import for_each
 
@@ -62,8 +62,9 @@ def test_messages_keep_their_header_on_the_cpu_and_their_tensors_on_the_gpu():
     tensors, signature = flatten(value)
     device = torch.device("cuda")
     for expected in (None, signature):
-        header, body = encode(signature, tensors, expected, device)
-        assert (header.device.type, len(header)) == ("cpu", promised(expected, device))
+        room = room_for(expected, device)
+        header, body = encode(signature, tensors, expected, room, device)
+        assert (header.device.type, len(header)) == ("cpu", room)
         assert (body.device.type, len(body)) == ("cuda", Header(header).second)
         found, parts = Header(header).decode(body, expected)
         assert found == signature

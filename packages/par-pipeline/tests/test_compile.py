@@ -37,6 +37,7 @@ def test_every_message_is_sent_once_and_expected_in_the_order_in_which_it_is_sen
                 if each.target == rank and each.gives
             ]
             assert [*sent, (STATUS, -1)] == [tuple(each) for each in arrivals]
+            assert programs[peer].departures[rank] == tuple(each.message for each in arrivals)
         for position, each in enumerate(program.instructions):
             messages += [each.gives] if each.gives else []
             if each.takes and each.source != rank:

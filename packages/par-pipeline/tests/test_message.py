@@ -1,11 +1,11 @@
-"""A message is always of the promised length, and says what it is."""
+"""A message fits into the buffer that waits for it, and says what it is."""
 
 import pytest
 import torch
 
 from par_pipeline import _message
 from par_pipeline._errors import Failure
-from par_pipeline._message import HEADER, Header, encode, encode_failure, promised
+from par_pipeline._message import HEADER, Header, encode, encode_failure, room_for
 from par_pipeline._structure import aligned, flatten
 
 CPU = torch.device("cpu")
@@ -22,11 +22,14 @@ VALUES = [
 ]
 
 
-def received(value, expected):
+def received(value, expected, room=None):
     tensors, signature = flatten(value)
-    parts = encode(signature, tensors, expected, CPU)
-    assert len(parts[0]) == promised(expected, CPU)
-    header = Header(parts[0])
+    room = room_for(expected, CPU) if room is None else room
+    parts = encode(signature, tensors, expected, room, CPU)
+    assert len(parts[0]) <= room
+    buffer = torch.full((room,), 255, dtype=torch.uint8)
+    buffer[: len(parts[0])] = parts[0]
+    header = Header(buffer)
     assert header.failure is None
     assert [len(each) for each in parts[1:]] == ([header.second] if header.second else [])
     found, tensors = header.decode(parts[1] if header.second else None, expected)
@@ -53,14 +56,10 @@ def test_tensors_may_come_in_messages_of_their_own(monkeypatch):
     for value in VALUES:
         signature = flatten(value)[1]
         for expected in (None, signature, flatten(torch.zeros(1000))[1]):
-            assert promised(expected, CPU) == HEADER
+            assert room_for(expected, CPU) == HEADER
             found, messages = received(value, expected)
             assert_same(found, value)
             assert messages == (1 if expected == signature and signature.size == 0 else 2)
-    failure = Failure.of(ValueError("on purpose"), 3, None)
-    message = encode_failure(failure, flatten(torch.zeros(1000))[1], CPU)
-    assert len(message) == HEADER
-    assert Header(message).failure == failure
 
 
 def test_what_is_new_but_fits_comes_in_one_message():
@@ -76,15 +75,24 @@ def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_ow
     tensors, signature = flatten(value, border=torch.bfloat16)
     assert flatten(value, signature, torch.bfloat16)[1] is signature
     assert signature.size == aligned(2 * 123) + aligned(2 * 17) + aligned(8 * 15)
-    (message,) = encode(signature, tensors, signature, CPU)
-    assert len(message) == promised(signature, CPU)
+    (message,) = encode(signature, tensors, signature, room_for(signature, CPU), CPU)
+    assert len(message) == room_for(signature, CPU)
     _, found = Header(message).decode(None, signature)
     assert_same(tuple(found), (value[0].bfloat16().float(), *value[1:]))
 
 
-def test_a_failure_has_the_promised_length_and_its_words():
+def test_what_was_expected_may_find_a_buffer_that_was_made_for_something_else():
+    value = (torch.arange(300.0), torch.ones(17, dtype=torch.bfloat16))
+    expected = flatten(value)[1]
+    needed = room_for(expected, CPU)
+    for room, messages in ((HEADER, 2), (needed - 1, 2), (needed, 1), (needed + 1, 1), (2 * needed, 1)):
+        found, sent = received(value, expected, room)
+        assert_same(found, value)
+        assert sent == messages
+
+
+def test_a_failure_fits_into_any_buffer_with_its_words():
     failure = Failure.of(ValueError("ä" * 1000), 3, None)._replace(action="123456F123456")
-    for expected in (None, flatten(torch.zeros(1000))[1]):
-        message = encode_failure(failure, expected, CPU)
-        assert len(message) == promised(expected, CPU) >= HEADER
-        assert Header(message).failure == failure
+    message = encode_failure(failure)
+    assert len(message) == HEADER == room_for(None, CPU)
+    assert Header(message).failure == failure

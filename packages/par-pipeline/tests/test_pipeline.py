@@ -1,5 +1,6 @@
 """Every schedule's step is the serial one."""
 
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -408,6 +409,38 @@ def test_two_pipelines_side_by_side_in_one_world_do_not_meet():
 @pytest.mark.ranks(2)
 def test_a_small_budget_of_posted_receives_changes_nothing(name):
     check(SCHEDULES[name](2, 8), lambda number: block(5, number), [data(17), data(17, seed=1)], ahead=1)
+
+
+@for_each(name=SOME, ahead=[1, 10_000, 1 << 28], apart=[False, True])
+@pytest.mark.ranks(2)
+def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(name, ahead, apart):
+    """Training and evaluation in any order, of any number of rows: results, and both ranks know of every buffer."""
+    send_tensors_apart(apart)
+    schedule, random = SCHEDULES[name](2, 3), Random(0)
+    stages = stages_of(schedule)
+    reference = copied(stages)
+    run = pipeline(stages, schedule, ahead=ahead)
+    for number in range(12):
+        clear([*stages, *reference])
+        x, y = data(random.choice([3, 4, 40]), seed=number)
+        expected = serial(reference, x.tensor_split(3), y.tensor_split(3), order=backward_order(schedule))
+        if random.random() < 0.5:
+            loss = run.step(x, target=y).loss
+            assert_gradients(stages, reference, schedule, exact=name in WHOLE)
+        else:
+            loss = run.evaluate(x, target=y).loss
+        if run.is_last:
+            torch.testing.assert_close(loss, expected.to(loss))
+        (channel,) = run._parts.wire._channels.values()
+        known: list = [None, None]
+        dist.all_gather_object(known, list(channel._rooms))
+        posted = [len(buffer) for buffer, _ in channel._posted]
+        coming = [*posted, *channel._planned][len(channel._coming) :]  # but the word that the last step is done
+        assert coming == known[1 - dist.get_rank()]
+        assert coming  # at least that word
+        assert len(posted) == 1 or ahead > 1
+        assert not channel._planned or ahead < 1 << 28
+    send_tensors_apart(apart=False)
 
 
 @pytest.mark.ranks(2)

@@ -38,9 +38,9 @@ class Work:
 
 def test_a_rank_stays_until_its_word_is_sent_to_who_waits_for_it_and_not_for_who_may_have_left():
     up, down = Lane(), Lane()
-    channel = Channel(1, (up, up), (down, down), device=torch.device("cpu"), timeout=timedelta(seconds=1))
+    channel = Channel(1, (up, up), (down, down), device=torch.device("cpu"), timeout=timedelta(seconds=1), room=1)
     for heard, waited in ((True, 1), (False, 1), (False, 2), (True, 4)):  # what was not waited for is, a step later
-        channel.begin((Arrival(STATUS, -1),), {}, 1)
+        channel.begin((STATUS,), (Arrival(STATUS, -1),), {})
         channel.expect()
         channel.tell(heard=heard)
         assert len(up.waited) == waited

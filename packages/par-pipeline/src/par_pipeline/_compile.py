@@ -63,6 +63,7 @@ class Program:
     Args:
         instructions: In order.
         arrivals: By rank, what it sends to this one, in its order; its status is the last.
+        departures: By rank, what it is sent, in this one's order; the status is the last.
         consumed: By message that this rank sends: the place, in the receiver's actions, of the one that takes it.
             Whatever the receiver sends from there on says that the message has arrived.
         final: By stage, the place of the action after which its gradients are complete, if its backward is split, and
@@ -72,6 +73,7 @@ class Program:
 
     instructions: tuple[Instruction, ...]
     arrivals: dict[int, tuple[Arrival, ...]]
+    departures: dict[int, tuple[Message, ...]]
     consumed: dict[Message, int]
     final: dict[int, tuple[int, int]]
     forwards: int
@@ -88,8 +90,11 @@ def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False
     instructions = tuple(_instructions(schedule, rank, forward_only))
     peers = {each for one in instructions for each in (one.source, one.target)} - {rank}
     arrivals: dict[int, tuple[Arrival, ...]] = {}
+    departures: dict[int, tuple[Message, ...]] = {}
     consumed: dict[Message, int] = {}
     for peer in sorted(peers):
+        given = [each.gives for each in instructions if each.gives is not None and each.target == peer]
+        departures[peer] = (*given, STATUS)
         coming = []
         for position, theirs in enumerate(_instructions(schedule, peer, forward_only)):
             if theirs.gives is not None and theirs.target == rank:
@@ -100,6 +105,7 @@ def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False
     return Program(
         instructions=instructions,
         arrivals=arrivals,
+        departures=departures,
         consumed=consumed,
         final=_final(instructions),
         forwards=sum(each.action.op == FORWARD for each in instructions),

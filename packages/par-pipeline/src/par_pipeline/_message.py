@@ -1,7 +1,7 @@
-"""One message: a header, and what it says follows, in as many bytes as the receiver expects.
+"""One message: a header, and what it says follows, as far as there is room.
 
-A receiver posts its buffer before it knows what comes, so a message always has the promised length. What does not fit
-is announced by the header, and comes in a second message.
+A receiver posts its buffer before it knows what comes. What does not fit is announced by the header, and comes in a
+second message.
 
     header   kind, bytes of the description, bytes of the body   (HEADER bytes; a failure takes the rest of them)
     rest     description (a pickled signature, if it is new), body (the tensors), each aligned
@@ -23,7 +23,6 @@ from ._errors import Failure
 from ._structure import ALIGNMENT, Signature, aligned
 
 HEADER = 512
-_HOST = torch.device("cpu")
 _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the first byte
 
 
@@ -44,13 +43,13 @@ def are_apart(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def promised(signature: Signature | None, device: torch.device) -> int:
-    """Bytes of a message whose signature is expected to be this; None: not known yet."""
+def room_for(signature: Signature | None, device: torch.device) -> int:
+    """Bytes of a buffer for a message whose signature is expected to be this; None: not known yet."""
     return HEADER + (0 if signature is None or are_apart(device) else signature.size)
 
 
 def encode(
-    signature: Signature, tensors: Sequence[Tensor], expected: Signature | None, device: torch.device
+    signature: Signature, tensors: Sequence[Tensor], expected: Signature | None, room: int, device: torch.device
 ) -> list[Tensor]:
     """One message, or two, as uint8 tensors; the first is on the CPU.
 
@@ -58,27 +57,26 @@ def encode(
         signature: Of the value.
         tensors: Its tensors.
         expected: What the receiver expects.
+        room: Bytes of its buffer.
         device: Of the tensors' bytes.
     """
     parts = _parts(signature, tensors, device)
     as_expected = signature is expected or signature == expected
-    if as_expected and not are_apart(device):
+    if as_expected and not are_apart(device) and HEADER + signature.size <= room:
         return [torch.cat([_nothing_new(), *parts])]
     description = b"" if as_expected else pickle.dumps(signature)
     if description:
         parts.insert(0, _padded(description, device))
-    size, room = aligned(len(description)) + signature.size, promised(expected, device) - HEADER
-    if size > room:
-        header = _header(Kind.FOLLOWED, len(description), signature.size)
-        return [torch.cat([header, _zeros(room)]), torch.cat(parts)]
+    if HEADER + aligned(len(description)) + signature.size > room:
+        return [_header(Kind.FOLLOWED, len(description), signature.size), torch.cat(parts)]
     header = _header(Kind.WHOLE, len(description), signature.size)
-    return [torch.cat([header, *(each.cpu() for each in parts), _zeros(room - size)])]
+    return [torch.cat([header, *(each.cpu() for each in parts)])]
 
 
-def encode_failure(failure: Failure, expected: Signature | None, device: torch.device) -> Tensor:
-    """The message that a rank sends for everything it owes, when its step has failed."""
+def encode_failure(failure: Failure) -> Tensor:
+    """The message that a rank sends for everything it owes, when its step has failed; it fits into any buffer."""
     data = pickle.dumps(tuple(failure))
-    return torch.cat([_header(Kind.FAILED, len(data), 0, data), _zeros(promised(expected, device) - HEADER)])
+    return _header(Kind.FAILED, len(data), 0, data)
 
 
 class Header:
@@ -135,7 +133,7 @@ def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device
         parts.append(part.reshape(-1).view(torch.uint8))
         gap = -spec.bytes % ALIGNMENT
         if gap:
-            parts.append(_zeros(gap, device))
+            parts.append(torch.zeros(gap, dtype=torch.uint8, device=device))
     return parts
 
 
@@ -151,10 +149,6 @@ def _header(kind: Kind, description: int, body: int, data: bytes = b"") -> Tenso
 
 def _padded(data: bytes, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(data).ljust(aligned(len(data)), b"\0"), dtype=torch.uint8).to(device)
-
-
-def _zeros(size: int, device: torch.device = _HOST) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def _read(source: Tensor, start: int, size: int) -> bytes:

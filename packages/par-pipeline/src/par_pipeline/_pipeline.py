@@ -60,7 +60,7 @@ class PipelineOptions:
         complete: Called with a stage's number when its gradients are complete, to begin their reduction.
         border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
             ranks; they arrive in the dtype that they had. Default: they travel as they are.
-        ahead: Bytes of receives that are posted ahead.
+        ahead: Bytes of receives that are posted ahead; their buffers are kept from step to step.
         timeout: Seconds after which a rank that waits for another one gives up.
 
     Raises:
@@ -275,7 +275,7 @@ class Pipeline:
             group = options.weight_group
             run.shares = shares(run.feed, options.weight, group, "cpu" if group is None else _device_of(group))
         run.execute()
-        self._parts.wire.end(together=not run.training)
+        self._parts.wire.end(run.program, together=not run.training)
 
     def _fail(self, run: Run, error: BaseException) -> None:
         """All ranks come to know, and raise the same."""

@@ -1,8 +1,13 @@
 """Messages between the ranks of a pipeline.
 
 To each neighbour there is one communicator for what goes to higher ranks and one for what goes to lower ones, so that a
-send never waits behind a receive. All receives of a step from one peer are posted, in the order in which it sends, when
-this rank first waits for it, as far as a budget of bytes allows; each further one when an earlier one has arrived.
+send never waits behind a receive. All receives of a step are posted, in the order in which the peer sends, as far as a
+budget of bytes allows; each further one when an earlier one has arrived.
+
+They are posted at the end of a step, for one like it: nobody sends then. Gloo's thread spins for a connection that a
+rank is sending or posting on, and for milliseconds if it has come to the rank's core meanwhile; that happened in every
+step while receives were posted and told of beside the first sends. Whatever a rank sends next takes the buffers in
+their order, so both ranks reckon how large each is: what an evaluation sends may find those of a training step.
 
 Headers go over gloo, whatever the group has: it is they that the host waits for, with a timeout, and that bring word of
 a failure. Tensors on GPUs follow over NCCL, which only streams wait for.
@@ -22,7 +27,7 @@ from torch import Tensor
 
 from ._compile import STATUS, Arrival, Message, Program
 from ._errors import Failure, PeerFailed
-from ._message import Header, encode, encode_failure, promised
+from ._message import Header, encode, encode_failure, room_for
 from ._structure import Signature, flatten
 
 Contents = tuple[Signature, list[Tensor]]
@@ -116,16 +121,16 @@ class Wire:
         """
         for peer, arrivals in program.arrivals.items():
             if peer not in self._channels:
-                self._channels[peer] = self._connect(peer)
-            self._channels[peer].begin(arrivals, program.consumed, self._ahead // len(program.arrivals))
+                self._channels[peer] = self._connect(peer, self._ahead // len(program.arrivals))
+            self._channels[peer].begin(program.departures[peer], arrivals, program.consumed)
         for peer in program.arrivals:  # now that all have begun: a failure is told through every one
             self._channels[peer].expect()
 
-    def _connect(self, peer: int) -> "Channel":
+    def _connect(self, peer: int, room: int) -> "Channel":
         up, down, up_second, down_second = self._lanes
         upwards = peer > self._rank
         sends, receives = ((up, up_second), (down, down_second)) if upwards else ((down, down_second), (up, up_second))
-        return Channel(peer, sends, receives, device=self._device, timeout=self._timeout)
+        return Channel(peer, sends, receives, device=self._device, timeout=self._timeout, room=room)
 
     def take(self, message: Message, source: int) -> Contents:
         """Waits for a message.
@@ -140,13 +145,14 @@ class Wire:
         """Begins to send a message."""
         self._channels[target].give(message, contents)
 
-    def end(self, *, together: bool) -> None:
+    def end(self, program: Program, *, together: bool) -> None:
         """Ends a step: tells the others that this rank is done, and hears that lower ranks are.
 
         That higher ranks are done, too, is heard in the next step, before anything else from them: the first rank may
         begin with the next batch while the last one is still busy with this one.
 
         Args:
+            program: Of the step; the next one may be the same.
             together: Whether to wait for the higher ranks, too.
         """
         lower = [channel for peer, channel in self._channels.items() if peer < self._rank]
@@ -158,6 +164,8 @@ class Wire:
         if together:
             self._hear(higher)
             self._tell(lower, heard=True)
+        for peer, arrivals in program.arrivals.items():
+            self._channels[peer].prepare(program.departures[peer], arrivals)
 
     @staticmethod
     def _tell(channels: Sequence["Channel"], *, heard: bool) -> None:
@@ -189,61 +197,92 @@ class Channel:
         receives: Likewise.
         device: Where tensors are sent from.
         timeout: Of each wait.
+        room: Bytes of receives that may be posted ahead.
     """
 
     def __init__(
-        self, peer: int, sends: tuple[Any, Any], receives: tuple[Any, Any], *, device: torch.device, timeout: timedelta
+        self,
+        peer: int,
+        sends: tuple[Any, Any],
+        receives: tuple[Any, Any],
+        *,
+        device: torch.device,
+        timeout: timedelta,
+        room: int,
     ) -> None:
         self._peer, self._sends, self._receives = peer, sends, receives
         self._device, self._timeout = device, timeout
         self._gives = {STATUS: NOTHING}  # what the peer expects of each message, and ...
         self._takes = {STATUS: NOTHING}  # ... this rank
-        self._posted: deque[tuple[Arrival, Signature | None, Tensor, Any]] = deque()
-        self._room = 0
+        self._coming: deque[Arrival] = deque()
+        self._posted: deque[tuple[Tensor, Any]] = deque()  # buffers for what comes first, and ...
+        self._planned: deque[int] = deque()  # ... bytes of those for what comes then
+        self._rooms: deque[int] = deque()  # bytes of the peer's, for what it is sent next
+        self._room = room
         self._heard = False
         self._told: list[tuple[Tensor, Any]] = []
 
-    def begin(self, arrivals: tuple[Arrival, ...], consumed: dict[Message, int], room: int) -> None:
+    def begin(
+        self, departures: tuple[Message, ...], arrivals: tuple[Arrival, ...], consumed: dict[Message, int]
+    ) -> None:
         """Begins a step.
 
         Args:
-            arrivals: What the peer sends.
+            departures: What the peer is sent.
+            arrivals: What it sends.
             consumed: See `Program`.
-            room: Bytes of receives that may be posted ahead.
         """
-        self._coming = deque(arrivals)
+        self._plan(departures, arrivals)
+        self._late = len(self._coming)  # what a higher rank says at the end of the last step
+        self._coming.extend(arrivals)
         self._consumed = consumed
         self._arrived: dict[Message, Contents] = {}
         self._given: set[Message] = set()
         self._sending: deque[tuple[int, list[tuple[Tensor, Any]]]] = deque()
-        self._room = room
+
+    def _plan(self, departures: tuple[Message, ...], arrivals: tuple[Arrival, ...]) -> None:
+        """Sees to it that there are buffers for a step, on either side. The peer does so at the same point."""
+        there = len(self._posted) + len(self._planned)
+        coming = [each.message for each in (*self._coming, *arrivals)]
+        self._planned.extend(room_for(self._takes.get(each), self._device) for each in coming[there:])
+        leaving = departures[len(self._rooms) :]
+        self._rooms.extend(room_for(self._gives.get(each), self._device) for each in leaving)
+
+    def prepare(self, departures: tuple[Message, ...], arrivals: tuple[Arrival, ...]) -> None:
+        """Posts the receives of a step that may come; see `begin`."""
+        self._plan(departures, arrivals)
+        with suppress(ConnectionError):  # a rank that is done may have left
+            self._post_ahead()
 
     def expect(self) -> None:
-        """Posts the first receive. What higher ranks said at the end of the last step may still be on its way."""
+        """Posts the first receive, if none is."""
         if not self._posted:
             self._post()
 
     def _post(self) -> None:
         """Posts the next receive."""
-        arrival = self._coming.popleft()
-        expected = self._takes.get(arrival.message)
-        size = promised(expected, self._device)
+        size = self._planned[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._posted.append((arrival, expected, buffer, self._receive_into(buffer, 0)))
+        self._posted.append((buffer, self._receive_into(buffer, 0)))
+        self._planned.popleft()
         self._room -= size
 
     def _post_ahead(self) -> None:
         """Posts receives while there is room, and one always."""
-        while self._coming and (not self._posted or self._room > 0):
+        while self._planned and (not self._posted or self._room > 0):
             self._post()
 
     def take(self, message: Message) -> Contents:
         """Waits for a message, and so for all that were sent before it."""
         self._post_ahead()  # it would wait anyway
         while message not in self._arrived:
-            arrival, expected, header, second = self._receive()
+            arrival, header, second = self._receive()
             if header.failure is not None:
                 raise PeerFailed(header.failure)
+            if self._late:
+                self._late -= 1
+                continue
+            expected = self._takes.get(arrival.message)
             contents = header.decode(second, expected)
             if contents[0] is not expected:
                 self._takes[arrival.message] = contents[0]
@@ -251,9 +290,9 @@ class Channel:
             self._settle(arrival.position)
         return self._arrived.pop(message)
 
-    def _receive(self) -> tuple[Arrival, Signature | None, Header, Tensor | None]:
-        """The next message that the peer sends, and what it was expected to be."""
-        arrival, expected, buffer, work = self._posted.popleft()
+    def _receive(self) -> tuple[Arrival, Header, Tensor | None]:
+        """The next message that the peer sends."""
+        buffer, work = self._posted.popleft()
         self._wait(work)
         self._room += buffer.nbytes
         header = Header(buffer)
@@ -263,12 +302,12 @@ class Channel:
             second = torch.empty(header.second, dtype=torch.uint8, device=self._device)
             self._wait(self._receive_into(second, 1), 1)
         self._post_ahead()
-        return arrival, expected, header, second
+        return self._coming.popleft(), header, second
 
     def give(self, message: Message, contents: Contents) -> None:
         """Begins to send a message."""
         signature, tensors = contents
-        parts = encode(signature, tensors, self._gives.get(message), self._device)
+        parts = encode(signature, tensors, self._gives.get(message), self._rooms.popleft(), self._device)
         self._given.add(message)
         self._gives[message] = signature
         works = [(part, self._send(part, number)) for number, part in enumerate(parts)]
@@ -286,7 +325,7 @@ class Channel:
             for _, work in self._told:
                 self._wait(work)
             self._told.clear()
-            (part,) = encode(NOTHING, [], NOTHING, self._device)
+            (part,) = encode(NOTHING, [], NOTHING, self._rooms.popleft(), self._device)
             work = self._send(part, 0)
             if heard:
                 self._wait(work)
@@ -309,14 +348,14 @@ class Channel:
         """Begins to send word of a failure in place of a message that was not sent."""
         if message in self._given:
             return
-        buffer = encode_failure(failure, self._gives.get(message), self._device)
+        buffer = encode_failure(failure)
         with suppress(ConnectionError):
             self._sending.append((0, [(buffer, self._send(buffer, 0))]))
 
     def drain(self) -> None:
         """Receives and drops until the peer has heard of the failure: until it says so, or is done."""
         with suppress(ConnectionError):
-            while self._posted and not self._heard:
+            while self._coming and self._posted and not self._heard:
                 self._receive()
 
     def _send(self, part: Tensor, number: int) -> Any:
