@@ -85,9 +85,10 @@ def main() -> None:
     rows = []
     for ranks in TURNS:
         for case in CASES:
-            times, predicted = spawned(ranks, timed, case)
+            times, predicted, waits = spawned(ranks, timed, case)
             for name, each in times.items():
-                rows.append({"ranks": ranks, "model": case.name, "contender": name} | row(name, each, times, predicted))
+                figures = row(name, each, times, predicted) | {"waits beyond": share(waits.get(name), predicted, name)}
+                rows.append({"ranks": ranks, "model": case.name, "contender": name} | figures)
     shapes = "; ".join(
         f"{c.name}: {c.blocks} blocks of {c.width}, {c.microbatches} microbatches of {c.rows} rows" for c in CASES
     )
@@ -96,7 +97,9 @@ def main() -> None:
         f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {turns}, each of {STEPS} steps after one that is not "
         "counted, contenders in a random order in the same processes. Times are those of the slowest rank, per step. "
         "Ratios are medians of those within a turn. The simulation has the medians of the actions of the turn's last "
-        "step, and the optimizer's time is added; it is left out where ranks share cores."
+        "step, and the optimizer's time is added; it is left out where ranks share cores. What a step takes beyond it "
+        "is partly actions that take longer than their median, such as the first backward, which makes the gradients; "
+        "what ranks wait beyond it is that of the rank that waits longest, as a share of the simulated step."
     )
     write("pipeline", "A training step in a pipeline", rows, note)
 
@@ -114,6 +117,11 @@ def row(
         "x torch's 1F1B": f"{ratio(milliseconds, times['torch 1F1B']):.2f}",
         "beyond simulation": f"{ratio(milliseconds, predicted[name]) - 1:+.1%}" if predicted.get(name) else "",
     }
+
+
+def share(waits: list[float] | None, predicted: dict[str, list[float]], name: str) -> str:
+    """How long ranks wait beyond the simulation, as a share of what it expects of a step."""
+    return f"{ratio(waits, predicted[name]):+.1%}" if waits else ""
 
 
 def stages_of(case: Case, number: int) -> list[nn.Module]:
@@ -185,14 +193,15 @@ def torchs(name: str, case: Case) -> Contender:
     return Contender(modules, step)
 
 
-def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds per step of each contender, turn by turn, and what the simulator expects of ours."""
+def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds per step of each contender, turn by turn; of ours, what the simulator expects, and waits beyond."""
     made = {f"torch {name}": torchs(name, case) for name in TORCHS}
     made |= {f"par-pipeline {name}": ours(name, case) for name in OURS}
     ranks, rows = dist.get_world_size(), case.microbatches * case.rows
     x, y = torch.randn(rows, case.width), torch.randn(rows, case.width)
     times: dict[str, list[float]] = {name: [] for name in made}
     predicted: dict[str, list[float]] = {name: [] for name in made if name.startswith("par")}
+    waits: dict[str, list[float]] = {name: [] for name in predicted}
     for turn in range(TURNS[ranks] + 1):
         for name in shuffled(list(made), turn):
             contender = made[name]
@@ -200,8 +209,10 @@ def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
             if turn:  # the first warms up
                 times[name].append(milliseconds)
             if turn and contender.pipeline is not None and ranks <= (os.cpu_count() or 1):
-                predicted[name].append(simulated(contender, contender.pipeline))
-    return times, predicted
+                expected, waited = simulated(contender, contender.pipeline)
+                predicted[name].append(expected)
+                waits[name].append(waited)
+    return times, predicted, waits
 
 
 def turn_of(contender: Contender, x: Tensor, y: Tensor) -> float:
@@ -215,10 +226,19 @@ def turn_of(contender: Contender, x: Tensor, y: Tensor) -> float:
     return 1e3 * slowest(time.perf_counter() - start) / STEPS
 
 
-def simulated(contender: Contender, pipeline: Pipeline) -> float:
-    """Milliseconds of a step, from the medians of its actions in the last one, and the turn's optimizer."""
+def simulated(contender: Contender, pipeline: Pipeline) -> tuple[float, float]:
+    """Milliseconds of a step, from the medians of its actions in the last one, and the turn's optimizer.
+
+    And those that the rank that waits longest waited beyond the simulation in that last one.
+    """
     optimizer = slowest(statistics.median(contender.seconds))
-    return 1e3 * (simulate(pipeline.schedule, Costs.measured(pipeline.timeline())).makespan + optimizer)
+    measured = pipeline.timeline()
+    expected = simulate(pipeline.schedule, Costs.measured(measured))
+    waits = [
+        measured.makespan - measured.busy(rank) - (expected.makespan - expected.busy(rank))
+        for rank in range(measured.ranks)
+    ]
+    return 1e3 * (expected.makespan + optimizer), 1e3 * max(waits)
 
 
 def slowest(seconds: float) -> float:
