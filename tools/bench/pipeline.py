@@ -61,7 +61,8 @@ CASES = (
     Case(name="tiny", blocks=8, width=32, microbatches=32, rows=2),
     Case(name="mid-size", blocks=8, width=256, microbatches=8, rows=64),
 )
-TURNS = {2: 15, 4: 5}  # by ranks; four of them share two cores, and say less
+WORLDS = {2: 4, 4: 1}  # by ranks; four of them share two cores, and say less
+TURNS = 6  # in a world: where memory lies is different in each, and with it how long everything takes
 STEPS = 3  # in a turn: the first rank may begin with the next while the last one is still busy with this one
 OURS: dict[str, Callable[[int, int], Schedule]] = {
     "GPipe": gpipe,
@@ -83,25 +84,33 @@ TORCHS: dict[str, tuple[Any, str]] = {
 def main() -> None:
     """Measures every case on every number of ranks, and writes medians, spread and ratios."""
     rows = []
-    for ranks in TURNS:
+    for ranks, worlds in WORLDS.items():
         for case in CASES:
-            times, predicted, waits = spawned(ranks, timed, case)
+            times, predicted, waits = map(
+                joined, zip(*(spawned(ranks, timed, case) for _ in range(worlds)), strict=True)
+            )
             for name, each in times.items():
                 figures = row(name, each, times, predicted) | {"waits beyond": share(waits.get(name), predicted, name)}
                 rows.append({"ranks": ranks, "model": case.name, "contender": name} | figures)
     shapes = "; ".join(
         f"{c.name}: {c.blocks} blocks of {c.width}, {c.microbatches} microbatches of {c.rows} rows" for c in CASES
     )
-    turns = " and ".join(f"{number} turns on {ranks} ranks" for ranks, number in TURNS.items())
+    turns = " and ".join(f"{worlds * TURNS} turns on {ranks} ranks" for ranks, worlds in WORLDS.items())
     note = (
-        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {turns}, each of {STEPS} steps after one that is not "
-        "counted, contenders in a random order in the same processes. Times are those of the slowest rank, per step. "
+        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {turns}, {TURNS} in the same processes, each of "
+        f"{STEPS} steps after one that is not counted, contenders in a random order. Times are those of the slowest "
+        "rank, per step. "
         "Ratios are medians of those within a turn. The simulation has the medians of the actions of the turn's last "
         "step, and the optimizer's time is added; it is left out where ranks share cores. What a step takes beyond it "
         "is partly actions that take longer than their median, such as the first backward, which makes the gradients; "
         "what ranks wait beyond it is that of the rank that waits longest, as a share of the simulated step."
     )
     write("pipeline", "A training step in a pipeline", rows, note)
+
+
+def joined(worlds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """The turns of all worlds, one after another, by contender."""
+    return {name: [each for world in worlds for each in world[name]] for name in worlds[0]}
 
 
 def row(
@@ -202,7 +211,7 @@ def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]], d
     times: dict[str, list[float]] = {name: [] for name in made}
     predicted: dict[str, list[float]] = {name: [] for name in made if name.startswith("par")}
     waits: dict[str, list[float]] = {name: [] for name in predicted}
-    for turn in range(TURNS[ranks] + 1):
+    for turn in range(TURNS + 1):
         for name in shuffled(list(made), turn):
             contender = made[name]
             milliseconds = turn_of(contender, x, y)
