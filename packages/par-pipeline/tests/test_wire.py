@@ -6,21 +6,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from par_pipeline import _wire
 from par_pipeline._compile import STATUS, Arrival
+from par_pipeline._message import HEADER, encode
 from par_pipeline._pipeline import _device_of
-from par_pipeline._wire import Channel
+from par_pipeline._wire import NOTHING, Channel
 
 
 class Lane:
     """A communicator that notes what was begun and what was waited for."""
 
     def __init__(self):
-        self.begun, self.waited = [], []
+        self.begun, self.waited, self.buffers = [], [], []
 
     def send(self, tensors, peer, tag):
         return self.work("send")
 
     def recv(self, tensors, peer, tag):
+        self.buffers += tensors
         return self.work("recv")
 
     def work(self, what):
@@ -46,6 +49,34 @@ def test_a_rank_stays_until_its_word_is_sent_to_who_waits_for_it_and_not_for_who
         assert len(up.waited) == waited
     assert len(up.begun) == 4
     assert (down.begun, down.waited) == (["recv"], [])
+
+
+@pytest.mark.parametrize(("comes", "looks"), [(0, 0), (3, 3), (9, 5)])
+def test_a_rank_that_waits_looks_for_a_while_before_it_sleeps(monkeypatch, comes, looks):
+    up, down = Lane(), Lane()
+    channel = Channel(1, (up, up), (down, down), device=torch.device("cpu"), timeout=timedelta(seconds=1), room=1)
+    channel.begin((STATUS,), (Arrival(STATUS, -1),), {})
+    channel.expect()
+    (message,) = encode(NOTHING, [], NOTHING, HEADER, torch.device("cpu"))
+    looked = []
+
+    def write():
+        down.buffers[0][:] = message
+
+    def let_others_run():
+        looked.append(list(down.waited))
+        if len(looked) == comes:
+            write()
+
+    if comes == 0:
+        write()
+    monkeypatch.setattr(_wire, "_let_others_run", let_others_run)
+    monkeypatch.setattr(_wire, "_AWAKE", 5.0)
+    monkeypatch.setattr(_wire.time, "perf_counter", lambda: float(len(looked)))
+    monkeypatch.setattr(Work, "wait", lambda work, timeout: (work.lane.waited.append(work.what), write()))
+    assert channel.take(STATUS) == (NOTHING, [])
+    assert looked == [[]] * looks
+    assert down.waited == ["recv"]
 
 
 @pytest.mark.ranks(1)

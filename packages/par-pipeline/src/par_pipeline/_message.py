@@ -36,6 +36,8 @@ class Kind(IntEnum):
     FOLLOWED = 2
     """All follows in a second message."""
     FAILED = 3
+    UNWRITTEN = 255
+    """Nothing has come yet."""
 
 
 def are_apart(device: torch.device) -> bool:

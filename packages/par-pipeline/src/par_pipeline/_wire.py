@@ -9,16 +9,21 @@ rank is sending or posting on, and for milliseconds if it has come to the rank's
 step while receives were posted and told of beside the first sends. Whatever a rank sends next takes the buffers in
 their order, so both ranks reckon how large each is: what an evaluation sends may find those of a training step.
 
+A rank that waits looks for a while before it sleeps, and lets others run meanwhile. Waking it up takes longer than a
+tiny action, and as often as not it wakes up on another core, whose caches are cold.
+
 Headers go over gloo, whatever the group has: it is they that the host waits for, with a timeout, and that bring word of
 a failure. Tensors on GPUs follow over NCCL, which only streams wait for.
 """
 
 import os
+import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +32,14 @@ from torch import Tensor
 
 from ._compile import STATUS, Arrival, Message, Program
 from ._errors import Failure, PeerFailed
-from ._message import Header, encode, encode_failure, room_for
+from ._message import Header, Kind, encode, encode_failure, room_for
 from ._structure import Signature, flatten
 
 Contents = tuple[Signature, list[Tensor]]
 
 NOTHING = flatten(())[1]
+_AWAKE = 2e-3  # seconds in which a rank that waits does not sleep; other threads of its process need the interpreter
+_let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))  # Windows has no sched_yield
 _FOR_KERNELS = timedelta(minutes=30)  # NCCL counts from when it was asked, and kernels before it take their time
 
 
@@ -263,6 +270,7 @@ class Channel:
         """Posts the next receive."""
         size = self._planned[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        buffer[0].fill_(Kind.UNWRITTEN)
         self._posted.append((buffer, self._receive_into(buffer, 0)))
         self._planned.popleft()
         self._room -= size
@@ -293,6 +301,9 @@ class Channel:
     def _receive(self) -> tuple[Arrival, Header, Tensor | None]:
         """The next message that the peer sends."""
         buffer, work = self._posted.popleft()
+        first, until = buffer[0], time.perf_counter() + _AWAKE
+        while first.item() == Kind.UNWRITTEN and time.perf_counter() < until:
+            _let_others_run()
         self._wait(work)
         self._room += buffer.nbytes
         header = Header(buffer)
