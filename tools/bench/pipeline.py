@@ -90,7 +90,7 @@ def main() -> None:
                 joined, zip(*(spawned(ranks, timed, case) for _ in range(worlds)), strict=True)
             )
             for name, each in times.items():
-                figures = row(name, each, times, predicted) | {"waits beyond": share(waits.get(name), predicted, name)}
+                figures = row(name, each, times, predicted, waits)
                 rows.append({"ranks": ranks, "model": case.name, "contender": name} | figures)
     shapes = "; ".join(
         f"{c.name}: {c.blocks} blocks of {c.width}, {c.microbatches} microbatches of {c.rows} rows" for c in CASES
@@ -110,11 +110,15 @@ def main() -> None:
 
 def joined(worlds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
     """The turns of all worlds, one after another, by contender."""
-    return {name: [each for world in worlds for each in world[name]] for name in worlds[0]}
+    return {name: [each for one in worlds for each in one[name]] for name in worlds[0]}
 
 
 def row(
-    name: str, milliseconds: list[float], times: dict[str, list[float]], predicted: dict[str, list[float]]
+    name: str,
+    milliseconds: list[float],
+    times: dict[str, list[float]],
+    predicted: dict[str, list[float]],
+    waits: dict[str, list[float]],
 ) -> dict[str, object]:
     """A contender's figures; all lists are by turn."""
     same = name.replace("par-pipeline", "torch")
@@ -125,12 +129,8 @@ def row(
         "x torch's same": f"{ratio(milliseconds, times[same]):.2f}" if has_same else "",
         "x torch's 1F1B": f"{ratio(milliseconds, times['torch 1F1B']):.2f}",
         "beyond simulation": f"{ratio(milliseconds, predicted[name]) - 1:+.1%}" if predicted.get(name) else "",
+        "waits beyond": f"{ratio(waits[name], predicted[name]):+.1%}" if predicted.get(name) else "",
     }
-
-
-def share(waits: list[float] | None, predicted: dict[str, list[float]], name: str) -> str:
-    """How long ranks wait beyond the simulation, as a share of what it expects of a step."""
-    return f"{ratio(waits, predicted[name]):+.1%}" if waits else ""
 
 
 def stages_of(case: Case, number: int) -> list[nn.Module]:
