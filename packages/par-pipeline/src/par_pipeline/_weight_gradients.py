@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ._add_product import add_product
 from ._deferred_layers import deferring_forward
 from ._gradient_sync import FullyShardedModule, is_synchronised
 
@@ -213,7 +214,7 @@ def _add_in_place(product: WeightGradient) -> bool:
     if total is None or product.operands is None or product.operands[0].dtype != total.dtype:
         return False
     left, right = product.operands
-    total.addmm_(left.t(), right)
+    add_product(total, left, right)
     return True
 
 
