@@ -65,8 +65,8 @@ def test_messages_keep_their_header_on_the_cpu_and_their_tensors_on_the_gpu():
         room = room_for(expected, device)
         header, body = encode(signature, tensors, expected, room, device)
         assert (header.device.type, len(header)) == ("cpu", room)
-        assert (body.device.type, len(body)) == ("cuda", Header(header).second)
-        found, parts = Header(header).decode(body, expected)
+        assert (body.device.type, len(body)) == ("cuda", Header(header, header[0].item()).second)
+        found, parts = Header(header, header[0].item()).decode(body, expected)
         assert found == signature
         assert all(torch.equal(one, other) for one, other in zip(parts, tensors, strict=True))
 

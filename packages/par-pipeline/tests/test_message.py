@@ -29,7 +29,7 @@ def received(value, expected, room=None):
     assert len(parts[0]) <= room
     buffer = torch.full((room,), 255, dtype=torch.uint8)
     buffer[: len(parts[0])] = parts[0]
-    header = Header(buffer)
+    header = Header(buffer, buffer[0].item())
     assert header.failure is None
     assert [len(each) for each in parts[1:]] == ([header.second] if header.second else [])
     found, tensors = header.decode(parts[1] if header.second else None, expected)
@@ -77,7 +77,7 @@ def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_ow
     assert signature.size == aligned(2 * 123) + aligned(2 * 17) + aligned(8 * 15)
     (message,) = encode(signature, tensors, signature, room_for(signature, CPU), CPU)
     assert len(message) == room_for(signature, CPU)
-    _, found = Header(message).decode(None, signature)
+    _, found = Header(message, message[0].item()).decode(None, signature)
     assert_same(tuple(found), (value[0].bfloat16().float(), *value[1:]))
 
 
@@ -95,4 +95,4 @@ def test_a_failure_fits_into_any_buffer_with_its_words():
     failure = Failure.of(ValueError("ä" * 1000), 3, None)._replace(action="123456F123456")
     message = encode_failure(failure)
     assert len(message) == HEADER == room_for(None, CPU)
-    assert Header(message).failure == failure
+    assert Header(message, message[0].item()).failure == failure

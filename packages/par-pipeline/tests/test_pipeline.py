@@ -434,7 +434,7 @@ def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(na
         (channel,) = run._parts.wire._channels.values()
         known: list = [None, None]
         dist.all_gather_object(known, list(channel._rooms))
-        posted = [len(buffer) for buffer, _ in channel._posted]
+        posted = [len(buffer) for buffer, *_ in channel._posted]
         coming = [*posted, *channel._planned][len(channel._coming) :]  # but the word that the last step is done
         assert coming == known[1 - dist.get_rank()]
         assert coming  # at least that word

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._errors import Failure
-from ._structure import ALIGNMENT, Signature, aligned
+from ._structure import ALIGNMENT, Signature, TensorSpec, aligned
 
 HEADER = 512
 _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the first byte
@@ -86,17 +86,17 @@ class Header:
 
     Args:
         message: As received.
+        kind: Its first byte.
 
     Attributes:
         second: Bytes of the message that follows; 0: none does.
         failure: What another rank says went wrong.
     """
 
-    def __init__(self, message: Tensor) -> None:
+    def __init__(self, message: Tensor, kind: float) -> None:
         self._message, self._description = message, 0
         self.second = 0
         self.failure: Failure | None = None
-        kind = message[0].item()
         if kind:  # EXPECTED is 0, and looked at no further: it is the usual case, and reading costs time
             self._read_fields(kind)
 
@@ -118,11 +118,20 @@ class Header:
         start += aligned(self._description)
         tensors = []
         for spec in signature.specs:
-            part = rest[start : start + spec.bytes].view(spec.sent).view(spec.shape)
-            part = part if spec.sent is spec.dtype else part.to(spec.dtype)
-            tensors.append(part.data)  # no view to autograd: a stage may write into one, and have another saved
+            part = _tensor_at(rest, start, spec)
+            tensors.append(part if spec.sent is spec.dtype else part.to(spec.dtype))
             start += aligned(spec.bytes)
         return signature, tensors
+
+
+def _tensor_at(message: Tensor, start: int, spec: TensorSpec) -> Tensor:
+    """A tensor in the memory of a message, from a byte on.
+
+    It is no view to autograd: a stage may write into one tensor of a message and have another saved. Slicing and
+    viewing would also take three times as long, which counts where stages are tiny.
+    """
+    made = torch.empty(0, dtype=spec.sent, device=message.device)
+    return made.set_(message.untyped_storage(), start // spec.sent.itemsize, spec.shape, ())  # () is contiguous
 
 
 def _parts(signature: Signature, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

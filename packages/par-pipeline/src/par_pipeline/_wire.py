@@ -195,6 +195,20 @@ class Wire:
             channel.drain()
 
 
+class Posted(NamedTuple):
+    """A receive that waits for its message.
+
+    Args:
+        buffer: Where it will be.
+        first: The buffer's first byte, which tells that something has come.
+        work: Done when all has.
+    """
+
+    buffer: Tensor
+    first: Tensor
+    work: Any
+
+
 class Channel:
     """The connection with one other rank.
 
@@ -222,7 +236,7 @@ class Channel:
         self._gives = {STATUS: NOTHING}  # what the peer expects of each message, and ...
         self._takes = {STATUS: NOTHING}  # ... this rank
         self._coming: deque[Arrival] = deque()
-        self._posted: deque[tuple[Tensor, Any]] = deque()  # buffers for what comes first, and ...
+        self._posted: deque[Posted] = deque()  # buffers for what comes first, and ...
         self._planned: deque[int] = deque()  # ... bytes of those for what comes then
         self._rooms: deque[int] = deque()  # bytes of the peer's, for what it is sent next
         self._room = room
@@ -270,8 +284,8 @@ class Channel:
         """Posts the next receive."""
         size = self._planned[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        buffer[0].fill_(Kind.UNWRITTEN)
-        self._posted.append((buffer, self._receive_into(buffer, 0)))
+        first = buffer[0].fill_(Kind.UNWRITTEN)
+        self._posted.append(Posted(buffer, first, self._receive_into(buffer, 0)))
         self._planned.popleft()
         self._room -= size
 
@@ -300,13 +314,13 @@ class Channel:
 
     def _receive(self) -> tuple[Arrival, Header, Tensor | None]:
         """The next message that the peer sends."""
-        buffer, work = self._posted.popleft()
-        first, until = buffer[0], time.perf_counter() + _AWAKE
+        buffer, first, work = self._posted.popleft()
+        until = time.perf_counter() + _AWAKE
         while first.item() == Kind.UNWRITTEN and time.perf_counter() < until:
             _let_others_run()
         self._wait(work)
         self._room += buffer.nbytes
-        header = Header(buffer)
+        header = Header(buffer, first.item())
         self._heard = header.failure is not None
         second = None
         if header.second:
