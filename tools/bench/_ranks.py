@@ -11,18 +11,20 @@ import torch
 import torch.distributed as dist
 
 
-def spawned(ranks: int, measure: Callable[..., Any], *arguments: object) -> Any:
+def spawned(ranks: int, measure: Callable[..., Any], *arguments: object, start_method: str = "spawn") -> Any:
     """What the first of some ranks measures.
 
     Args:
         ranks: How many.
         measure: Called on every rank.
         arguments: What it is called with.
+        start_method: Of multiprocessing.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         arguments = (ranks, folder, result, measure, arguments)
-        torch.multiprocessing.start_processes(run, arguments, nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]
+        start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+        start(run, arguments, nprocs=ranks, start_method=start_method)
         return torch.load(result)
 
 

@@ -1,9 +1,10 @@
 """A training step in a pipeline: par-pipeline and torch.distributed.pipelining, on gloo ranks of one machine.
 
-Two models: tiny layers, where Python and messages are what costs, and a mid-size MLP. The same stages and microbatches;
-every contender lives in the same processes and they take turns, in a random order each time. Whatever is compared is
-compared within a turn, so that a machine that slows down slows both. Run as `python tools/bench/pipeline.py`; writes
-docs/benchmarks/pipeline.md and .json.
+Two models: tiny layers, where Python and messages are what costs, and a mid-size MLP. The same stages and microbatches.
+Contenders take turns, in a random order each time, and each turn is in processes of its own, made for it, as a user
+has them: on which core gloo's thread runs makes a quarter of a tiny step, and what ran before in the same processes
+would decide that. Whatever is compared is compared within a turn, so that a machine that slows down slows both. Run as
+`python tools/bench/pipeline.py`; takes a quarter of an hour, and writes docs/benchmarks/pipeline.md and .json.
 """
 
 import os
@@ -11,7 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from _turns import quartile, ratio, shuffled
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.optim import AdamW
+from tqdm import tqdm
 
 from par_pipeline import (
     Costs,
@@ -61,9 +64,9 @@ CASES = (
     Case(name="tiny", blocks=8, width=32, microbatches=32, rows=2),
     Case(name="mid-size", blocks=8, width=256, microbatches=8, rows=64),
 )
-WORLDS = {2: 4, 4: 1}  # by ranks; four of them share two cores, and say less
-TURNS = 6  # in a world: where memory lies is different in each, and with it how long everything takes
-STEPS = 3  # in a turn: the first rank may begin with the next while the last one is still busy with this one
+TURNS = {2: 12, 4: 4}  # by ranks; four of them share two cores, and say less
+WARM_UP = 8  # steps of a turn that are not counted
+STEPS = 12  # and those that are: the first rank may begin with the next while the last one is busy with this one
 OURS: dict[str, Callable[[int, int], Schedule]] = {
     "GPipe": gpipe,
     "1F1B": one_f_one_b,
@@ -83,23 +86,21 @@ TORCHS: dict[str, tuple[Any, str]] = {
 
 def main() -> None:
     """Measures every case on every number of ranks, and writes medians, spread and ratios."""
+    torch.multiprocessing.set_forkserver_preload(["par_pipeline", "torch.distributed.pipelining"])
     rows = []
-    for ranks, worlds in WORLDS.items():
-        for case in CASES:
-            times, predicted, waits = map(
-                joined, zip(*(spawned(ranks, timed, case) for _ in range(worlds)), strict=True)
-            )
-            for name, each in times.items():
-                figures = row(name, each, times, predicted, waits)
-                rows.append({"ranks": ranks, "model": case.name, "contender": name} | figures)
+    for ranks, case in product(TURNS, CASES):
+        turns = measured(ranks, case)
+        for name in turns:
+            figures = row(name, turns)
+            rows.append({"ranks": ranks, "model": case.name, "contender": name} | figures)
     shapes = "; ".join(
         f"{c.name}: {c.blocks} blocks of {c.width}, {c.microbatches} microbatches of {c.rows} rows" for c in CASES
     )
-    turns = " and ".join(f"{worlds * TURNS} turns on {ranks} ranks" for ranks, worlds in WORLDS.items())
+    counts = " and ".join(f"{turns} turns on {ranks} ranks" for ranks, turns in TURNS.items())
     note = (
-        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {turns}, {TURNS} in the same processes, each of "
-        f"{STEPS} steps after one that is not counted, contenders in a random order. Times are those of the slowest "
-        "rank, per step. "
+        f"{shapes}; fp32, fused AdamW, gloo, one thread a rank. {counts}, contenders in a random order, each in new "
+        f"processes and of {STEPS} steps after {WARM_UP} that are not counted. Times are those of the slowest rank, "
+        "per step. "
         "Ratios are medians of those within a turn. The simulation has the medians of the actions of the turn's last "
         "step, and the optimizer's time is added; it is left out where ranks share cores. What a step takes beyond it "
         "is partly actions that take longer than their median, such as the first backward, which makes the gradients; "
@@ -108,28 +109,46 @@ def main() -> None:
     write("pipeline", "A training step in a pipeline", rows, note)
 
 
-def joined(worlds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """The turns of all worlds, one after another, by contender."""
-    return {name: [each for one in worlds for each in one[name]] for name in worlds[0]}
+def measured(ranks: int, case: Case) -> dict[str, list["Turn"]]:
+    """The turns of every contender."""
+    names = [f"torch {name}" for name in TORCHS] + [f"par-pipeline {name}" for name in OURS]
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    with tqdm(total=TURNS[ranks] * len(names), desc=f"{case.name} on {ranks} ranks", unit="turn") as progress:
+        for number in range(TURNS[ranks]):
+            for name in shuffled(names, number):
+                turns[name].append(Turn(*spawned(ranks, timed, case, name, start_method="forkserver")))
+                progress.update()
+    return turns
 
 
-def row(
-    name: str,
-    milliseconds: list[float],
-    times: dict[str, list[float]],
-    predicted: dict[str, list[float]],
-    waits: dict[str, list[float]],
-) -> dict[str, object]:
-    """A contender's figures; all lists are by turn."""
-    same = name.replace("par-pipeline", "torch")
-    has_same = name in predicted and same in times
+class Turn(NamedTuple):
+    """One contender in a world of its own.
+
+    Args:
+        milliseconds: Per step.
+        expected: Likewise, as simulated; None where it is not.
+        waits: Milliseconds in a step that ranks wait beyond that.
+    """
+
+    milliseconds: float
+    expected: float | None = None
+    waits: float | None = None
+
+
+def row(name: str, turns: dict[str, list[Turn]]) -> dict[str, object]:
+    """A contender's figures."""
+    times = {each: [turn.milliseconds for turn in turns[each]] for each in turns}
+    mine, same = times[name], name.replace("par-pipeline", "torch")
+    has_same = same != name and same in times
+    expected = [turn.expected for turn in turns[name] if turn.expected is not None]
+    waits = [turn.waits for turn in turns[name] if turn.waits is not None]
     return {
-        "median ms": round(statistics.median(milliseconds), 1),
-        "quartiles ms": f"{quartile(milliseconds, 1):.1f} to {quartile(milliseconds, 3):.1f}",
-        "x torch's same": f"{ratio(milliseconds, times[same]):.2f}" if has_same else "",
-        "x torch's 1F1B": f"{ratio(milliseconds, times['torch 1F1B']):.2f}",
-        "beyond simulation": f"{ratio(milliseconds, predicted[name]) - 1:+.1%}" if predicted.get(name) else "",
-        "waits beyond": f"{ratio(waits[name], predicted[name]):+.1%}" if predicted.get(name) else "",
+        "median ms": round(statistics.median(mine), 1),
+        "quartiles ms": f"{quartile(mine, 1):.1f} to {quartile(mine, 3):.1f}",
+        "x torch's same": f"{ratio(mine, times[same]):.2f}" if has_same else "",
+        "x torch's 1F1B": f"{ratio(mine, times['torch 1F1B']):.2f}",
+        "beyond simulation": f"{ratio(mine, expected) - 1:+.1%}" if expected else "",
+        "waits beyond": f"{ratio(waits, expected):+.1%}" if expected else "",
     }
 
 
@@ -202,37 +221,23 @@ def torchs(name: str, case: Case) -> Contender:
     return Contender(modules, step)
 
 
-def timed(case: Case) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds per step of each contender, turn by turn; of ours, what the simulator expects, and waits beyond."""
-    made = {f"torch {name}": torchs(name, case) for name in TORCHS}
-    made |= {f"par-pipeline {name}": ours(name, case) for name in OURS}
+def timed(case: Case, name: str) -> tuple[float, ...]:
+    """What a `Turn` of a contender is made of."""
+    kind, _, schedule = name.partition(" ")
+    contender = torchs(schedule, case) if kind == "torch" else ours(schedule, case)
     ranks, rows = dist.get_world_size(), case.microbatches * case.rows
     x, y = torch.randn(rows, case.width), torch.randn(rows, case.width)
-    times: dict[str, list[float]] = {name: [] for name in made}
-    predicted: dict[str, list[float]] = {name: [] for name in made if name.startswith("par")}
-    waits: dict[str, list[float]] = {name: [] for name in predicted}
-    for turn in range(TURNS + 1):
-        for name in shuffled(list(made), turn):
-            contender = made[name]
-            milliseconds = turn_of(contender, x, y)
-            if turn:  # the first warms up
-                times[name].append(milliseconds)
-            if turn and contender.pipeline is not None and ranks <= (os.cpu_count() or 1):
-                expected, waited = simulated(contender, contender.pipeline)
-                predicted[name].append(expected)
-                waits[name].append(waited)
-    return times, predicted, waits
-
-
-def turn_of(contender: Contender, x: Tensor, y: Tensor) -> float:
-    """Milliseconds per step, of the slowest rank, once the caches hold this contender's model."""
-    contender.train(x, y)
+    for _ in range(WARM_UP):
+        contender.train(x, y)
     contender.seconds.clear()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(STEPS):
         contender.train(x, y)
-    return 1e3 * slowest(time.perf_counter() - start) / STEPS
+    milliseconds = 1e3 * slowest(time.perf_counter() - start) / STEPS
+    if contender.pipeline is None or ranks > (os.cpu_count() or 1):
+        return (milliseconds,)
+    return (milliseconds, *simulated(contender, contender.pipeline))
 
 
 def simulated(contender: Contender, pipeline: Pipeline) -> tuple[float, float]:
