@@ -4,7 +4,7 @@ Two models: tiny layers, where Python and messages are what costs, and a mid-siz
 Contenders take turns, in a random order each time, and each turn is in processes of its own, made for it, as a user
 has them: on which core gloo's thread runs makes a quarter of a tiny step, and what ran before in the same processes
 would decide that. Whatever is compared is compared within a turn, so that a machine that slows down slows both. Run as
-`python tools/bench/pipeline.py`; takes a quarter of an hour, and writes docs/benchmarks/pipeline.md and .json.
+`python tools/bench/pipeline.py`; takes ten minutes, and writes docs/benchmarks/pipeline.md and .json.
 """
 
 import os

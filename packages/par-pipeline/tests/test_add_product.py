@@ -25,15 +25,13 @@ def test_it_adds_the_product(dtype, rows, shape):
 @pytest.mark.parametrize("strided", ["total", "left", "right"])
 def test_in_blocks_the_operands_may_lie_in_any_order(strided):
     torch.manual_seed(0)
-    made = {"total": torch.randn(512, 256), "left": torch.randn(64, 512), "right": torch.randn(64, 256)}
-    total, left, right = (each.double() for each in made.values())
-    expected = total + left.t() @ right
-    made = {"total": total, "left": left, "right": right}
+    sizes = {"total": (512, 256), "left": (64, 512), "right": (64, 256)}
+    made = {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
+    expected = made["total"] + made["left"].t() @ made["right"]
     made[strided] = made[strided].t().contiguous().t()
-    given = made["total"]
-    assert is_better_in_blocks(given, 64)
+    assert is_better_in_blocks(made["total"], 64)
     add_product(**made)
-    torch.testing.assert_close(given, expected, rtol=0, atol=1e-12)  # float64; the order of 64 summands
+    torch.testing.assert_close(made["total"], expected, rtol=0, atol=1e-12)  # float64; the order of 64 summands
 
 
 @pytest.mark.parametrize(
