@@ -60,6 +60,20 @@ class Case:
     rows: int
 
 
+class Turn(NamedTuple):
+    """One contender in a world of its own.
+
+    Args:
+        milliseconds: Per step.
+        expected: Likewise, as simulated; None where it is not.
+        waits: Milliseconds in a step that ranks wait beyond that.
+    """
+
+    milliseconds: float
+    expected: float | None = None
+    waits: float | None = None
+
+
 CASES = (
     Case(name="tiny", blocks=8, width=32, microbatches=32, rows=2),
     Case(name="mid-size", blocks=8, width=256, microbatches=8, rows=64),
@@ -109,7 +123,7 @@ def main() -> None:
     write("pipeline", "A training step in a pipeline", rows, note)
 
 
-def measured(ranks: int, case: Case) -> dict[str, list["Turn"]]:
+def measured(ranks: int, case: Case) -> dict[str, list[Turn]]:
     """The turns of every contender."""
     names = [f"torch {name}" for name in TORCHS] + [f"par-pipeline {name}" for name in OURS]
     turns: dict[str, list[Turn]] = {name: [] for name in names}
@@ -119,20 +133,6 @@ def measured(ranks: int, case: Case) -> dict[str, list["Turn"]]:
                 turns[name].append(Turn(*spawned(ranks, timed, case, name, start_method="forkserver")))
                 progress.update()
     return turns
-
-
-class Turn(NamedTuple):
-    """One contender in a world of its own.
-
-    Args:
-        milliseconds: Per step.
-        expected: Likewise, as simulated; None where it is not.
-        waits: Milliseconds in a step that ranks wait beyond that.
-    """
-
-    milliseconds: float
-    expected: float | None = None
-    waits: float | None = None
 
 
 def row(name: str, turns: dict[str, list[Turn]]) -> dict[str, object]:
@@ -222,7 +222,7 @@ def torchs(name: str, case: Case) -> Contender:
 
 
 def timed(case: Case, name: str) -> tuple[float, ...]:
-    """What a `Turn` of a contender is made of."""
+    """What a `Turn` of a contender is made of, as plain numbers: no more is read back from another process."""
     kind, _, schedule = name.partition(" ")
     contender = torchs(schedule, case) if kind == "torch" else ours(schedule, case)
     ranks, rows = dist.get_world_size(), case.microbatches * case.rows
