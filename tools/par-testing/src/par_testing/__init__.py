@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._counting import Collective, Counted, count_collectives
     from ._faults import Fault, InjectedFault, fail_at
     from ._for_each import for_each
-    from ._memory import saved_bytes
-    from ._parity import assert_equal_to_one_device
-    from ._volume import received_per_rank
+    from .counting.counting import Collective, Counted, count_collectives
+    from .counting.memory import saved_bytes
+    from .counting.parity import assert_equal_to_one_device
+    from .counting.volume import received_per_rank
 
 __all__ = [
     "Collective",
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 _LATE = {
-    "_counting": ("Collective", "Counted", "count_collectives"),
+    "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each",),
-    "_memory": ("saved_bytes",),
-    "_parity": ("assert_equal_to_one_device",),
-    "_volume": ("received_per_rank",),
+    "counting.memory": ("saved_bytes",),
+    "counting.parity": ("assert_equal_to_one_device",),
+    "counting.volume": ("received_per_rank",),
 }
 
 

@@ -63,7 +63,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     options = _options_of(pyfuncitem)
     if options is None:
         return None
-    from ._run import run_on_ranks  # noqa: PLC0415  # imports torch
+    from .ranks.run import run_on_ranks  # noqa: PLC0415  # imports torch
 
     size = pyfuncitem.callspec.params[_SIZE] if options.listed else options.sizes[0]
     run_on_ranks(pyfuncitem, options, cast("int", size), _context_of(pyfuncitem.session))
@@ -78,8 +78,8 @@ def _options_of(item: pytest.Item) -> RanksOptions | None:
 def _context_of(session: pytest.Session) -> "ForkServerContext":
     """The forkserver of this session, started at the first rank test."""
     if _CONTEXT not in session.stash:
-        from ._body import module_of  # noqa: PLC0415
-        from ._forkserver import start_forkserver  # noqa: PLC0415
+        from .ranks.body import module_of  # noqa: PLC0415
+        from .ranks.forkserver import start_forkserver  # noqa: PLC0415
 
         items = [item for item in session.items if isinstance(item, pytest.Function) and _options_of(item)]
         modules = {item.path: module_of(item) for item in items}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from . import _rank  # noqa: F401  # the code of a rank, and all that it imports
-from ._forkserver import MODULES
-from ._load import import_module
+from . import rank as _rank  # noqa: F401  # the code of a rank, and all that it imports
+from .forkserver import MODULES
+from .load import import_module
 
 with warnings.catch_warnings(action="ignore"):  # pytest has reported them when it collected the modules
     for module in pickle.loads(Path(os.environ.pop(MODULES)).read_bytes()):  # noqa: S301  # our own

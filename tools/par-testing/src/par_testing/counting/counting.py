@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from ._c10d_ops import communications
-from ._volume import received_per_rank
+from .c10d_ops import communications
+from .volume import received_per_rank
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
-from ._isolate import DUMP_SIGNAL
-from ._job import Job
-from ._outcome import Outcome, as_declared_to_die, died
-from ._rank import run_rank
+from ..report.outcome import Outcome, as_declared_to_die, died
+from .isolate import DUMP_SIGNAL
+from .job import Job
+from .rank import run_rank
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -1,4 +1,4 @@
-from par_testing._outcome import Ending, Outcome, as_declared_to_die, by_blame, died
+from par_testing.report.outcome import Ending, Outcome, as_declared_to_die, by_blame, died
 
 
 def outcome(rank, ending, time):

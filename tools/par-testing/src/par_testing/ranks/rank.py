@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ._isolate import isolate
-from ._job import HOST, Job
-from ._load import load
-from ._outcome import Ending, Outcome
+from ..report.outcome import Ending, Outcome
+from .isolate import isolate
+from .job import HOST, Job
+from .load import load
 
 
 def run_rank(job: Job, pipe: Connection) -> None:

@@ -7,12 +7,12 @@ from typing import NoReturn
 
 import pytest
 
-from ._alone import alone
-from ._body import body_of, warning_filters_of
-from ._options import RanksOptions
-from ._outcome import Ending, Outcome
-from ._report import describe_failure
-from ._world import Ended, World, run_world
+from .._alone import alone
+from .._options import RanksOptions
+from ..report.outcome import Ending, Outcome
+from ..report.report import describe_failure
+from .body import body_of, warning_filters_of
+from .world import Ended, World, run_world
 
 
 def run_on_ranks(item: pytest.Function, options: RanksOptions, size: int, context: ForkServerContext) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from par_testing import fail_at
 
-from .helpers import Point
+from ..helpers import Point
 
 SIZES = (1, 2, 4)
 IMPORTED_IN = os.getpid()

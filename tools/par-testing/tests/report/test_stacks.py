@@ -1,6 +1,6 @@
 import pytest
 
-from par_testing._stacks import main_thread, waits_in_collective
+from par_testing.report.stacks import main_thread, waits_in_collective
 
 DUMP = """Thread 0x00007f01 (most recent call first):
   File "/lib/threading.py", line 324 in wait

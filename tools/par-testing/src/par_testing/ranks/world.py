@@ -8,11 +8,11 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from ._job import Body, Job, launcher_environment
-from ._outcome import Ending, Outcome
-from ._process import RankProcess, launched
-from ._stacks import waits_in_collective
-from ._store import host_store
+from ..report.outcome import Ending, Outcome
+from ..report.stacks import waits_in_collective
+from .job import Body, Job, launcher_environment
+from .process import RankProcess, launched
+from .store import host_store
 
 GRACE = 1.0
 """Seconds between the first failure and the end of the other ranks: time for them to fail with a stack themselves."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ._job import Body, Module
+from .job import Body, Module
 
 
 def body_of(item: pytest.Function) -> Body:

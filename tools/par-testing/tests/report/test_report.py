@@ -1,5 +1,5 @@
-from par_testing._outcome import Ending, Outcome
-from par_testing._report import describe_failure
+from par_testing.report.outcome import Ending, Outcome
+from par_testing.report.report import describe_failure
 
 
 def test_culprit_first_then_the_others():

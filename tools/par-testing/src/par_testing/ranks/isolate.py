@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from _pytest.config import parse_warning_filter
 
-from ._job import Job
+from .job import Job
 
 # Dumps the stacks of a rank. A real-time signal, since code under test may use SIGUSR1 and SIGTERM itself.
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)

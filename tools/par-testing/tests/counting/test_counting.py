@@ -192,7 +192,7 @@ def test_inside_of_dtensor():
 
 
 def test_unknown_operator_is_no_silent_zero():
-    from par_testing._c10d_ops import communications
+    from par_testing.counting.c10d_ops import communications
 
     class Unknown:
         namespace, _opname = "c10d", "teleport_"
@@ -206,7 +206,7 @@ def test_unknown_operator_is_no_silent_zero():
 
 def test_every_operator_of_torch_is_known():
     """A new release of torch with a new way to communicate fails here, not in a count that is too low."""
-    from par_testing._c10d_ops import _READERS, _SILENT
+    from par_testing.counting.c10d_ops import _READERS, _SILENT
 
     operators = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     for space, readers in _READERS.items():

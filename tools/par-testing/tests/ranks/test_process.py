@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from par_testing._process import interrupts_later
+from par_testing.ranks.process import interrupts_later
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ._outcome import Ending, Outcome, by_blame
+from .outcome import Ending, Outcome, by_blame
 
 _WIDTH = 100
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from ._job import HOST
+from .job import HOST
 
 
 def host_store(timeout: float) -> TCPStore:

@@ -10,7 +10,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import get_config
 from _pytest.pathlib import import_path
 
-from ._job import Body, Module
+from .job import Body, Module
 
 
 def load(body: Body) -> tuple[Callable[..., object], dict[str, object]]:

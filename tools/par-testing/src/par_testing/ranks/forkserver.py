@@ -9,7 +9,7 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-from ._job import Module
+from .job import Module
 
 PRELOAD = (
     "numpy",
@@ -42,7 +42,7 @@ def start_forkserver(also: Sequence[str], modules: Sequence[Module] = ()) -> For
         The multiprocessing context whose processes are the server's children.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *also, "par_testing._warm"])
+    context.set_forkserver_preload([*PRELOAD, *also, "par_testing.ranks.warm"])
     with pytest.MonkeyPatch.context() as patch, tempfile.NamedTemporaryFile(prefix="par-testing-") as file:
         file.write(pickle.dumps(list(modules)))
         file.flush()
