@@ -53,4 +53,4 @@ def test_another_wheel_provides_a_mode_that_nobody_imported(tmp_path):
 def test_a_wheel_that_takes_a_name_of_ours_is_refused(tmp_path):
     installed_wheel(tmp_path, "2d")
     done = run(tmp_path, USE.replace("MODE", "2d"))
-    assert "registered twice, by par_groups._modes._two_d and by wheel_module:cut" in done.stderr
+    assert "registered twice, by par_groups.topology.modes._two_d and by wheel_module:cut" in done.stderr

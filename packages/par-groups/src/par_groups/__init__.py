@@ -7,23 +7,23 @@ torch is imported when it is first used, so that planning for 100,000 ranks stay
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._environment import Launch, read_environment
-from ._modes import Split, register_mode
 from ._registry import Registry
-from ._sharding import Box, Sharding, cut, set_sharding, whole
-from ._topology import Axes, Topology
+from .live.environment import Launch, read_environment
+from .sharding.sharding import Box, Sharding, cut, set_sharding, whole
+from .topology.modes import Split, register_mode
+from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
-    from ._agreement import agree
-    from ._backends import backend_of
-    from ._dtensor import to_dtensor
-    from ._gradients import gradients, on_written, set_gradient_elsewhere, written_
-    from ._launch import Environment, launch
-    from ._logging import RankLogger, get_logger
-    from ._ownership import check_owned
-    from ._process_groups import Channels, ProcessGroups
-    from ._segments import Segment, Segments, segments_of, set_segments, sharding_of
-    from ._weight_gradients import WeightGradHook, WeightGradient, weight_and_hook
+    from .live.agreement import agree
+    from .live.backends import backend_of
+    from .live.launch import Environment, launch
+    from .live.logging import RankLogger, get_logger
+    from .live.process_groups import Channels, ProcessGroups
+    from .sharding.dtensor import to_dtensor
+    from .sharding.gradients import gradients, on_written, set_gradient_elsewhere, written_
+    from .sharding.ownership import check_owned
+    from .sharding.segments import Segment, Segments, segments_of, set_segments, sharding_of
+    from .sharding.weight_gradients import WeightGradHook, WeightGradient, weight_and_hook
 
 __version__ = "0.1.0"
 
@@ -65,16 +65,16 @@ __all__ = [
 ]
 
 _LATE = {
-    "_agreement": ("agree",),
-    "_backends": ("backend_of",),
-    "_dtensor": ("to_dtensor",),
-    "_gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
-    "_launch": ("Environment", "launch"),
-    "_logging": ("RankLogger", "get_logger"),
-    "_ownership": ("check_owned",),
-    "_process_groups": ("Channels", "ProcessGroups"),
-    "_segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
-    "_weight_gradients": ("WeightGradHook", "WeightGradient", "weight_and_hook"),
+    "live.agreement": ("agree",),
+    "live.backends": ("backend_of",),
+    "sharding.dtensor": ("to_dtensor",),
+    "sharding.gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
+    "live.launch": ("Environment", "launch"),
+    "live.logging": ("RankLogger", "get_logger"),
+    "sharding.ownership": ("check_owned",),
+    "live.process_groups": ("Channels", "ProcessGroups"),
+    "sharding.segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
+    "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "weight_and_hook"),
 }
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from par_groups import read_environment
-from par_groups._environment import first_host, launched_rank
+from par_groups.live.environment import first_host, launched_rank
 
 TORCHRUN = {
     "RANK": "3",

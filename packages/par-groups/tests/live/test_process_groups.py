@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from par_groups import Channels, ProcessGroups, Split, Topology, _process_groups, register_mode
+from par_groups import Channels, ProcessGroups, Split, Topology, register_mode
+from par_groups.live import process_groups as _process_groups
 
 
 @register_mode("ladder_of_live_groups")

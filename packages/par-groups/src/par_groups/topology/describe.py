@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._topology import Topology
+    from .topology import Topology
 
 _SHOWN = 6
 

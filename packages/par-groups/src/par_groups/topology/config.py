@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._modes import MODES, Split, split_by_mode
-from ._registry import suggest
+from .._registry import suggest
+from .modes import MODES, Split, split_by_mode
 
 AXES = ("data", "pipeline", "sequence", "expert", "tensor")
 """The axes of a config, slowest first; rank = data * (pipeline * ... * tensor) + ... + tensor rank."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from ._segments import segments_of
-from ._sharding import Box
+from .segments import segments_of
+from .sharding import Box
 
 Written = Callable[[Sequence[torch.Tensor]], None]
 """Called with the tensors that were written, of those it was registered for."""

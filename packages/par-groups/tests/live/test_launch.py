@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_groups import _launch, launch
+from par_groups import launch
+from par_groups.live import launch as _launch
 
 
 @pytest.mark.ranks(2, init=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ._environment import launched_rank
+from .environment import launched_rank
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):

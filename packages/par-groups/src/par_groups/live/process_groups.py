@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._backends import backend_of
-from ._launch import accelerator_type, as_timedelta
-from ._topology import Axes, Axis, Topology
+from ..topology.topology import Axes, Axis, Topology
+from .backends import backend_of
+from .launch import accelerator_type, as_timedelta
 
 Key = tuple[Axis, ...]
 """Axes in canonical form: equal keys mean equal groups, on every rank."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._environment import Launch, read_environment
+from .environment import Launch, read_environment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._topology import Topology
+    from .topology import Topology
 
 _MAX_CELLS = 64
 _PANELS_PER_ROW = 3

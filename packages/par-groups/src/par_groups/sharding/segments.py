@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ._sharding import Box, Sharding, recorded_sharding, whole
+from .sharding import Box, Sharding, recorded_sharding, whole
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:
@@ -27,7 +27,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
         from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only who has one pays the import
 
-        from ._dtensor import sharding_of_dtensor  # noqa: PLC0415
+        from .dtensor import sharding_of_dtensor  # noqa: PLC0415
 
         if isinstance(tensor, DTensor):
             return sharding_of_dtensor(tensor)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ._sharding import Box, Shape, Sharding, recorded_sharding, row_major
+from .sharding import Box, Shape, Sharding, recorded_sharding, row_major
 
 Span = tuple[int, int]
 """First global index and length of a run of indices on one dim."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ._registry import Registry, suggest
+from .._registry import Registry, suggest
 
 ModeFunction = Callable[..., "Split"]
 F = TypeVar("F", bound=ModeFunction)

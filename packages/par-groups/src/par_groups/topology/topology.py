@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _config
-from ._config import check_size
-from ._registry import suggest
+from .._registry import suggest
+from . import config as _config
+from .config import check_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -328,13 +328,13 @@ class Topology:
 
     def describe(self) -> str:
         """A table a person reads: every axis, its size, and one of its groups."""
-        from ._describe import describe  # noqa: PLC0415 - only who asks for text pays for it
+        from .describe import describe  # noqa: PLC0415 - only who asks for text pays for it
 
         return describe(self)
 
     def draw(self, path: "str | Path") -> None:
         """Draws the ranks, coloured by group, one panel an axis; PNG, SVG or PDF by the ending. Needs matplotlib."""
-        from ._draw import draw  # noqa: PLC0415 - matplotlib is an extra
+        from .draw import draw  # noqa: PLC0415 - matplotlib is an extra
 
         draw(self, path)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ._sharding import Sharding
+from .sharding import Sharding
 
 
 class _Entry(NamedTuple):

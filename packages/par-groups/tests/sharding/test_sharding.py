@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from par_groups import Box, Sharding, cut, set_sharding, sharding_of, whole
-from par_groups._sharding import row_major
+from par_groups.sharding.sharding import row_major
 
 
 def filled(sharding, numel):
