@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Split, Topology, register_mode
 from par_layers import Cut, Layout, Rules, layer_set, register_layer_set
-from par_layers._product_1d import Column1D, Row1D
+from par_layers.modes.product_1d import Column1D, Row1D
 
 from .helpers import assert_layer_equals_one_device, integers, modes, numbers
 

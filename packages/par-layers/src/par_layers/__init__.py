@@ -11,14 +11,14 @@ from ._collectives import (
     scatter_to,
 )
 from ._cost import Cost, LinearShape, NormShape, TableShape, TransformerShape, cost
-from ._grid import Grid
 from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
-from ._layout import Layout
-from ._modes import register_layer_set
-from ._parameter import constant, normal, uniform
-from ._partial_gradients import PartialGradients
-from ._rules import Cut, Product, Rules
+from .layers.parameter import constant, normal, uniform
+from .layers.partial_gradients import PartialGradients
+from .modes.grid import Grid
+from .modes.layout import Layout
+from .modes.modes import register_layer_set
+from .modes.rules import Cut, Product, Rules
 
 __version__ = "0.1.0"
 

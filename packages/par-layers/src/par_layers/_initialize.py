@@ -7,7 +7,7 @@ from torch import nn
 
 from par_groups import sharding_of
 
-from ._parallel_layer import HasInit, check_records
+from .layers.parallel_layer import HasInit, check_records
 
 
 def initialize(

@@ -9,18 +9,20 @@ from torch.nn import functional
 
 from par_groups import ProcessGroups
 
-from . import _classifier, _dropout, _embedding
 from ._collectives import gather_from, reduce_from, scatter_to
-from ._debug import Mark, check, mark, watched
-from ._embedding import cut_tokens
-from ._grid import Axes, Grid
-from ._layout import Layout
-from ._linear import ParallelLinear, block_rows, check_divides
-from ._losses import LossOptions, accuracy, cross_entropy, linear_cross_entropy
-from ._modes import rules_of, tensor_mode
-from ._norm import ParallelNorm
-from ._parameter import Init, Rows
-from ._rules import Rules
+from .layers import classifier as _classifier
+from .layers import dropout as _dropout
+from .layers import embedding as _embedding
+from .layers.debug import Mark, check, mark, watched
+from .layers.embedding import cut_tokens
+from .layers.linear import ParallelLinear, block_rows, check_divides
+from .layers.losses import LossOptions, accuracy, cross_entropy, linear_cross_entropy
+from .layers.norm import ParallelNorm
+from .layers.parameter import Init, Rows
+from .modes.grid import Axes, Grid
+from .modes.layout import Layout
+from .modes.modes import rules_of, tensor_mode
+from .modes.rules import Rules
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from par_groups import WeightGradHook, weight_and_hook
 
-from ._arithmetic import LinearFunction, in_autocast_dtype
-from ._grid import Axes, Grid
-from ._layout import Layout, check_features
-from ._parallel_layer import ParallelLayer
-from ._parameter import Init, Rows, make_parameter, uniform
-from ._rules import Cut, Product
+from ..modes.arithmetic import LinearFunction, in_autocast_dtype
+from ..modes.grid import Axes, Grid
+from ..modes.layout import Layout, check_features
+from ..modes.rules import Cut, Product
+from .parallel_layer import ParallelLayer
+from .parameter import Init, Rows, make_parameter, uniform
 
 
 class ParallelLinear(ParallelLayer):

@@ -8,7 +8,7 @@ from par_layers import constant, initialize, layer_set, normal, uniform
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from .helpers import MODES, filled, modes
+from ..helpers import MODES, filled, modes
 
 
 class Everything(nn.Module):

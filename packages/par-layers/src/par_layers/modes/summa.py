@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from par_groups import WeightGradHook, WeightGradient
 
-from ._arithmetic import LinearFunction, refuse
-from ._product_1d import save_operands
+from .arithmetic import LinearFunction, refuse
+from .product_1d import save_operands
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from par_groups import WeightGradHook, WeightGradient
 
-from ._arithmetic import LinearFunction
-from ._collectives import (
+from .._collectives import (
     all_gather_on,
     all_gather_to,
     copy_to,
@@ -29,6 +28,7 @@ from ._collectives import (
     start_reduce_scatter_on,
     unseen,
 )
+from .arithmetic import LinearFunction
 
 SEQUENCE = 1
 """The dim of an activation that sequence parallelism cuts."""

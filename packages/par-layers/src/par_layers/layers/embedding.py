@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._collectives import all_gather_to, reduce_from, reduce_scatter_to
-from ._grid import Axes, Grid
-from ._layout import Layout, part
-from ._linear import check_divides
-from ._parallel_layer import ParallelLayer
-from ._parameter import Init, Rows, constant, make_parameter, normal, uniform
-from ._product_1d import SEQUENCE
-from ._rules import Rules
+from .._collectives import all_gather_to, reduce_from, reduce_scatter_to
+from ..modes.grid import Axes, Grid
+from ..modes.layout import Layout, part
+from ..modes.product_1d import SEQUENCE
+from ..modes.rules import Rules
+from .linear import check_divides
+from .parallel_layer import ParallelLayer
+from .parameter import Init, Rows, constant, make_parameter, normal, uniform
 
 
 class Embedding(ParallelLayer):

@@ -6,13 +6,13 @@ from typing import Any
 
 from par_groups import ProcessGroups, Registry
 
-from ._collectives import all_to_all, exchange, gather_from
-from ._cube import Cube
-from ._grid import Axes, Grid
-from ._layout import Layout
-from ._product_1d import SEQUENCE, Column1D, Row1D
-from ._rules import Cut, Rules
-from ._summa import Summa
+from .._collectives import all_to_all, exchange, gather_from
+from .cube import Cube
+from .grid import Axes, Grid
+from .layout import Layout
+from .product_1d import SEQUENCE, Column1D, Row1D
+from .rules import Cut, Rules
+from .summa import Summa
 
 RulesFunction = Callable[..., Rules]
 

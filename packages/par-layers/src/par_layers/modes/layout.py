@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._grid import Axes, Grid
+from .grid import Axes, Grid
 
 
 @dataclass(frozen=True, kw_only=True)

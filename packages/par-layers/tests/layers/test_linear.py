@@ -7,7 +7,7 @@ from torch.nn import functional
 from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 
-from .helpers import assert_layer_equals_one_device, filled, integers, modes, numbers
+from ..helpers import assert_layer_equals_one_device, filled, integers, modes, numbers
 
 SIZES = [1, 2, 4, 8]
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 from par_groups import sharding_of
 from par_layers import layer_set
 
-from .helpers import assert_layer_equals_one_device, filled, modes, numbers
+from ..helpers import assert_layer_equals_one_device, filled, modes, numbers
 
 
 class Scaled(nn.Module):

@@ -16,15 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from par_groups import WeightGradHook, WeightGradient
 
-from ._arithmetic import LinearFunction, refuse
-from ._collectives import (
+from .._collectives import (
     finish,
     finish_all_gather_on,
     start_all_gather,
     start_reduce_scatter,
     start_reduce_scatter_on,
 )
-from ._product_1d import save_operands
+from .arithmetic import LinearFunction, refuse
+from .product_1d import save_operands
 
 
 @dataclass(frozen=True)

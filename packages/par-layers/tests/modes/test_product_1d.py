@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from par_layers.examples.gpt import Block
 
-from .helpers import filled, modes, numbers
+from ..helpers import filled, modes, numbers
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 COLLECTIVES = {

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from par_layers import layer_set, scatter_to
 
-from .helpers import integers, modes, numbers
+from ..helpers import integers, modes, numbers
 
 
 def cut(mode, logits):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from par_groups import Box, Sharding, set_sharding
 
-from ._grid import Axes, Grid
+from ..modes.grid import Axes, Grid
 
 Init = Callable[[Tensor, torch.Generator], object]
 """Fills a whole parameter in place; it never sees how the parameter is cut. A value: it can be copied and pickled."""

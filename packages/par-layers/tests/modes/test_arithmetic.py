@@ -6,10 +6,10 @@ from torch.nn import functional
 
 from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
-from par_layers._arithmetic import in_autocast_dtype
 from par_layers.examples import GPT, ViT
+from par_layers.modes.arithmetic import in_autocast_dtype
 
-from .helpers import MODES, assert_layer_equals_one_device, filled, integers, modes, numbers
+from ..helpers import MODES, assert_layer_equals_one_device, filled, integers, modes, numbers
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 HALF = pytest.mark.parametrize("dtype", ROUNDING)

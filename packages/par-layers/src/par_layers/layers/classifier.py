@@ -8,15 +8,15 @@ from torch.nn import functional
 
 from par_groups import WeightGradHook, weight_and_hook
 
-from ._arithmetic import in_autocast_dtype
-from ._collectives import reduce_from
-from ._embedding import VocabEmbedding, padded
-from ._grid import Grid
-from ._layout import check_features
-from ._linear import check_divides
-from ._parallel_layer import ParallelLayer
-from ._parameter import Init, Rows, make_parameter, uniform
-from ._rules import Rules
+from .._collectives import reduce_from
+from ..modes.arithmetic import in_autocast_dtype
+from ..modes.grid import Grid
+from ..modes.layout import check_features
+from ..modes.rules import Rules
+from .embedding import VocabEmbedding, padded
+from .linear import check_divides
+from .parallel_layer import ParallelLayer
+from .parameter import Init, Rows, make_parameter, uniform
 
 
 class Classifier(ParallelLayer):

@@ -11,11 +11,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ._collectives import finish, reduce_from, start_all_reduce
-from ._embedding import cut_tokens
-from ._grid import Axes, Grid
-from ._layout import Layout
-from ._rules import Rules
+from .._collectives import finish, reduce_from, start_all_reduce
+from ..modes.grid import Axes, Grid
+from ..modes.layout import Layout
+from ..modes.rules import Rules
+from .embedding import cut_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

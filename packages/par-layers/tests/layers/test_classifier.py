@@ -6,7 +6,7 @@ from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 from par_testing import assert_equal_to_one_device
 
-from .helpers import filled, integers, modes, numbers, whole_state
+from ..helpers import filled, integers, modes, numbers, whole_state
 
 SIZES = [1, 2, 4, 8]
 

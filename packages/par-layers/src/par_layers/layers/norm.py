@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ._arithmetic import autocast_dtype
-from ._collectives import finish, start_all_reduce
-from ._grid import Grid
-from ._layout import Layout, check_features
-from ._linear import check_divides
-from ._parallel_layer import ParallelLayer
-from ._parameter import Rows, constant, make_parameter
+from .._collectives import finish, start_all_reduce
+from ..modes.arithmetic import autocast_dtype
+from ..modes.grid import Grid
+from ..modes.layout import Layout, check_features
+from .linear import check_divides
+from .parallel_layer import ParallelLayer
+from .parameter import Rows, constant, make_parameter
 
 _HALF = (torch.float16, torch.bfloat16)
 

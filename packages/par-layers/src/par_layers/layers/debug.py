@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ._layout import Layout
+from ..modes.layout import Layout
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from par_layers import layer_set
 
-from .helpers import MODES, filled, modes, numbers
+from ..helpers import MODES, filled, modes, numbers
 
 
 @pytest.mark.ranks([1, 2, 4, 8])

@@ -11,7 +11,7 @@ from par_groups import ProcessGroups, Topology, set_sharding, sharding_of
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 
-from .helpers import filled, integers, modes, numbers
+from ..helpers import filled, integers, modes, numbers
 
 WORLDS = [1, 2, 4, 8]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from par_groups import Sharding, set_sharding
 
-from ._parameter import Init
+from .parameter import Init
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ mode drop the same elements, and recomputing a checkpointed region, which restor
 import torch
 from torch import Tensor, nn
 
-from ._grid import Axes, Grid
-from ._layout import Layout
+from ..modes.grid import Axes, Grid
+from ..modes.layout import Layout
 
 _BITS = 24  # of the hash that decide; 2**-24 is finer than any probability that matters
 

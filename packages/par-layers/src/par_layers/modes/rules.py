@@ -8,10 +8,10 @@ from torch import Tensor
 
 from par_groups import WeightGradHook
 
-from ._arithmetic import LinearFunction
-from ._grid import Axes
-from ._layout import Layout
-from ._product_1d import local_product
+from .arithmetic import LinearFunction
+from .grid import Axes
+from .layout import Layout
+from .product_1d import local_product
 
 
 class Product(Protocol):

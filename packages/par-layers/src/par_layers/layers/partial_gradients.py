@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from par_groups import ProcessGroups, gradients
 
-from ._parallel_layer import check_records
+from .parallel_layer import check_records
 
 
 class PartialGradients:
