@@ -19,7 +19,7 @@ from par_pipeline import (
     zb_h2,
     zb_v,
 )
-from par_pipeline import _message as messages
+from par_pipeline.wire import message as messages
 
 WHOLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "looped_bfs": looped_bfs}
 SPLIT = {

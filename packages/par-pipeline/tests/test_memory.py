@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_pipeline import Offload, gpipe, one_f_one_b, simulate, zb_v
-from par_pipeline._offload import from_host, to_host
+from par_pipeline.runtime.offload import from_host, to_host
 from par_testing import for_each
 
 from .runtime_helpers import (

@@ -7,29 +7,29 @@ used, so that planning for thousands of stages stays a small, quick process.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._actions import Action
-from ._costs import Costs
-from ._dualpipe import dualpipe_v
-from ._gpipe import gpipe, looped_bfs
-from ._one_f_one_b import interleaved, one_f_one_b
-from ._partition import partition
-from ._registry import register_schedule, schedule
-from ._schedule import Schedule
-from ._simulate import simulate
-from ._timeline import Event, Timeline
-from ._v_half import v_half
-from ._v_min import v_min
-from ._zb_v import zb_v
-from ._zero_bubble import zb_h1, zb_h2
+from .analysis.costs import Costs
+from .analysis.simulate import simulate
+from .analysis.timeline import Event, Timeline
+from .schedules.actions import Action
+from .schedules.dualpipe import dualpipe_v
+from .schedules.gpipe import gpipe, looped_bfs
+from .schedules.one_f_one_b import interleaved, one_f_one_b
+from .schedules.registry import register_schedule, schedule
+from .schedules.schedule import Schedule
+from .schedules.v_half import v_half
+from .schedules.v_min import v_min
+from .schedules.zb_v import zb_v
+from .schedules.zero_bubble import zb_h1, zb_h2
+from .stages.partition import partition
 
 if TYPE_CHECKING:
-    from ._build import build_stage
-    from ._errors import PipelineError
-    from ._lazy import Lazy
-    from ._microbatches import Microbatches, split_rows
-    from ._offload import Offload
-    from ._pipeline import Pipeline, PipelineOptions, Result
-    from ._shared import Shared
+    from .runtime.errors import PipelineError
+    from .runtime.microbatches import Microbatches, split_rows
+    from .runtime.offload import Offload
+    from .runtime.pipeline import Pipeline, PipelineOptions, Result
+    from .runtime.shared import Shared
+    from .stages.build import build_stage
+    from .stages.lazy import Lazy
 
 __version__ = "0.1.0"
 
@@ -66,13 +66,13 @@ __all__ = [
 ]
 
 _LATE = {
-    "_build": ("build_stage",),
-    "_errors": ("PipelineError",),
-    "_lazy": ("Lazy",),
-    "_microbatches": ("Microbatches", "split_rows"),
-    "_offload": ("Offload",),
-    "_pipeline": ("Pipeline", "PipelineOptions", "Result"),
-    "_shared": ("Shared",),
+    "stages.build": ("build_stage",),
+    "runtime.errors": ("PipelineError",),
+    "stages.lazy": ("Lazy",),
+    "runtime.microbatches": ("Microbatches", "split_rows"),
+    "runtime.offload": ("Offload",),
+    "runtime.pipeline": ("Pipeline", "PipelineOptions", "Result"),
+    "runtime.shared": ("Shared",),
 }
 
 

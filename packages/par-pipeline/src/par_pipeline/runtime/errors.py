@@ -1,0 +1,55 @@
+"""What went wrong in a step, where, and for whom."""
+
+from typing import NamedTuple
+
+from ..schedules.actions import Action
+
+_LONGEST = 300  # bytes of text: a failure fits into the header of any message
+
+
+class PipelineError(RuntimeError):
+    """A step that failed, on this rank or another one; all ranks of the pipeline raise. `reset()` makes it usable."""
+
+
+class Failure(NamedTuple):
+    """The cause of a failed step, as every rank hears of it.
+
+    Args:
+        rank: Within the pipeline.
+        action: What that rank was about, as text; "" if it had not begun.
+        kind: The name of the exception's type.
+        text: Its message.
+    """
+
+    rank: int
+    action: str
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, action: Action | None) -> "Failure":
+        """What an exception becomes."""
+        if isinstance(error, PeerFailed):
+            return error.failure
+        text = str(error).encode()[:_LONGEST].decode(errors="ignore").rstrip(".")
+        return cls(rank, "" if action is None else str(action), type(error).__name__, text)
+
+    def error(self) -> Exception:
+        """What every rank raises. A mistake in the arguments of a step stays a ValueError or TypeError."""
+        mistakes = {"ValueError": ValueError, "TypeError": TypeError}
+        if not self.action and self.kind in mistakes:
+            return mistakes[self.kind](f"rank {self.rank}: {self.text}")
+        where = f"rank {self.rank}, before its first action"
+        if self.action:
+            action = Action.parse(self.action)
+            where = f"stage {action.stage}, microbatch {action.microbatch}, action {action} on rank {self.rank}"
+        remedy = "Call reset() on all ranks, and zero the gradients, before the next step"
+        return PipelineError(f"{where}: {self.kind}: {self.text}. {remedy}")
+
+
+class PeerFailed(Exception):  # noqa: N818 - it passes on the news, and is never seen outside
+    """Another rank says that the step failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure

@@ -1,0 +1,341 @@
+"""`Pipeline`: runs any valid schedule on real processes."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from par_groups import agree, backend_of
+
+from ..analysis.timeline import Event, Timeline
+from ..schedules.actions import WEIGHT_GRAD
+from ..schedules.schedule import Schedule
+from ..wire.channel import Wire
+from .clock import clock_of
+from .compile import Program, compile_program
+from .errors import Failure, PeerFailed, PipelineError
+from .feed import Weight, make_feed, shares
+from .gradient_sync import GradientSync
+from .microbatches import Split, merge, split_rows
+from .offload import Activations, Offload
+from .run import Loss, Parts, Recorded, Run
+from .shared import Shared
+from .stage import Stage
+from .weight_gradients import SplitBackward, can_split
+
+
+class Result(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        loss: A scalar, on the rank with the last stage; on all ranks with `broadcast_loss`; else None.
+        outputs: Of the last stage for the whole batch, where it is and if asked for; else None.
+    """
+
+    loss: Tensor | None
+    outputs: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How to run a pipeline. Each field may be given to `Pipeline` as a keyword.
+
+    Args:
+        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: a mean over the rows of a
+            microbatch. The ranks without the last stage need none.
+        split: Splits a batch into microbatches; default: along dim 0, into sizes that differ by one at most.
+        weight: `weight(target)` is what the loss of a microbatch weighs, such as its number of tokens; default: rows.
+        weight_group: The ranks over which gradients are averaged, where `weight` differs between them.
+        shared: Parameters used by several stages; their gradients are summed at the end of each step.
+        offload: Where activations wait for their backward; default: where they are made.
+        broadcast_loss: Whether every rank gets the loss.
+        complete: Called with a stage's number when its gradients are complete, to begin their reduction.
+        border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
+            ranks; they arrive in the dtype that they had. Default: they travel as they are.
+        ahead: Bytes of receives that are posted ahead; their buffers are kept from step to step.
+        timeout: Seconds after which a rank that waits for another one gives up.
+
+    Raises:
+        ValueError: A timeout or a number of bytes that is not positive, or a border_dtype that is not floating point.
+        TypeError: Shared parameters that are no sequence.
+    """
+
+    loss_fn: Loss | None = None
+    split: Split = split_rows
+    weight: Weight | None = None
+    weight_group: dist.ProcessGroup | None = None
+    shared: Sequence[Shared] = ()
+    offload: Offload | None = None
+    broadcast_loss: bool = False
+    complete: Callable[[int], None] | None = None
+    border_dtype: torch.dtype | None = None
+    ahead: int = 1 << 28
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.timeout < math.inf and self.ahead > 0):
+            raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
+        if not isinstance(self.shared, Sequence):
+            raise TypeError(f"shared is a {type(self.shared).__name__}; give a list of Shared")
+        dtype = self.border_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
+
+
+class Pipeline:
+    """Runs a model whose stages are on different ranks. Collective over the group, as are its methods.
+
+    Args:
+        stages: This rank's part of the model, or its parts, ascending. What a stage gives is what the next one is
+            called with: any nesting of tensors and plain values; a tuple is several arguments.
+        schedule: For as many ranks as the group has; equal on all of them.
+        group: The ranks of the pipeline, first to last.
+        **options: See `PipelineOptions`.
+
+    Raises:
+        ValueError, TypeError: What does not fit together, on every rank.
+
+    Example:
+        pipeline = Pipeline(my_stage, one_f_one_b(4, 16), groups["pipeline"], loss_fn=nn.functional.cross_entropy)
+        loss, _ = pipeline.step(tokens, target=labels)
+        optimizer.step()
+    """
+
+    def __init__(
+        self, stages: nn.Module | Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, **options: Any
+    ) -> None:
+        self.schedule, self.group = schedule, group
+        self.rank = dist.get_rank(group)
+        problem: Exception | None = None
+        digest, has_loss = "", False
+        try:
+            self.options = PipelineOptions(**options)
+            modules = [stages] if isinstance(stages, nn.Module) else list(stages)
+            self.stages = dict(zip(_check(modules, schedule, group, self.rank), modules, strict=True))
+            self._syncs = {number: GradientSync(module) for number, module in self.stages.items()}
+            digest, has_loss = _digest(schedule), self.options.loss_fn is not None
+        except Exception as error:  # of any type: the others wait for this rank
+            problem = error
+        self._has_loss = _agree(problem, digest, has_loss, group)[schedule.rank_of(schedule.stages - 1)]
+        self._parts = self._make_parts()
+        self._programs: dict[bool, Program] = {}
+        self._recorded: list[Recorded] = []
+        self._failed = False
+
+    def _make_parts(self) -> Parts:
+        splits = any(action.op == WEIGHT_GRAD for actions in self.schedule.ranks for action in actions)
+        split = {number: module for number, module in self.stages.items() if splits and can_split(module)}
+        timeout = timedelta(seconds=self.options.timeout)
+        syncs = self._syncs
+        return Parts(
+            stages={n: Stage(module, keeps_outputs=syncs[n].follows_graph) for n, module in self.stages.items()},
+            split=SplitBackward(split),
+            syncs=syncs,
+            wire=Wire(self.group, _device_of(self.group), timeout, self.options.ahead),
+            rank=self.rank,
+            last=self.schedule.stages - 1,
+            loss_fn=self.options.loss_fn,
+            complete=self.options.complete,
+            activations=Activations(self.options.offload, self.stages.values()),
+            border=self.options.border_dtype,
+            clock=clock_of(self.stages.values()),
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank runs the first stage, and so takes the inputs."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the last stage, and so takes the target and computes the loss."""
+        return self.schedule.stages - 1 in self.stages
+
+    def step(self, *inputs: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Result:
+        """Forward and backward of one batch; gradients are added to the parameters'.
+
+        Every rank may be given the whole batch. `inputs` are used by the first stage, `target` by the last one, and
+        `kwargs` by every stage of the rank that was given them.
+
+        Args:
+            *inputs: Nested tensors, [rows, ...], or `Microbatches`.
+            target: Of the loss; nested tensors, [rows, ...], or `Microbatches`.
+            return_outputs: Whether the last stage's outputs are kept and joined.
+            **kwargs: Nested tensors, [rows, ...], and values for all microbatches.
+
+        Raises:
+            ValueError, TypeError: A batch that cannot be split, on every rank.
+            RuntimeError: It is called under torch.inference_mode().
+            PipelineError: A stage that raised, or a rank that is gone; on every rank.
+        """
+        if not self._has_loss:
+            raise ValueError(
+                "step() needs a loss_fn, and the rank with the last stage has none; give Pipeline(..., loss_fn=...), "
+                "or call evaluate()"
+            )
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("step() under torch.inference_mode() would train nothing; leave it, or call evaluate()")
+        return self._run((inputs, kwargs, target), training=True, keep_outputs=return_outputs)
+
+    def evaluate(self, *inputs: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> Result:
+        """Forward alone, without gradients; arguments as `step` has them. The modules' mode is left as it is."""
+        return self._run((inputs, kwargs, target), training=False, keep_outputs=return_outputs)
+
+    def forward_backward_step(
+        self,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> tuple[Any, Any, Tensor | None]:
+        """Takes the next batch and runs it, for a loop of ColossalAI's shape.
+
+        Args:
+            data_iter: Gives pairs of inputs and target; inputs that are a tuple are several arguments. Anything else
+                that it gives, such as a dict, is inputs and target both; the first stage is called with it.
+            forward_only: Whether to leave out the backward.
+            return_loss: Whether to return the loss.
+            return_outputs: Whether to return the last stage's outputs.
+
+        Returns:
+            Outputs, target and loss, where the last stage is; None where it is not, and for what was not asked for.
+        """
+        batch = next(data_iter)
+        inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, batch)
+        args = inputs if type(inputs) is tuple else (inputs,)
+        run = self.evaluate if forward_only else self.step
+        loss, outputs = run(*args, target=target, return_outputs=return_outputs)
+        return outputs, target if self.is_last else None, loss if return_loss else None
+
+    def timeline(self) -> Timeline:
+        """When each rank did what in the last step; on every rank. Seconds from the first action's start."""
+        meetings = []
+        for _ in range(5):  # moments that are the same on all ranks, on clocks of their own
+            dist.barrier(group=self.group)
+            meetings.append(perf_counter())
+        moments = [moment for each in self._recorded for moment in (each.start, each.end)]
+        seconds = iter(self._parts.clock.seconds(moments))
+        mine = [Event(self.rank, each.action, next(seconds), next(seconds)) for each in self._recorded]
+        every: list[tuple[list[float], list[Event]]] = [(meetings, mine)] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, (meetings, mine), group=self.group)
+        events = []
+        for theirs, recorded in every:
+            ahead = median(one - other for one, other in zip(theirs, every[0][0], strict=True))
+            events += [event._replace(start=event.start - ahead, end=event.end - ahead) for event in recorded]
+        first = min((event.start for event in events), default=0.0)
+        return Timeline([event._replace(start=event.start - first, end=event.end - first) for event in events])
+
+    def reset(self) -> None:
+        """Makes the pipeline usable after an error, with new connections.
+
+        Gradients of the step that failed are the caller's to drop. Where a rank is gone, it raises as the group does.
+        """
+        self._parts.wire.reset()
+        for stage in self._parts.stages.values():
+            stage.reset()
+        self._parts.activations.reset()
+        self._failed = False
+
+    def _run(self, batch: tuple[Any, Any, Any], *, training: bool, keep_outputs: bool) -> Result:
+        if self._failed:
+            raise PipelineError("the step before failed; call reset() on all ranks first")
+        if training not in self._programs:
+            self._programs[training] = compile_program(self.schedule, self.rank, forward_only=not training)
+        run = Run(parts=self._parts, program=self._programs[training], training=training, keep_outputs=keep_outputs)
+        try:
+            self._parts.wire.begin(run.program)
+            self._execute(run, *batch)
+        except BaseException as error:
+            self._fail(run, error)
+            raise
+        if training:
+            self._recorded = run.recorded
+        for each in self.options.shared if training else ():
+            each.handle_gradient()
+        outputs = merge([run.outputs[i] for i in range(len(run.outputs))]) if run.outputs else None
+        return Result(self._broadcast(run.loss()) if self.options.broadcast_loss else run.loss(), outputs)
+
+    def _execute(self, run: Run, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+        options, microbatches = self.options, self.schedule.microbatches
+        for each in options.shared if run.training else ():
+            each.begin_step()
+        run.feed = make_feed(inputs, kwargs, target, microbatches, options.split)
+        if self.is_last and options.loss_fn is not None:
+            if options.weight is not None and run.training and not run.feed.targets:
+                raise ValueError("weight counts what a target holds, but this step has none; give it target=")
+            run.alike = run.training and options.weight is None and not any(run.feed.rows)
+            group = options.weight_group
+            run.shares = shares(run.feed, options.weight, group, "cpu" if group is None else _device_of(group))
+        run.execute()
+        self._parts.wire.end(run.program, together=not run.training)
+
+    def _fail(self, run: Run, error: BaseException) -> None:
+        """All ranks come to know, and raise the same."""
+        self._failed = True
+        failure = Failure.of(error, self.rank, run.action)
+        self._parts.wire.fail(run.program, failure)
+        if isinstance(error, PeerFailed):
+            raise failure.error() from None
+        if isinstance(error, Exception):
+            raise failure.error() from error
+
+    def _broadcast(self, loss: Tensor | None) -> Tensor:
+        """The loss on every rank; broadcast of one number over the group."""
+        source = self.schedule.rank_of(self.schedule.stages - 1)
+        value = torch.zeros((), dtype=torch.float64, device=_device_of(self.group))
+        if loss is not None:
+            value.copy_(loss)
+        dist.broadcast(value, group=self.group, group_src=source)
+        return value if loss is None else loss
+
+
+def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, rank: int) -> tuple[int, ...]:
+    """The numbers of this rank's stages."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is {schedule!r}; give a Schedule, such as one_f_one_b(ranks, microbatches)")
+    ranks = dist.get_world_size(group)
+    if len(schedule.ranks) != ranks:
+        raise ValueError(
+            f"the schedule is for {len(schedule.ranks)} ranks, the group has {ranks}; make a schedule for {ranks}"
+        )
+    numbers = schedule.stage_of(rank)
+    if len(modules) != len(numbers):
+        raise ValueError(
+            f"the schedule gives rank {rank} the stages {list(numbers)}, but it was given {len(modules)} modules; give "
+            "one for each, ascending"
+        )
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"a stage is a {type(module).__name__}; give an nn.Module, such as build_stage(...)")
+    schedule.validate()
+    return numbers
+
+
+def _digest(schedule: Schedule) -> str:
+    """A schedule in a few characters."""
+    return hashlib.sha256(repr([[str(each) for each in actions] for actions in schedule.ranks]).encode()).hexdigest()
+
+
+def _agree(problem: Exception | None, digest: str, has_loss: bool, group: dist.ProcessGroup) -> list[bool]:
+    """Raises on every rank if any has a problem, or if they have different schedules. All-gather of small objects."""
+    every = agree(problem, (digest, has_loss), group)
+    first = next(iter(every))
+    different = [rank for rank, (theirs, _) in every.items() if theirs != every[first][0]]
+    if different:
+        raise ValueError(f"ranks {different} have another schedule than rank {first}; make the same one on all ranks")
+    return [theirs for _, theirs in every.values()]
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the group sends from: this rank's GPU if the group has NCCL, else the CPU, even where gloo takes both."""
+    if torch.cuda.is_available() and backend_of(group, "cuda") == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,64 @@
+"""DualPipe-V: forwards and backwards next to each other, so that one's communication can hide behind the other."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from .actions import Action
+from .generate import Generated, check_sizes, numbered, v_shaped
+from .registry import register_schedule
+from .schedule import Schedule
+
+
+@register_schedule("dualpipe_v")
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """A forward of one stage beside a backward of the rank's other, and zero bubble at both ends.
+
+    Rank r holds the stages r and 2 `ranks` - 1 - r, and keeps at most 2 `ranks` + 1 activations.
+
+    Args:
+        ranks: The ranks of the pipeline.
+        microbatches: In a step, at least 2 `ranks`.
+
+    Raises:
+        ValueError: Fewer microbatches.
+
+    Source: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, section 3.2.1; its cut in half is Sea AI Lab's.
+    """
+    check_sizes(ranks=ranks, microbatches=microbatches)
+    if microbatches < 2 * ranks:
+        raise ValueError(
+            f"dualpipe_v on {ranks} ranks needs at least {2 * ranks} microbatches, but there are {microbatches}; "
+            "cut the batch into more, or use zb_v"
+        )
+    actions = [Generated(_dualpipe_v, rank, ranks, microbatches) for rank in range(ranks)]
+    return Schedule(actions, placement=v_shaped(ranks), microbatches=microbatches)
+
+
+def _dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    return numbered(_order(rank, ranks, microbatches), microbatches)
+
+
+def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    """Operations and stages of one rank."""
+    down, up = v_shaped(ranks)[rank]
+    below = ranks - 1 - rank
+    yield from [("F", down)] * (2 * below)
+    yield from [("F", down), ("F", up)] * (rank + 1)
+    yield from [("I", up), ("W", up), ("F", up)] * below
+    for _ in range(microbatches - ranks - below):
+        yield from [("F", down), ("B", up), ("F", up), ("B", down)]
+    yield from [("B", up), ("F", up), ("B", down)] * below
+    yield from _cool_down(down, up, rank, below)
+
+
+def _cool_down(down: int, up: int, rank: int, below: int) -> Iterator[tuple[str, int]]:
+    """Backwards in turn, whole ones, and from the middle on cut in two, their weight gradients last."""
+    turns = [up, down] * (rank + 1)
+    later = deque(turns[rank + 1 :])
+    yield from (("B", stage) for stage in turns[: rank + 1])
+    yield from (("I", stage) for stage in later)
+    for _ in range(below):
+        yield "W", later.popleft()
+        yield "I", down
+        later.append(down)
+    yield from (("W", stage) for stage in later)

@@ -1,0 +1,47 @@
+"""ZB-V: stages in a V, and no bubble with 1F1B's memory where forward and both parts of backward take equal times."""
+
+from collections.abc import Iterator
+
+from .actions import Action
+from .generate import Generated, check_sizes, numbered, v_shaped
+from .registry import register_schedule
+from .schedule import Schedule
+
+
+@register_schedule("zb_v")
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """No rank waits, with 1F1B's memory: 2 `ranks` activations of stages half as large.
+
+    Rank r holds the stages r and 2 `ranks` - 1 - r. Fewer than 2 `ranks` - 1 microbatches take the places of the first
+    of so many.
+
+    Args:
+        ranks: The ranks of the pipeline.
+        microbatches: In a step.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6.
+    """
+    check_sizes(ranks=ranks, microbatches=microbatches)
+    actions = [Generated(_zb_v, rank, ranks, microbatches) for rank in range(ranks)]
+    return Schedule(actions, placement=v_shaped(ranks), microbatches=microbatches)
+
+
+def _zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    return numbered(_order(rank, ranks, max(microbatches, 2 * ranks - 1)), microbatches)
+
+
+def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    """Operations and stages of one rank: warm-up until all ranks run the second stage, steady state, cool-down."""
+    down, up = v_shaped(ranks)[rank]
+    ahead = 2 * ranks - rank - 1
+    yield from [("F", down)] * (ahead - rank)
+    yield from [("F", up), ("F", down)] * rank
+    yield from [("F", up), ("I", up), ("W", up)] * (ranks - rank)
+    for k in range(microbatches - ranks):
+        if k + ahead < microbatches:
+            yield "F", down
+        yield from [("I", down), ("W", down), ("F", up), ("I", up), ("W", up)]
+    yield from [("I", down), ("I", up)] * rank
+    yield from [("I", down), ("W", down)] * (ranks - rank)
+    yield from [("W", up)] * rank
+    yield from [("W", down)] * rank
