@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from par_testing import count_collectives
-from par_zero._buffers import Buffers
 from par_zero._collectives import reduce_scatter
 from par_zero._engine import Groups, Reducer
+from par_zero.layout.buffers import Buffers
 
 
 class Noted:

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from par_groups import agree
 
-from ._chunk import Member
 from ._options import ShardOptions
 from ._step import is_fresh, uses_all, works_flat
-from ._units import Place
+from .layout.chunk import Member
+from .layout.units import Place
 
 ENGINE = "par_zero"
 """The attribute of a sharded module that holds its engine."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from par_groups import backend_of
 
-from ._buffers import Buffers
+from .layout.buffers import Buffers
 
 _TAG = 7_213_000
 """Of messages from here, so that they are taken for nobody else's between the same ranks."""

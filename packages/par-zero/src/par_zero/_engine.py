@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from par_groups import backend_of
 
-from ._buffers import Buffers
-from ._chunk import Chunk
 from ._collectives import Handle, all_gather, all_reduce, reduce_scatter
+from .layout.buffers import Buffers
+from .layout.chunk import Chunk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._chunk import Chunk
 from ._collectives import Handle, all_gather
+from .layout.chunk import Chunk
 
 
 class Unit:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._units import Units
+from .layout.units import Units
 
 
 @dataclass(frozen=True, kw_only=True)

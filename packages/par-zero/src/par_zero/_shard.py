@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from par_groups import on_written
 
-from ._build import Plan, make_chunks, members_of
 from ._check import ENGINE, check, check_alike, check_groups, described
 from ._engine import Groups
 from ._gather import Unit
 from ._options import ShardOptions
-from ._records import SameShare, record_, record_of
-from ._units import Place, called, choose_units, places
 from ._zero import Zero
+from .layout.build import Plan, make_chunks, members_of
+from .layout.records import SameShare, record_, record_of
+from .layout.units import Place, called, choose_units, places
 
 
 def shard(

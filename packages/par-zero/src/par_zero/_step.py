@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ._chunk import Chunk, Slice
+from .layout.chunk import Chunk, Slice
 
 Arrange = Callable[[torch.Tensor, torch.Tensor], Sequence[Sequence[torch.Tensor]]]
 

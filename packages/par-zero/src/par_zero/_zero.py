@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ._chunk import Chunk
 from ._collectives import Handle, all_gather
 from ._engine import Groups, Reducer
 from ._gather import Gatherer, Unit, computed
-from ._held import Held
 from ._step import Unmoved, rewire_
-from ._units import called
+from .layout.chunk import Chunk
+from .layout.held import Held
+from .layout.units import called
 
 
 class Zero:

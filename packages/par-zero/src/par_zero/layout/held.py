@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ._chunk import Chunk
+from .chunk import Chunk
 
 
 class Held:

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from par_testing import count_collectives, for_each
 from par_zero import no_sync, reset, shard
-from par_zero._units import called, choose_units, places
+from par_zero.layout.units import called, choose_units, places
 
-from .helpers import STAGES, adamw, assert_near, assert_same, batch, for_each_stage, loss_of, mlp, sgd, whole
+from ..helpers import STAGES, adamw, assert_near, assert_same, batch, for_each_stage, loss_of, mlp, sgd, whole
 
 ORDERS = ["ac", "ca", "a", "c", "cca", "aa", "ac"]
 """Which item runs when, in some steps, each with its own backward."""

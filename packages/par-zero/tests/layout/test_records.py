@@ -9,7 +9,7 @@ from par_groups import Sharding, check_owned, gradients, segments_of, sharding_o
 from par_testing import for_each
 from par_zero import shard
 
-from .helpers import (
+from ..helpers import (
     STAGES,
     adamw,
     batch,

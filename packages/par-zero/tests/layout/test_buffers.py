@@ -2,7 +2,7 @@
 
 import torch
 
-from par_zero._buffers import Buffers
+from par_zero.layout.buffers import Buffers
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding
 
-from ._chunk import Chunk, Member, grouped
-from ._layout import Item, pack, pack_whole
-from ._units import Place
+from .chunk import Chunk, Member, grouped
+from .layout import Item, pack, pack_whole
+from .units import Place
 
 
 @dataclass(frozen=True, kw_only=True)

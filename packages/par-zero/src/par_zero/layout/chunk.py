@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ._buffers import Buffers
-from ._layout import Layout
+from .buffers import Buffers
+from .layout import Layout
 
 
 @dataclass(eq=False, kw_only=True)

@@ -17,7 +17,7 @@ from par_groups import (
     whole,
 )
 
-from ._chunk import Chunk
+from .chunk import Chunk
 
 
 def record_of(parameter: nn.Parameter, ranks: tuple[int, ...]) -> Sharding:
