@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import Segment, Segments, cut, set_segments, set_sharding, whole
-from par_groups._sharding import Box, Sharding
+from par_groups.sharding.sharding import Box, Sharding
 
 SHAPES = {
     "embedding": (15, 17),

@@ -6,8 +6,9 @@ Without bf16 numbers below 2**-126, which the interpreter converts wrongly.
 import torch
 
 from par_groups import Box, Segments, Sharding, set_sharding
-from par_precision import _rounding, _rounding_triton
-from par_precision._rounding import Rounding
+from par_precision.rounding import rounding as _rounding
+from par_precision.rounding import triton as _rounding_triton
+from par_precision.rounding.rounding import Rounding
 
 HALVES = (torch.bfloat16, torch.float16)
 SHAPES = [(), (1,), (0, 3), (123,), (15, 17), (3, 5, 7), (4096,), (9000,), (70, 130)]

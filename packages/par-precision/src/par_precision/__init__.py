@@ -1,13 +1,13 @@
 """Mixed precision and gradient clipping that agree on every rank."""
 
-from ._clip import clip_grad_norm_, clip_grad_value_
 from ._float8 import Float8Linear, convert_to_float8_
 from ._mixed import MixedOptions, mixed
-from ._norm import grad_norm
 from ._optimizer import MixedOptimizer, Step
 from ._precisions import Precision, check_device, precision_of
-from ._rounding import stochastic_round_
-from ._scale import DynamicScale
+from .norm.clip import clip_grad_norm_, clip_grad_value_
+from .norm.norm import grad_norm
+from .rounding.rounding import stochastic_round_
+from .scale.scale import DynamicScale
 
 __version__ = "0.1.0"
 

@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 from par_groups import check_owned
 
 from ._checks import ATTRIBUTE, check, check_alike, check_cut, is_own, lack_of_layers, recorded
-from ._clip import check_max_norm
 from ._float8 import convert_to_float8_, float8_layers
 from ._masters import Masters
-from ._norm import device_of
 from ._optimizer import Clip, MixedOptimizer
-from ._ownership import Ownership, tensors_in
 from ._policy import Policy
 from ._precisions import Precision, precision_of
-from ._scale import DynamicScale
-from ._scaling import Scaling
-from ._stochastic_step import StochasticStep
 from ._weights import Own, Rounded, Weights
+from .norm.clip import check_max_norm
+from .norm.norm import device_of
+from .norm.ownership import Ownership, tensors_in
+from .rounding.stochastic_step import StochasticStep
+from .scale.scale import DynamicScale
+from .scale.scaling import Scaling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ._clip import clip_coefficient
-from ._norm import counted_parts
 from ._policy import Policy
-from ._scaling import Scaling
-from ._schedule import Schedule
-from ._sums import sum_of_powers
 from ._weights import Change, Weights
+from .norm.clip import clip_coefficient
+from .norm.norm import counted_parts
+from .norm.sums import sum_of_powers
+from .scale.scaling import Scaling
+from .scale.schedule import Schedule
 
 EXTRA = "par_precision"
 """The key in a state dict of what the user's optimizer does not know."""

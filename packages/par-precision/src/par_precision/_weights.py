@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ._clip import clamp_, multiply_
-from ._norm import Held
-from ._ownership import Ownership
-from ._placed import local_gradient, local_gradients
-from ._stochastic_step import StochasticStep, stochastic_step_
+from .norm.clip import clamp_, multiply_
+from .norm.norm import Held
+from .norm.ownership import Ownership
+from .norm.placed import local_gradient, local_gradients
+from .rounding.stochastic_step import StochasticStep, stochastic_step_
 
 
 @dataclass(frozen=True, kw_only=True)

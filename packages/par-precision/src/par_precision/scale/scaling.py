@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._items import Items
-from ._scale import DynamicScale
+from .items import Items
+from .scale import DynamicScale
 
 
 class Scaling:

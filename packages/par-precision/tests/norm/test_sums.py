@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from par_precision import _sums
-from par_precision._sums import largest, sum_of_powers
+from par_precision.norm import sums as _sums
+from par_precision.norm.sums import largest, sum_of_powers
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from par_groups import Box, Segment, Segments, Sharding, cut, whole
-from par_precision._counted import EVERYTHING, counted
+from par_precision.norm.counted import EVERYTHING, counted
 
 
 def one(name, sharding):

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from par_groups import Segment, Segments, set_segments, set_sharding, whole
-from par_precision._counted import EVERYTHING
-from par_precision._ownership import Ownership, tensors_in
+from par_precision.norm.counted import EVERYTHING
+from par_precision.norm.ownership import Ownership, tensors_in
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._rounding import DROPPED, ORDINARY
+from .rounding import DROPPED, ORDINARY
 
 
 @torch.no_grad()

@@ -11,10 +11,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from par_groups import sharding_of
 from par_precision import clip_grad_norm_, clip_grad_value_
-from par_precision._clip import multiply_
+from par_precision.norm.clip import multiply_
 from par_testing import count_collectives
 
-from .helpers import expected_norm, gradient, parameter, stage_parameters, zero_parameters
+from ..helpers import expected_norm, gradient, parameter, stage_parameters, zero_parameters
 
 
 @pytest.mark.ranks(8)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from par_groups import Box, Segment, Segments, segments_of, whole
 
-from ._placed import local_part
+from ..norm.placed import local_part
 
 Keys = tuple[int, int]
 """Two numbers below 2**32, of one tensor at one step."""
@@ -147,7 +147,7 @@ def _check(target: Tensor, source: Tensor) -> None:
 def _rounds_on(device: torch.device) -> Callable[[Sequence[Matrix]], None]:
     """What rounds on a device: one kernel on a GPU where there is Triton, else torch's own operations."""
     if device.type == "cuda" and find_spec("triton"):
-        from ._rounding_triton import round_matrices_  # noqa: PLC0415 - it imports Triton
+        from .triton import round_matrices_  # noqa: PLC0415 - it imports Triton
 
         return round_matrices_
     return _round_in_turn_

@@ -4,7 +4,7 @@ One launch rounds any number of matrices: a table has a row of numbers for each,
 it rounds. A matrix that is alone needs no table.
 """
 
-# ruff: noqa: ANN001, ANN202, N803, PLR0124, PLR0913, PLR0917 - a kernel is no Python function
+# ruff: noqa: ANN001, N803, PLR0124, PLR0913, PLR0917 - a kernel is no Python function
 # mypy: disable-error-code="import-not-found, no-untyped-def, untyped-decorator"
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._rounding import DROPPED, SPREAD, Matrix, signed
+from .rounding import DROPPED, SPREAD, Matrix, signed
 
 _BLOCK = 4096
 """Elements a program; a thread has 16, which it loads and stores by 16 bytes."""

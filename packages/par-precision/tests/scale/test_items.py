@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from par_precision import DynamicScale, mixed
-from par_precision._items import Items
+from par_precision.scale.items import Items
 from par_testing import count_collectives
 
-from .training import MAKERS, adamw, loss_of, model
+from ..training import MAKERS, adamw, loss_of, model
 
 CPU = torch.device("cpu")
 PRECISIONS = ["fp32", "bf16", "bf16-amp", "fp16-amp", "fp16", "bf16-sr"]

@@ -14,7 +14,7 @@ from par_groups import set_gradient_elsewhere
 from par_precision import clip_grad_norm_, grad_norm
 from par_testing import count_collectives
 
-from .helpers import expected_norm, gradient, parameter, rows_of, stage_parameters, zero_parameters
+from ..helpers import expected_norm, gradient, parameter, rows_of, stage_parameters, zero_parameters
 
 ORDERS = (1.0, 2.0, 3.5, math.inf)
 TOLERANCE = 1e-12  # fp64 sums in another order

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from par_groups import backend_of
 
-from ._counted import EVERYTHING, Counted
-from ._ownership import Ownership, Parameters, tensors_in
-from ._placed import local_gradient
-from ._sums import largest, sum_of_powers
+from .counted import EVERYTHING, Counted
+from .ownership import Ownership, Parameters, tensors_in
+from .placed import local_gradient
+from .sums import largest, sum_of_powers
 
 
 @torch.no_grad()

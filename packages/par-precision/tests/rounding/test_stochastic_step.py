@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_precision import _rounding, mixed, stochastic_round_
-from par_precision._stochastic_step import StochasticStep, stochastic_step_
+from par_precision import mixed, stochastic_round_
+from par_precision.rounding import rounding as _rounding
+from par_precision.rounding.stochastic_step import StochasticStep, stochastic_step_
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"first": (15, 17), "second": (123,), "scale": (), "third": (3, 5, 7)}

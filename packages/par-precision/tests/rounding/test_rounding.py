@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from par_groups import Box, Segment, Segments, Sharding, cut, set_segments, set_sharding, whole
-from par_precision import _rounding, stochastic_round_
+from par_precision import stochastic_round_
+from par_precision.rounding import rounding as _rounding
 
 HALVES = (torch.bfloat16, torch.float16)
 DROPPED = {torch.bfloat16: 16, torch.float16: 13}
@@ -349,9 +350,9 @@ def test_the_kernel_for_gpus_has_the_same_hash(monkeypatch):
     triton.language, language.constexpr = language, int
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "par_precision._rounding_triton", raising=False)
-    kernel = importlib.import_module("par_precision._rounding_triton")
-    monkeypatch.delitem(sys.modules, "par_precision._rounding_triton")
+    monkeypatch.delitem(sys.modules, "par_precision.rounding.triton", raising=False)
+    kernel = importlib.import_module("par_precision.rounding.triton")
+    monkeypatch.delitem(sys.modules, "par_precision.rounding.triton")
     keys = _rounding.keys_of(1, 2, "w")
     for index in [*range(1000), 2**31, 2**32 + 5]:
         state = Unsigned(index * _rounding.SPREAD + keys[0] & EVERY_BIT)

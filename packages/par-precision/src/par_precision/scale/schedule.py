@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
-    from ._optimizer import MixedOptimizer
+    from .._optimizer import MixedOptimizer
 
 
 class Schedule:

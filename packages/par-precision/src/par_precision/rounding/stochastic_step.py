@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from par_groups import Segments
 
-from ._floats import floats_of
-from ._placed import local_part
-from ._rounding import DROPPED, Rounding, packed_in, round_all_
+from ..norm.placed import local_part
+from .floats import floats_of
+from .rounding import DROPPED, Rounding, packed_in, round_all_
 
 State = dict[str, Any]
 
