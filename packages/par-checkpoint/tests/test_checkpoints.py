@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_checkpoint import Checkpoints, _checkpoints, prune
-from par_checkpoint._steps import step_name
+from par_checkpoint.storage.steps import step_name
 
 
 def steps(root):

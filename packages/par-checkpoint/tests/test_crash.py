@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import par_checkpoint as pc
-from par_checkpoint import _save, _write
-from par_checkpoint._local import LocalFolder
+from par_checkpoint import _save
+from par_checkpoint.storage.local import LocalFolder
+from par_checkpoint.transfer import write as _write
 from par_groups import Box, Sharding
 
 OLD, NEW, NEXT = 1, 2, 3

@@ -14,7 +14,7 @@ from torch import nn
 
 from par_checkpoint import CheckpointError, CorruptError, load, read, save
 from par_checkpoint import verify as check
-from par_checkpoint._ranks import Ranks
+from par_checkpoint.transfer.ranks import Ranks
 from par_groups import on_written
 
 from .helpers import Pipeline2, Tensor2, make_model, rectangle, train

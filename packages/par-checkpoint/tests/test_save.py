@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_checkpoint import CheckpointError, SaveOptions, load, read, save, verify
-from par_checkpoint import _write as writing
+from par_checkpoint.transfer import write as writing
 from par_groups import Box, Sharding
 
 from .helpers import Pipeline2, Tensor2, make_model, rectangle, solo

@@ -9,9 +9,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
 from par_checkpoint import CorruptError, load, save, verify
-from par_checkpoint._files import BLOCK
-from par_checkpoint._local import LocalSource
 from par_checkpoint._torch_style import _MemoryWriter
+from par_checkpoint.format.files import BLOCK
+from par_checkpoint.storage.local import LocalSource
 
 from .helpers import RUNS, make_model, train
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ._collect import Model
 from ._handle import Save
 from ._load import Report, load
 from ._options import timeout_of
 from ._save import save
 from ._session import session_of
-from ._steps import latest, newest, prune, step_name, step_of
+from .state.collect import Model
+from .storage.steps import latest, newest, prune, step_name, step_of
 
 
 class Checkpoints:

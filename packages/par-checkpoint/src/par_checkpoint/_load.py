@@ -12,22 +12,22 @@ from torch.optim import Optimizer
 
 from par_groups import written_
 
-from ._collect import LayoutNames, Model, check_layout, layout_names
-from ._entry import key_of, name_of
 from ._errors import CheckpointError
-from ._files import STEMS
-from ._fill import Filling, fill_
-from ._found import Found, look
-from ._model import is_extra_state, model_state
-from ._optimizer import Naming
 from ._options import LoadOptions, timeout_of, with_keywords
-from ._ranks import Ranks
-from ._restore import Restore
 from ._session import session_of
-from ._storage import Folder, open_folder
-from ._targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets, ties_of
-from ._unmixed import unmixed_by, version_of
-from ._verify import check_blocks, check_same
+from .format.files import STEMS
+from .state.collect import LayoutNames, Model, check_layout, layout_names
+from .state.entry import key_of, name_of
+from .state.model import is_extra_state, model_state
+from .state.optimizer import Naming
+from .state.restore import Restore
+from .state.targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets, ties_of
+from .storage.found import Found, look
+from .storage.storage import Folder, open_folder
+from .storage.unmixed import unmixed_by, version_of
+from .storage.verify import check_blocks, check_same
+from .transfer.fill import Filling, fill_
+from .transfer.ranks import Ranks
 
 Path = str | PathLike[str]
 

@@ -10,10 +10,10 @@ import torch
 
 from par_groups import Sharding
 
-from ._convert import Convert
-from ._names import Names
 from ._progress import check_progress
-from ._shards import parse_size
+from .format.shards import parse_size
+from .state.conversion import Convert
+from .state.names import Names
 
 STYLES = ("huggingface", "torch")
 _WRITERS = ("auto", "pwrite", "owner")

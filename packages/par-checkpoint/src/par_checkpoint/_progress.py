@@ -5,7 +5,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from ._ranks import Ranks
+from .transfer.ranks import Ranks
 
 
 class Bar:

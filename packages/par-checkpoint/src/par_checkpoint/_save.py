@@ -13,24 +13,24 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ._claims import Claims, digest
-from ._collect import Content, LayoutNames, Model, check_layout, collect, layout_names
-from ._crc import Crc
-from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
 from ._options import SaveOptions, check_style, timeout_of, with_keywords
-from ._pieces import Local
-from ._prepare import Prepared, check_replicas, prepare_save
 from ._progress import Bar
-from ._ranks import Ranks
 from ._session import Session, session_of
-from ._shards import parse_size
-from ._snapshot import Snapshot
-from ._state import agreed_state, state_digest
-from ._storage import Folder, Staging, open_folder
 from ._torch_style import write_objects
-from ._workers import Workers
-from ._write import Work, write_blocks
+from .format.crc import Crc
+from .format.shards import parse_size
+from .plan.claims import Claims, digest
+from .plan.prepare import Prepared, check_replicas, prepare_save
+from .state.collect import Content, LayoutNames, Model, check_layout, collect, layout_names
+from .state.snapshot import Snapshot
+from .state.state import agreed_state, state_digest
+from .storage.commit import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
+from .storage.storage import Folder, Staging, open_folder
+from .transfer.pieces import Local
+from .transfer.ranks import Ranks
+from .transfer.workers import Workers
+from .transfer.write import Work, write_blocks
 
 Path = str | PathLike[str]
 Value = TypeVar("Value")

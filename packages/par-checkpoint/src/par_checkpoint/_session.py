@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ._errors import CheckpointError
-from ._ranks import Ranks
+from .transfer.ranks import Ranks
 
 if TYPE_CHECKING:
-    from ._prepare import Prepared
+    from .plan.prepare import Prepared
 
 _PLANS = 4  # a trainer saves one or two kinds of checkpoints
 

@@ -10,19 +10,19 @@ from typing import IO, Any, cast
 import torch
 from crc32c import crc32c
 
-from ._bytes import bytes_of
-from ._collect import Content
-from ._directory import Place
-from ._entry import name_of
 from ._errors import CheckpointError
-from ._files import BLOCK
-from ._manifest import FileRecord
-from ._pickled import flat_tensors, load_outline, place_of
-from ._prepare import Prepared
-from ._ranks import attempt
-from ._storage import Folder, Writer
-from ._tagged import decode
-from ._write import Work, write_blocks
+from .format.files import BLOCK
+from .format.manifest import FileRecord
+from .format.pickled import flat_tensors, load_outline, place_of
+from .format.tagged import decode
+from .plan.prepare import Prepared
+from .state.collect import Content
+from .state.entry import name_of
+from .storage.directory import Place
+from .storage.storage import Folder, Writer
+from .transfer.bytes import bytes_of
+from .transfer.ranks import attempt
+from .transfer.write import Work, write_blocks
 
 OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
 """By section: its file."""

@@ -1,0 +1,187 @@
+"""`par_checkpoint.json`: what a checkpoint holds beside tensors, and the checksums of everything else.
+
+The file begins with a checksum of all bytes that follow it, so that a change to any of its bytes shows.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from crc32c import crc32c
+
+from .._errors import CheckpointError
+from .header import MAX_HEADER, corrupt, is_count, parse_object, text_map
+from .index import is_base_name
+
+MANIFEST = "par_checkpoint.json"
+
+_FORMAT = 1
+_HEAD = b'{"checksum": "%08x"'
+_HEAD_SIZE = len(_HEAD % 0)
+_VALUES = ("model", "optimizer", "scheduler", "extra")
+_FIELDS = {"checksum", "format", "par_checkpoint", "style", "step", "tied", "files", "beside", *_VALUES}
+_HEX = re.compile("(?:[0-9a-f]{8})*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size and checksums of one file.
+
+    Args:
+        size: Bytes in all.
+        data_begin: Where a safetensors file's data begins; 0 in other files.
+        header_crc: crc32c of the bytes before that.
+        block: Bytes that are checksummed as one, from there on.
+        crcs: crc32c of each block; the last may be shorter.
+    """
+
+    size: int
+    data_begin: int
+    header_crc: int
+    block: int
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that the file says.
+
+    Args:
+        style: How the tensors are stored.
+        files: Every other file that is ours, by its name relative to the folder.
+        tied: By the name of a tensor that is not stored: the name that it shares its values with.
+        model: Encoded state of the model that is no tensor; None if there is none, as in the next three.
+        optimizer: The same of the optimizer.
+        scheduler: The same of the schedulers.
+        extra: What the caller gave.
+        step: The training step, if it was told.
+        beside: Files that people edit: they were saved, too, but have no record in `files`.
+    """
+
+    style: str
+    files: Mapping[str, FileRecord]
+    tied: Mapping[str, str]
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    extra: Any
+    step: int | None = None
+    beside: tuple[str, ...] = ()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of the file."""
+    from .. import __version__  # noqa: PLC0415 - it is not there yet while the package is being imported
+
+    fields = {
+        "format": _FORMAT,
+        "par_checkpoint": __version__,
+        "style": manifest.style,
+        "step": manifest.step,
+        "tied": dict(manifest.tied),
+        "files": {name: _encoded(record) for name, record in manifest.files.items()},
+        "beside": list(manifest.beside),
+        **{name: getattr(manifest, name) for name in _VALUES},
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items()]
+    body = (",\n" + ",\n".join(lines) + "}\n").encode()
+    return _HEAD % crc32c(body) + body
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Reads and checks the file.
+
+    Raises:
+        CorruptError: A byte is not what was written, or the content makes no sense.
+        CheckpointError: A later version wrote it.
+    """
+    if data[:_HEAD_SIZE] != _HEAD % crc32c(data[_HEAD_SIZE:]):
+        raise corrupt(MANIFEST, "does not match its own checksum")
+    fields = parse_object(data, MANIFEST)
+    if fields.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{MANIFEST} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install par-checkpoint "
+            f"{fields.get('par_checkpoint')} or later"
+        )
+    if set(fields) != _FIELDS:
+        raise corrupt(MANIFEST, f"has not exactly its fields: {sorted(set(fields) ^ _FIELDS)}")
+    step, style, files = fields["step"], fields["style"], fields["files"]
+    if not isinstance(style, str) or not (step is None or type(step) is int) or not isinstance(files, dict):
+        raise corrupt(MANIFEST, f"style {style!r:.40}, step {step!r:.40} or its list of files is of the wrong kind")
+    return Manifest(
+        style=style,
+        step=step,
+        files={name: _decoded(name, record) for name, record in files.items()},
+        tied=_tied(fields["tied"]),
+        beside=_beside(fields["beside"]),
+        **{name: fields[name] for name in _VALUES},
+    )
+
+
+def record_of(data: bytes, block: int) -> FileRecord:
+    """The record of a small file, whole.
+
+    Args:
+        data: All of it.
+        block: Bytes of a block.
+    """
+    crcs = tuple(crc32c(data[begin:end]) for begin, end in blocks_of(len(data), 0, block))
+    return FileRecord(size=len(data), data_begin=0, header_crc=0, block=block, crcs=crcs)
+
+
+def blocks_of(size: int, data_begin: int, block: int) -> Iterator[tuple[int, int]]:
+    """First byte and one past the last of each block of a file, counted from the file's begin."""
+    return ((begin, min(begin + block, size)) for begin in range(data_begin, size, block))
+
+
+def _encoded(record: FileRecord) -> dict[str, object]:
+    return {
+        "size": record.size,
+        "data_begin": record.data_begin,
+        "header_crc": f"{record.header_crc:08x}",
+        "block": record.block,
+        "crcs": "".join(f"{crc:08x}" for crc in record.crcs),
+    }
+
+
+def _decoded(name: str, value: object) -> FileRecord:
+    where = f"{MANIFEST}, file {name!r:.80}"
+    if not is_base_name(name.removeprefix("optimizer/")):
+        raise corrupt(where, "is no plain name in the folder or in its optimizer/")
+    if not isinstance(value, dict) or sorted(value) != ["block", "crcs", "data_begin", "header_crc", "size"]:
+        raise corrupt(where, f"{value!r:.80} is no record of a file")
+    size, data_begin, block = value["size"], value["data_begin"], value["block"]
+    if not (is_count(size) and is_count(data_begin) and is_count(block)):
+        raise corrupt(
+            where, f"size {size!r:.40}, data_begin {data_begin!r:.40}, block {block!r:.40}: not all are counts"
+        )
+    if block < 1 or data_begin > min(size, MAX_HEADER + 8):
+        raise corrupt(where, f"blocks of {block} bytes from {data_begin} on do not fit a file of {size}")
+    crcs, header_crc = _numbers(value["crcs"], where), _numbers(value["header_crc"], where)
+    if len(crcs) != -(-(size - data_begin) // block) or len(header_crc) != 1:
+        raise corrupt(
+            where, f"has {len(crcs)} checksums of blocks of {block} bytes for {size - data_begin} bytes of data"
+        )
+    return FileRecord(size=size, data_begin=data_begin, header_crc=header_crc[0], block=block, crcs=crcs)
+
+
+def _numbers(text: object, where: str) -> tuple[int, ...]:
+    if not isinstance(text, str) or _HEX.fullmatch(text) is None:
+        raise corrupt(where, f"{text!r:.40} is no row of checksums")
+    return tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
+
+
+def _tied(value: object) -> dict[str, str]:
+    tied = text_map(value, f"{MANIFEST}, tied")
+    for name, stored in tied.items():
+        if stored in tied:
+            raise corrupt(MANIFEST, f"ties {name!r} to {stored!r}, which is itself not stored")
+    return tied
+
+
+def _beside(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and is_base_name(name) for name in value):
+        raise corrupt(MANIFEST, f"beside is {value!r:.80}, not a list of plain names")
+    return tuple(value)

@@ -1,0 +1,197 @@
+"""Files of torch.save, never with more trust than `weights_only` needs."""
+
+import io
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from crc32c import crc32c
+
+from .._errors import CheckpointError, CorruptError, corrupt_block
+from ..state.model import is_extra_state
+from ..storage.storage import Source
+from .files import BLOCK
+from .header import corrupt
+from .manifest import FileRecord
+
+_ZIP = b"PK\x03\x04"
+
+
+def load_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model's file; those of a zip file stay on disk until they are touched.
+
+    The extra state of modules, which may be anything, is left out.
+
+    Args:
+        path: A file of torch.save, whole or legacy.
+
+    Raises:
+        CheckpointError: Something else than a flat dict of tensors, what weights_only refuses, or deflated data.
+        CorruptError: A broken file.
+    """
+    return flat_tensors(load_object(path), str(path))
+
+
+def flat_tensors(found: object, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict without extra state.
+
+    Raises:
+        CheckpointError: Anything else.
+    """
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors; save model.state_dict()")
+    found = {name: each for name, each in found.items() if not is_extra_state(str(name))}
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{path} holds a {type(value).__name__} under {name!r:.80}, not a tensor under a name; load it with "
+                "torch.load and save the state dict alone"
+            )
+    return found
+
+
+def load_object(path: Path) -> object:
+    """Anything that torch.save wrote and weights_only permits.
+
+    Raises:
+        CheckpointError: What weights_only refuses, or deflated data.
+        CorruptError: A broken file.
+    """
+    with path.open("rb") as file:
+        zipped = file.read(len(_ZIP)) == _ZIP
+        if zipped:
+            _check_stored(file, str(path))
+    return _load(path, str(path), map_location="cpu", mmap=zipped)
+
+
+def load_outline(source: Source, record: FileRecord | None, path: str) -> object:
+    """What torch.save wrote into a zip file, its tensors on the meta device: none of their data is read.
+
+    Args:
+        source: The file.
+        record: What the manifest says of it; every block that is read is checked. None: it is somebody else's.
+        path: Its name, for messages.
+
+    Raises:
+        CheckpointError: What weights_only refuses, or deflated data.
+        CorruptError: A broken file.
+    """
+    if record is not None and record.data_begin:
+        raise corrupt(path, f"has no header, but its data is said to begin at byte {record.data_begin}")
+    file = _Checked(source, record, path)
+    (_check_stored if record is not None else _check_in_place)(file, path)
+    file.seek(0)
+    return _load(file, path, map_location="meta")
+
+
+def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
+    """First byte of a tensor of an outline in its file of `size` bytes, and one past the last.
+
+    Raises:
+        CheckpointError: Its elements do not follow each other there.
+        CorruptError: It leaves the file.
+    """
+    width, shape = tensor.element_size(), tuple(tensor.shape)
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise CheckpointError(f"{path} holds a tensor of shape {shape} that is not contiguous; save it anew")
+    begin = cast("int", tensor.untyped_storage()._checkpoint_offset) + int(tensor.storage_offset()) * width
+    end = begin + tensor.numel() * width
+    if begin % width or end > size:
+        raise corrupt(path, f"has a tensor of shape {shape} at bytes {begin} to {end} of {size}")
+    return begin, end
+
+
+class _Checked(io.RawIOBase):
+    """A file to read anywhere, whose blocks are checked as they come; the last three stay in memory.
+
+    Args:
+        source: The file.
+        record: What the manifest says of it; None: there is nothing to compare with.
+        path: Its name, for messages.
+    """
+
+    def __init__(self, source: Source, record: FileRecord | None, path: str) -> None:
+        self._source, self._path = source, path
+        self._size, self._length = (source.size, BLOCK) if record is None else (record.size, record.block)
+        self._crcs = None if record is None else record.crcs
+        self._at = 0
+        self._blocks: dict[int, memoryview] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view, done = memoryview(buffer).cast("B"), 0
+        while done < len(view) and self._at < self._size:
+            number, begin = divmod(self._at, self._length)
+            part = self._block(number)[begin : begin + len(view) - done]
+            view[done : done + len(part)] = part
+            self._at, done = self._at + len(part), done + len(part)
+        return done
+
+    def _block(self, number: int) -> memoryview:
+        if number not in self._blocks:
+            begin = number * self._length
+            block = memoryview(bytearray(min(self._length, self._size - begin)))
+            self._source.read_into(begin, block)
+            if self._crcs is not None and crc32c(block) != self._crcs[number]:
+                raise CorruptError(corrupt_block(self._path, number, begin, []))
+            self._blocks = {**dict(list(self._blocks.items())[-2:]), number: block}
+        return self._blocks[number]
+
+
+def _load(file: Path | IO[bytes] | io.RawIOBase, path: str, **options: Any) -> object:
+    try:
+        return torch.load(cast("IO[bytes]", file), weights_only=True, **options)
+    except (OSError, MemoryError, CorruptError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is broken, or would run code when loaded, which is refused; where you trust it, load it with "
+            f"torch.load(weights_only=False) and save its tensors anew"
+        ) from error
+    except Exception as error:  # a broken pickle can fail in any way
+        raise corrupt(path, f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _check_stored(file: IO[bytes] | io.RawIOBase, path: str) -> None:
+    """Refuses what would be more in memory than on disk."""
+    try:
+        with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise corrupt(path, f"is a broken zip file ({error})") from error
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise CheckpointError(
+                f"{path}: entry {entry.filename!r} is compressed, {entry.file_size} bytes in {entry.compress_size}, "
+                "which torch.save never does; save it anew with torch.save where you trust it"
+            )
+    if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):
+        raise CheckpointError(f"{path}: its entries overlap, which torch.save never does; do not trust it")
+
+
+def _check_in_place(file: io.RawIOBase, path: str) -> None:
+    """The same, and what cannot be read from where it lies: files of old, and of machines with another byte order."""
+    if file.read(len(_ZIP)) != _ZIP:
+        raise CheckpointError(
+            f"{path} is no zip file, as torch.save writes it, and is read from local disks only; copy it here"
+        )
+    _check_stored(file, path)
+    with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
+        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    if any(order != sys.byteorder.encode() for order in orders):
+        raise CheckpointError(f"{path} has another byte order, and is read from local disks only; copy it here")

@@ -1,0 +1,159 @@
+"""One tensor in memory that is put together from several in the files, or from a part of one, or lies transposed there.
+
+Everything here is placement: no value changes. So a conversion is a list of parts, and a rank's share of the tensor in
+memory becomes its share of each tensor in the files, by arithmetic on boxes. Pure: it sees no data.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from par_groups import Box, Segment, Sharding
+
+from ..plan.coverage import is_covered
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor in the files, or a rectangle of one, and where it lies in a tensor in memory.
+
+    Args:
+        name: In the files.
+        shape: Of the whole tensor in the files.
+        start: The index in memory where the first element of the rectangle lies, one number per dim in memory.
+        dims: Dim i in the files runs along dim `dims[i]` in memory. Along dims in memory that are not named here, the
+            part is one element thick.
+        offset: First index of the rectangle in the files; None is the origin.
+        size: Its extent on each dim in the files; None is all that follows `offset`.
+
+    Raises:
+        ValueError: A rectangle that leaves its tensor in the files, or dims that do not fit.
+    """
+
+    name: str
+    shape: Shape
+    start: Shape
+    dims: Shape
+    offset: Shape | None = None
+    size: Shape | None = None
+
+    def __post_init__(self) -> None:
+        given = [each for each in (self.dims, self.offset, self.size) if each is not None]
+        if any(len(each) != len(self.shape) for each in given):
+            raise ValueError(f"{self}: dims, offset and size need one number for each dim of shape {self.shape}")
+        if len(set(self.dims)) != len(self.dims) or not set(self.dims) <= set(range(len(self.start))):
+            raise ValueError(f"{self}: dims must name different ones of the {len(self.start)} dims in memory")
+        for low, size, length in zip(self.first, self.extent, self.shape, strict=True):
+            if low < 0 or size < 0 or low + size > length:
+                raise ValueError(f"{self}: offset and size leave the shape {self.shape} in the files")
+
+    @property
+    def first(self) -> Shape:
+        """The first index of the rectangle, in the files."""
+        return (0,) * len(self.shape) if self.offset is None else self.offset
+
+    @property
+    def extent(self) -> Shape:
+        """The extent of the rectangle on each dim in the files."""
+        if self.size is not None:
+            return self.size
+        return tuple(length - low for length, low in zip(self.shape, self.first, strict=True))
+
+    @property
+    def extent_in_memory(self) -> Shape:
+        """The extent of the rectangle on each dim in memory."""
+        extent = [1] * len(self.start)
+        for dim, size in zip(self.dims, self.extent, strict=True):
+            extent[dim] = size
+        return tuple(extent)
+
+
+Convert = Callable[[str, Shape], Sequence[Part] | None]
+"""The parts of a tensor, from its name in the model and its global shape; None where it lies in the files as it is."""
+
+
+def parts_cover(shape: Shape, parts: Sequence[Part]) -> None:
+    """Checks that parts hold every element of a tensor in memory exactly once.
+
+    Args:
+        shape: Of the whole tensor in memory.
+        parts: What it is put together from.
+
+    Raises:
+        ValueError: A part that leaves the shape, elements that no part holds or that two hold, or a name with two
+            shapes.
+    """
+    shapes: dict[str, Shape] = {}
+    for part in parts:
+        if shapes.setdefault(part.name, part.shape) != part.shape:
+            raise ValueError(
+                f"the parts give {part.name!r} the shapes {shapes[part.name]} and {part.shape}; it has one"
+            )
+        if len(part.start) != len(shape):
+            raise ValueError(f"the part {part.name!r} has a start of {len(part.start)} dims, but the shape is {shape}")
+        for low, size, length in zip(part.start, part.extent_in_memory, shape, strict=True):
+            if low < 0 or low + size > length:
+                raise ValueError(f"the part {part.name!r}, {part.extent_in_memory} at {part.start}, leaves {shape}")
+    held = sum(math.prod(part.extent) for part in parts)
+    if held != math.prod(shape) or not _covered(shape, parts):
+        raise ValueError(
+            f"the parts {_list(parts)} hold {held} elements, but must hold each of the {math.prod(shape)} of shape "
+            f"{shape} exactly once"
+        )
+
+
+def split(sharding: Sharding, parts: Sequence[Part]) -> list[Segment]:
+    """A rank's share of a tensor in memory, as its share of each tensor in the files.
+
+    Args:
+        sharding: How the local tensor is cut out of the tensor in memory.
+        parts: What that is put together from. See `parts_cover`.
+
+    Returns:
+        One segment for each name in the files, with boxes that point into the same local tensor; a segment without
+        boxes where this rank holds nothing of it.
+    """
+    boxes: dict[str, list[Box]] = {part.name: [] for part in parts}
+    for part in parts:
+        for box in sharding.boxes:
+            piece = _common(box, part)
+            if piece is not None:
+                boxes[part.name].append(piece)
+    shapes = {part.name: part.shape for part in parts}
+    return [Segment(name, Sharding(shapes[name], tuple(each))) for name, each in boxes.items()]
+
+
+def _common(box: Box, part: Part) -> Box | None:
+    """What a box and a part have in common, as a box of the tensor in the files."""
+    low = tuple(map(max, box.start, part.start))
+    high = tuple(
+        min(start + size, first + extent)
+        for start, size, first, extent in zip(box.start, box.size, part.start, part.extent_in_memory, strict=True)
+    )
+    if any(stop <= start for start, stop in zip(low, high, strict=True)):
+        return None
+    skipped = sum((a - b) * stride for a, b, stride in zip(low, box.start, box.stride, strict=True))
+    return replace(
+        box,
+        start=tuple(first + low[dim] - part.start[dim] for first, dim in zip(part.first, part.dims, strict=True)),
+        size=tuple(high[dim] - low[dim] for dim in part.dims),
+        offset=box.offset + skipped,
+        stride=tuple(box.stride[dim] for dim in part.dims),
+    )
+
+
+def _covered(shape: Shape, parts: Sequence[Part]) -> bool:
+    """Whether no element is left out; where the parts hold as many as there are, none is then held twice."""
+    full = [part for part in parts if 0 not in part.extent]
+    both = [[part.start for part in full], [part.extent_in_memory for part in full]]
+    starts, sizes = torch.tensor(both, dtype=torch.int64, device="cpu").view(2, len(full), len(shape))
+    return is_covered(shape, starts, sizes)
+
+
+def _list(parts: Sequence[Part]) -> str:
+    names = ", ".join(repr(part.name) for part in parts[:4])
+    return f"{names} and {len(parts) - 4} more" if len(parts) > 4 else names or "(none)"

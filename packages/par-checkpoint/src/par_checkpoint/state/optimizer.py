@@ -1,0 +1,224 @@
+"""Optimizer state by parameter name, and its param groups, whatever its tensors pack."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import Segment, Segments, Sharding, segments_of, sharding_of, whole
+
+from .entry import Entry, key_of
+from .model import check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
+
+MASTER = "master"
+"""The slot of an optimizer's own copy of a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A param group: the names of its parameters on this rank, and everything else in it."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """What is saved of an optimizer.
+
+    Args:
+        entries: Its tensors, keyed "<parameter>.<slot>".
+        objects: Slots that are no tensors, keyed alike; and state of the whole optimizer, under keys without a dot.
+        groups: Its param groups.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    objects: dict[str, object] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """One tensor of an optimizer, and the named parameters that it holds parts of.
+
+    Args:
+        tensor: As it is in the param group.
+        segments: Its names, and their boxes in its local memory.
+        is_master: Whether it is the optimizer's own copy, and not a parameter of the model.
+    """
+
+    tensor: torch.Tensor
+    segments: Segments
+    is_master: bool
+
+
+class Naming:
+    """What the tensors of optimizers are called.
+
+    Args:
+        model: Whose parameters they are; None: the optimizer's param groups are named.
+        names: From a parameter's name to its name in the files.
+        layout: Hand-made records by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, torch.Tensor] | None,
+        names: Mapping[str, str],
+        layout: Mapping[str, Sharding],
+    ) -> None:
+        pairs = [] if model is None else list(named_parameters(unwrapped(model)))
+        self._by_id = {id(tensor): name for name, tensor in pairs}
+        self._storages = {local_of(tensor).untyped_storage().data_ptr() for _, tensor in pairs if not tensor.is_meta}
+        self._names, self._layout = names, layout
+
+    def groups(self, optimizer: Optimizer) -> Iterator[list[Packed]]:
+        """What each param group holds.
+
+        Raises:
+            ValueError: A tensor without a name.
+        """
+        for number, group in enumerate(optimizer.param_groups):
+            given = group.get("param_names") or [None] * len(group["params"])
+            yield [
+                self._packed(tensor, name, f"param_groups[{number}].params[{i}]")
+                for i, (tensor, name) in enumerate(zip(group["params"], given, strict=True))
+            ]
+
+    def _packed(self, tensor: torch.Tensor, given: str | None, where: str) -> Packed:
+        name = self._by_id.get(id(tensor), None if given is None else clean(given))
+        flat = segments_of(tensor) if name is None or hasattr(tensor, "par_segments") else None
+        if flat is not None and flat.names != ("",):
+            segments = flat
+        elif name is not None:
+            segments = Segments([Segment(name, sharding_in(name, tensor, self._layout))])
+        else:
+            raise ValueError(
+                f"{where} of the optimizer, of shape {tuple(tensor.shape)}, has no name; pass the model beside it, or "
+                "make the optimizer from model.named_parameters()"
+            )
+        renamed = Segments(Segment(self._names.get(each.name, each.name), each.sharding) for each in segments)
+        return Packed(tensor=tensor, segments=renamed, is_master=self._is_master(tensor))
+
+    def _is_master(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self._by_id:
+            return False
+        own = not self._by_id and not hasattr(tensor, "par_segments")  # no model beside it that it could differ from
+        return not own and local_of(tensor).untyped_storage().data_ptr() not in self._storages
+
+
+def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
+    """What is saved of an optimizer; nothing is copied.
+
+    Raises:
+        ValueError: A tensor without a name, a slot that cannot be cut like its parameter, or state under a strange key.
+    """
+    found = OptimizerState(objects=_of_no_tensor(optimizer))
+    for group, packed in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
+        names = tuple(name for each in packed for name in each.segments.names)
+        found.groups.append(Group(names=names, options=_options(group)))
+        for each in packed:
+            if each.is_master:
+                found.entries.extend(_cut(each, MASTER, each.tensor))
+            for slot, value in optimizer.state.get(each.tensor, {}).items():
+                _add(found, each, slot, value)
+    return found
+
+
+def _of_no_tensor(optimizer: Optimizer) -> dict[str, object]:
+    """State that belongs to the optimizer as a whole, such as a count of steps."""
+    found: dict[str, object] = {}
+    for key, value in cast("dict[object, object]", optimizer.state).items():
+        if isinstance(key, torch.Tensor):
+            continue
+        if not isinstance(key, str) or "." in key:
+            raise ValueError(f"the optimizer's state has the key {key!r}; give it a str without a dot, or a parameter")
+        found[key] = value
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, object]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _add(found: OptimizerState, packed: Packed, slot: str, value: object) -> None:
+    if "." in slot:
+        raise ValueError(f"the optimizer's state has a slot {slot!r}; names with a dot cannot be told from parameters'")
+    if isinstance(value, torch.Tensor):
+        found.entries.extend(_cut(packed, slot, value))
+    else:
+        found.objects.update({f"{name}.{slot}": value for name in packed.segments.names})
+
+
+def _cut(packed: Packed, slot: str, value: torch.Tensor) -> Iterator[Entry]:
+    """A slot by parameter name."""
+    check_plain(f"{packed.segments.names[0]}.{slot}" if packed.segments.names else slot, value)
+    local = local_of(value)
+    for segment in packed.segments:
+        sharding = slot_sharding(packed, segment, slot, value)
+        key = key_of("optimizer", f"{segment.name}.{slot}")
+        yield Entry(key=key, dtype=value.dtype, sharding=sharding, local=local, steady=value)
+
+
+def slot_sharding(packed: Packed, segment: Segment, slot: str, value: torch.Tensor) -> Sharding:
+    """How a slot of one of the parameters in a tensor is cut.
+
+    A slot of the tensor's own shape is cut like it, a scalar belongs to each of its parameters whole, and any other
+    shape makes sense only where the parameter is whole.
+    """
+    if hasattr(value, "placements"):
+        return sharding_of(value)
+    if tuple(local_of(value).shape) == tuple(local_of(packed.tensor).shape):
+        return segment.sharding
+    if value.dim() == 0 or (len(packed.segments) == 1 and _is_whole(segment.sharding)):
+        return whole(tuple(value.shape), (0,))
+    raise ValueError(
+        f"slot {slot!r} of {segment.name!r} has shape {tuple(value.shape)}, its parameter's part here "
+        f"{tuple(packed.tensor.shape)}: it can be saved only where the parameter is whole on one rank"
+    )
+
+
+def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
+    """What shows that a param group was saved by another kind of optimizer, in words; None if nothing does.
+
+    Each has numbers that the other lacks, as SGD has a momentum and Adam its betas. Flags say nothing: they come with
+    versions of torch. Nor do numbers that only one of the two has: schedulers leave some in a group.
+
+    Args:
+        optimizer: The one to fill.
+        group: Its param group.
+        saved: The options of the saved one.
+    """
+    own = _numbers(getattr(optimizer, "defaults", {})) - saved.keys()
+    others = _numbers(saved) - group.keys()
+    if not (own and others):
+        return None
+    return f"has {_listed(others)} in the files and not {_listed(own)}: another kind of optimizer"
+
+
+def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | None:
+    """The same for the slots of one tensor. One side may have more than the other: options that come with it say so.
+
+    Args:
+        names: Of the parameters in the tensor.
+        own: The slots that are there.
+        saved: Those in the files.
+    """
+    if own <= saved or saved <= own:
+        return None
+    return f"{names[0]!r} has slots {_listed(saved)} in the files, {_listed(own)} in the optimizer"
+
+
+def _numbers(options: Mapping[str, object]) -> set[str]:
+    return {key for key, value in options.items() if value is not None and not isinstance(value, bool)}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _is_whole(sharding: Sharding) -> bool:
+    return sharding.local_numel == sharding.numel

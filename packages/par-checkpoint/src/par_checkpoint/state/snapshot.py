@@ -1,0 +1,149 @@
+"""A copy of what a rank gives to a save, so that the trainer may go on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from .._errors import CheckpointError
+from ..plan.plan import Piece, Plan, Task
+from ..transfer.bytes import copy_elements_, join_
+from ..transfer.pieces import Local
+from ..transfer.workers import Workers
+from .entry import name_of
+
+
+class Snapshot:
+    """A copy of all that this rank gives, in memory of its own.
+
+    Args:
+        plan: This rank's part.
+        local: What this rank holds.
+        rank: This rank.
+        memory: Bytes to copy into; made anew if they are too few.
+        late: Whether to leave what changes only in an optimizer's step to `finish`. Everything else is copied now.
+        threads: How many copy now.
+
+    Attributes:
+        memory: The bytes that it lies in.
+        blocks: By turn: a block that this rank writes, with this rank's pieces in it.
+    """
+
+    def __init__(
+        self, plan: Plan, local: Local, rank: int, memory: torch.Tensor | None, *, late: bool, threads: int
+    ) -> None:
+        self._local = local
+        self._watched = _versions(local) if late else {}
+        self._streams = _streams(local) if self._watched else []
+        own = [[piece for piece in task.pieces if piece.source == rank] for task in plan.mine]
+        given = [[piece for piece in task.pieces if piece.to != rank] for task in plan.others]
+        sizes = [task.block.size for task in plan.mine] + [local.packed_size(pieces) for pieces in given]
+        self.memory = _enough(memory, sum(map(_aligned, sizes)), pinned=_on_gpu(local))
+        parts = _split(self.memory, sizes)
+        self.blocks = {task.turn: next(parts) for task in plan.mine}
+        self._packed = {(task.rank, task.turn): next(parts) for task in plan.others}
+        self._own = list(zip(self.blocks.values(), own, strict=True))
+        self._given = list(zip(self._packed.values(), given, strict=True))
+        with Workers(threads, "par-checkpoint-copy") as workers:
+            self._copy(lambda piece: piece.tensor not in self._watched, workers)
+
+    def finish(self) -> None:
+        """Copies what is left, in this thread.
+
+        Raises:
+            CheckpointError: It has changed since the snapshot was made.
+        """
+        if not self._watched:
+            return
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            self._copy(lambda piece: piece.tensor in self._watched, None)
+        for number, versions in self._watched.items():
+            if any(tensor._version != version for tensor, version in versions):
+                raise CheckpointError(_changed(name_of(self._local.tensors[number].key)))
+
+    def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
+        """What goes to one rank in some of its turns, joined."""
+        begin = 0
+        for task in tasks:
+            part = self._packed[task.rank, task.turn]
+            buffer[begin : begin + part.numel()] = part
+            begin += part.numel()
+        return buffer
+
+    def _copy(self, chosen: Callable[[Piece], bool], workers: Workers | None) -> None:
+        """Copies some pieces; what is one run of bytes by the workers, if there are any."""
+        jobs = []
+        for block, pieces in self._own:
+            some = [piece for piece in pieces if chosen(piece)]
+            runs = self._local.direct(some, block.numel())
+            if runs is None:
+                self._local.to_block_(some, block)
+            elif workers is None:
+                join_(block, runs)
+            else:  # threads of torch would wait for each other at every block
+                jobs.append(workers.submit(partial(join_, block, runs)))
+        for buffer, pieces in self._given:
+            for piece, view in zip(pieces, self._local.packed(pieces, buffer), strict=True):
+                if chosen(piece):
+                    copy_elements_(view, self._local.view(piece))
+        for job in jobs:
+            job.result()
+
+
+def _versions(local: Local) -> dict[int, list[tuple[torch.Tensor, int]]]:
+    """By number: of tensors that change only in an optimizer's step, what tells whether they did.
+
+    A DTensor counts its changes itself, everything else counts those of its memory. An inference tensor counts nothing.
+    """
+    found = {}
+    for number, parts in local.parts.items():
+        steady = [part.steady for part in parts if part.steady is not None and _can_be_watched(part.steady)]
+        if len(steady) == len(parts):
+            found[number] = [(tensor, tensor._version) for tensor in (*steady, *(part.local for part in parts))]
+    return found
+
+
+def _can_be_watched(tensor: torch.Tensor) -> bool:
+    return not tensor.is_inference() and tensor.device.type in ("cpu", "cuda")
+
+
+def _streams(local: Local) -> list[torch.cuda.Stream]:
+    """A stream of each GPU, for copies beside the trainer's work, after what it has enqueued by now."""
+    devices = {part.local.device for parts in local.parts.values() for part in parts if part.local.is_cuda}
+    streams = [torch.cuda.Stream(device) for device in devices]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return streams
+
+
+def _on_gpu(local: Local) -> bool:
+    return any(part.local.is_cuda for parts in local.parts.values() for part in parts)
+
+
+def _enough(memory: torch.Tensor | None, size: int, *, pinned: bool) -> torch.Tensor:
+    """That many bytes; pages are there already, so that the copy of the next save meets no page faults."""
+    if memory is not None and memory.numel() >= size and (memory.is_pinned() or not pinned):
+        return memory
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).fill_(1)
+
+
+def _split(memory: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    begin = 0
+    for size in sizes:
+        yield memory[begin : begin + size]
+        begin += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _changed(name: str) -> str:
+    return (
+        f"{name!r} was changed while the save copied it in the background, and nothing was committed. Weights and "
+        "optimizer state must stay as they are until the save's wait_for_copy() returns, which a torch optimizer's "
+        "step() calls itself: call it before anything else that changes them, or save with copy='blocking'"
+    )

@@ -1,0 +1,270 @@
+"""How transformers' own models lie in files: their conversion mapping, as parts.
+
+Transformers packs tensors as it loads them (the experts of Mixtral, say) and takes them apart as it saves. Here its own
+code for saving runs on tensors without data that only note where their elements come from. So nothing about a model
+family is written here, and what that code does beyond placement is refused, tensor by tensor.
+"""
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .conversion import Convert, Part, Shape
+from .model import clean, unwrapped
+
+
+def conversion_of(model: nn.Module, shapes: Mapping[str, Shape]) -> Convert | None:
+    """The conversion that `save_pretrained` would apply to a model's tensors, new names included.
+
+    Args:
+        model: Any module; wrappers such as DistributedDataParallel may surround it.
+        shapes: Name and global shape of each of the model's tensors, tied ones once. Only these can be asked for.
+
+    Returns:
+        What maps a name to its parts, or None if this is no model of transformers, or one that it does not convert. It
+        raises ValueError when it is asked for a tensor that is converted by more than placement.
+
+    Raises:
+        ValueError: A conversion that transformers cannot reverse, such as a quantised model's.
+    """
+    inner = unwrapped(model)
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(inner, modeling.PreTrainedModel):
+        return None
+    transforms = _conversions(inner)
+    if not transforms:
+        return None
+    parts, refused = _traced_parts(_reversed(transforms), shapes, inner.config)
+
+    def convert(key: str, shape: Shape) -> Sequence[Part] | None:
+        if key in refused:
+            operations, cause = refused[key]
+            raise ValueError(
+                f"transformers converts {key!r} by {operations}, which does more than put elements elsewhere; pass a "
+                "`convert` function of your own that returns None for it, to keep it as it is in memory"
+            ) from cause
+        if key not in parts:
+            raise ValueError(
+                f"transformers' conversion of the {len(shapes)} tensors that were given leaves no place in the files "
+                f"for {key!r}; pass a `convert` function of your own"
+            )
+        return None if _as_it_is(key, shape, parts[key]) else parts[key]
+
+    return convert
+
+
+def _conversions(model: Any) -> list[Any]:
+    """What the model was loaded with, else what transformers has for its class, as `save_pretrained` chooses."""
+    loaded_with = getattr(model, "_weight_conversions", None)
+    if loaded_with is not None:
+        return list(loaded_with)
+    try:
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        conversions_of = mapping.get_model_conversion_mapping
+    except (ImportError, AttributeError):
+        return []  # a release without conversions: its files are as the model is
+    prefix_change = getattr(mapping, "PrefixChange", ())  # not in every release
+    root = SimpleNamespace(named_modules=lambda: _declared(model), base_model_prefix=model.base_model_prefix)
+    found = conversions_of(root, add_legacy=False)
+    return [each for each in found if not isinstance(each, prefix_change)]  # no files were loaded that had the prefix
+
+
+def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules, with the classes that source code gives them: FSDP swaps in one of another name and module."""
+    for name, module in model.named_modules():
+        kinds = [each for each in type(module).__mro__ if issubclass(each, nn.Module)]  # without FSDP's own mix-in
+        kind = next(each for each in kinds if getattr(sys.modules.get(each.__module__), each.__name__, None) is each)
+        if kind is not type(module) and hasattr(module, "config"):
+            stand_in = kind.__new__(kind)  # only its class and its config are looked at
+            stand_in.__dict__["config"] = module.config
+            module = stand_in  # noqa: PLW2901
+        yield clean(name), module
+
+
+def _reversed(transforms: Sequence[Any]) -> list[Any]:
+    """The transforms from memory to the files, in the order in which they apply."""
+    try:
+        return [each.reverse_transform() for each in reversed(transforms)]
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"transformers cannot reverse its conversion of this model ({error}); pass a `convert` function of your own"
+        ) from error
+
+
+def _as_it_is(key: str, shape: Shape, parts: Sequence[Part]) -> bool:
+    if [part.name for part in parts] != [key]:
+        return False
+    part = parts[0]
+    return part.shape == part.extent == tuple(shape) and part.dims == tuple(range(len(shape)))
+
+
+Parts = dict[str, list[Part]]
+Refused = dict[str, tuple[str, Exception]]
+
+
+def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config: Any) -> tuple[Parts, Refused]:
+    """By name in the model: its parts; or the operations that are more than placement, and what failed in them."""
+    renamings = [each for each in transforms if not hasattr(each, "operations")]
+    groups, single = _grouped([each for each in transforms if hasattr(each, "operations")], shapes)
+    traced = {_renamed(key, renamings): _Traced.of(key, shapes[key]) for key in single}
+    # An operation may look up the shape of a parameter: it must see the global one.
+    model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=shapes[name]))
+    refused: Refused = {}
+    for name, (keys, converter) in groups.items():
+        try:
+            results = converter.convert(name, model=model, config=config)
+        except Exception as error:  # whatever an operation does to a tensor without data, it may fail in any way
+            refused.update((key, (str(converter.operations), error)) for key in keys)
+            continue
+        for target, result in results.items():
+            traced[_renamed(target, renamings)] = result[0] if isinstance(result, list) else result
+    parts: Parts = {}
+    for name, tensor in traced.items():
+        for each in tensor.pieces:
+            part = Part(
+                name=name, shape=tensor.shape, start=each.start, dims=each.dims, offset=each.offset, size=each.size
+            )
+            parts.setdefault(each.key, []).append(part)
+    return parts, refused
+
+
+def _grouped(
+    converters: Sequence[Any], shapes: Mapping[str, Shape]
+) -> tuple[dict[str, tuple[list[str], Any]], list[str]]:
+    """The keys that are converted together with the converter that has collected them, and the keys that are not."""
+    order = importlib.import_module("transformers.core_model_loading").dot_natural_key  # expert 10 follows expert 9
+    groups: dict[str, tuple[list[str], Any]] = {}
+    single = []
+    for key in sorted(shapes, key=order):
+        for converter in converters:
+            name, pattern = converter.rename_source_key(key)
+            if pattern is not None:
+                keys, collector = groups.setdefault(name, ([], copy.deepcopy(converter)))
+                keys.append(key)
+                collector.add_tensor(name, key, pattern, _Traced.of(key, shapes[key]))
+                break
+        else:
+            single.append(key)
+    return groups, single
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    for each in renamings:
+        name, _ = each.rename_source_key(name)
+    return name
+
+
+class _Piece(NamedTuple):
+    """A rectangle of a traced tensor, and where its elements lie in the model. The fields are those of `Part`."""
+
+    key: str
+    start: Shape
+    dims: Shape
+    offset: Shape
+    size: Shape
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A tensor without data that knows which elements of the model's tensors it is made of.
+
+    It has what placement needs of a tensor's methods; everything else fails.
+    """
+
+    shape: Shape
+    pieces: tuple[_Piece, ...]
+
+    @classmethod
+    def of(cls, key: str, shape: Shape) -> "_Traced":
+        """A tensor of the model."""
+        origin = (0,) * len(shape)
+        return cls(tuple(shape), (_Piece(key, origin, tuple(range(len(shape))), origin, tuple(shape)),))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        placements: dict[Any, Callable[..., Any]] = {torch.chunk: _chunk, torch.cat: _cat, torch.transpose: _transpose}
+        if function not in placements:
+            raise TypeError(f"torch.{getattr(function, '__name__', function)} is not known to be placement only")
+        return placements[function](*args, **kwargs or {})
+
+    def size(self, dim: int) -> int:
+        """Like a tensor's."""
+        return self.shape[dim]
+
+    def contiguous(self) -> "_Traced":
+        """Like a tensor's: where elements lie in memory does not count here."""
+        return self
+
+    def squeeze(self, dim: int) -> "_Traced":
+        """Like a tensor's."""
+        return (
+            self
+            if self.shape[dim] != 1
+            else self._select([d for d in range(len(self.shape)) if d != dim % len(self.shape)])
+        )
+
+    def _select(self, dims: Sequence[int]) -> "_Traced":
+        """Takes these dims, in this order; those that are left out have extent 1."""
+
+        def take(numbers: Shape) -> Shape:
+            return tuple(numbers[dim] for dim in dims)
+
+        pieces = (
+            each._replace(dims=take(each.dims), offset=take(each.offset), size=take(each.size)) for each in self.pieces
+        )
+        return _Traced(take(self.shape), tuple(pieces))
+
+
+def _transpose(tensor: _Traced, dim0: int, dim1: int) -> _Traced:
+    dims = list(range(len(tensor.shape)))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return tensor._select(dims)
+
+
+def _chunk(tensor: _Traced, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
+    length = tensor.shape[dim]
+    step = -(-length // chunks)
+    return tuple(
+        _narrow(tensor, dim % len(tensor.shape), low, min(step, length - low)) for low in range(0, length, step)
+    )
+
+
+def _narrow(tensor: _Traced, dim: int, start: int, length: int) -> _Traced:
+    pieces = []
+    for each in tensor.pieces:
+        low, high = max(start, each.offset[dim]), min(start + length, each.offset[dim] + each.size[dim])
+        if low < high:
+            inside = each.dims[dim]
+            pieces.append(
+                each._replace(
+                    start=_with(each.start, inside, each.start[inside] + low - each.offset[dim]),
+                    offset=_with(each.offset, dim, low - start),
+                    size=_with(each.size, dim, high - low),
+                )
+            )
+    return _Traced(_with(tensor.shape, dim, length), tuple(pieces))
+
+
+def _cat(tensors: Sequence[_Traced], dim: int = 0) -> _Traced:
+    dim %= len(tensors[0].shape)
+    if len({_with(each.shape, dim, 0) for each in tensors}) > 1:
+        raise ValueError(f"tensors of shapes {[each.shape for each in tensors]} cannot be joined along dim {dim}")
+    pieces: list[_Piece] = []
+    length = 0
+    for tensor in tensors:
+        pieces += (each._replace(offset=_with(each.offset, dim, each.offset[dim] + length)) for each in tensor.pieces)
+        length += tensor.shape[dim]
+    return _Traced(_with(tensors[0].shape, dim, length), tuple(pieces))
+
+
+def _with(numbers: Shape, index: int, value: int) -> Shape:
+    return (*numbers[:index], value, *numbers[index + 1 :])

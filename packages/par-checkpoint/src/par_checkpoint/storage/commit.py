@@ -1,0 +1,132 @@
+"""The first and the last acts of a save, which one rank does: files of the right size, then index, manifest, commit."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from crc32c import crc32c
+from safetensors.torch import save as to_safetensors
+
+from ..format.crc import Crc
+from ..format.files import BLOCK, File, join_crcs
+from ..format.index import encode_index
+from ..format.manifest import MANIFEST, FileRecord, Manifest, encode_manifest, record_of
+from ..plan.prepare import Prepared
+from ..state.collect import Content
+from ..state.entry import name_of, section_of
+from .storage import Staging
+
+SIDE_FILE = "par_checkpoint.safetensors"
+"""Tensors of scheduler, extra and param groups."""
+
+CONFIG = "config.json"
+"""The model's config."""
+
+INDEX = {"model": "model.safetensors.index.json", "optimizer": "optimizer/optimizer.safetensors.index.json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """What the caller chose and the commit needs."""
+
+    style: str
+    step: int | None
+    overwrite: bool
+
+
+def needed_bytes(prepared: Prepared, content: Content) -> int:
+    """What the checkpoint will take, without its small files."""
+    side = sum(each.numel() * each.element_size() for each in content.state.tensors.values())
+    return side + sum(file.size for file in prepared.files)
+
+
+def place_files(staging: Staging, files: Sequence[File]) -> None:
+    """Gives every file its size, so that ranks can write into it anywhere; a stream needs none.
+
+    The header goes with the first block, but a file without blocks is written here.
+    """
+    for file in files:
+        if file.size == len(file.header):
+            staging.write(file.name, file.header)
+        elif staging.positional:
+            staging.allocate(file.name, file.size)
+
+
+def commit(
+    staging: Staging, content: Content, files: Mapping[str, FileRecord], small: Mapping[str, bytes], noted: Noted
+) -> None:
+    """Writes the small files, the manifest last, and puts the folder in its place.
+
+    Args:
+        staging: Where the data is, whole and durable.
+        content: What the manifest says.
+        files: The data files.
+        small: Further files, whole.
+        noted: What the caller chose.
+    """
+    records = dict(files)
+    for name, data in small.items():
+        staging.write(name, data)
+        records[name] = record_of(data, BLOCK)
+    if content.config is not None:  # which people edit: it has no checksum
+        staging.write(CONFIG, (json.dumps(content.config, indent=2, sort_keys=True) + "\n").encode())
+    manifest = Manifest(
+        style=noted.style,
+        files=records,
+        tied=content.tied,
+        model=content.state.parts["model"],
+        optimizer=content.state.optimizer,
+        scheduler=content.state.parts["scheduler"],
+        extra=content.state.parts["extra"],
+        step=noted.step,
+        beside=() if content.config is None else (CONFIG,),
+    )
+    staging.write(MANIFEST, encode_manifest(manifest))
+    staging.publish(overwrite=noted.overwrite)
+
+
+def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileRecord]:
+    """What the manifest says of safetensors files.
+
+    Args:
+        files: All of them.
+        crcs: File number, first byte, bytes and checksum of every block or of its parts, in any order.
+    """
+    return {
+        file.name: FileRecord(
+            size=file.size,
+            data_begin=file.data_begin,
+            header_crc=crc32c(file.header),
+            block=file.block,
+            crcs=tuple(blocks.values()),
+        )
+        for file, blocks in zip(files, join_crcs(files, crcs), strict=True)
+    }
+
+
+def indexes(prepared: Prepared) -> dict[str, bytes]:
+    """The index of each section that needs one: of several files, and always of the optimizer's."""
+    found = {}
+    for section, name in INDEX.items():
+        files = [file for file in prepared.files if file.section == section]
+        held = [each for each in prepared.tensors if section_of(each.key) == section]
+        if len(files) > 1 or (held and section == "optimizer"):
+            places = {
+                name_of(prepared.tensors[number].key): PurePosixPath(file.name).name
+                for file in files
+                for number, _, _ in file.placed
+            }
+            total = sum(file.size - file.data_begin for file in files)
+            parameters = sum(math.prod(each.shape) for each in held)
+            found[name] = encode_index(
+                {name_of(each.key): places[name_of(each.key)] for each in held}, total, parameters
+            )
+    return found
+
+
+def side_files(content: Content) -> dict[str, bytes]:
+    """Side tensors."""
+    tensors = dict(content.state.tensors)
+    return {SIDE_FILE: to_safetensors(tensors, {"format": "pt"})} if tensors else {}

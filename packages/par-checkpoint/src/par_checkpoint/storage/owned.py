@@ -1,0 +1,123 @@
+"""Which names are ours to replace, to keep and to sweep. Pure: names in, names out."""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+from .._errors import CheckpointError, CorruptError
+from ..format.manifest import MANIFEST, decode_manifest
+
+_VARIANT, _SHARD = r"(\.[0-9A-Za-z_]+)?", r"(-[0-9]{5}-of-[0-9]{5})?"
+_WEIGHTS = re.compile(
+    rf"model{_VARIANT}{_SHARD}{_VARIANT}\.safetensors|model\.safetensors\.index{_VARIANT}\.json"
+    rf"|pytorch_model{_VARIANT}{_SHARD}{_VARIANT}\.bin|pytorch_model\.bin\.index{_VARIANT}\.json"
+)
+_BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "chat_template*",
+    "*.model",  # sentencepiece
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
+    "processing_*.py",
+    "README.md",
+    ".gitattributes",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) -> None:
+    """Raises unless every file of an old checkpoint is ours or a standard Hugging Face file.
+
+    Args:
+        url: The folder, for the message.
+        names: All files in it, relative.
+        manifest: The bytes of its manifest, if it has one; one that does not decode vouches for nothing.
+
+    Raises:
+        CheckpointError: It holds other files.
+    """
+    unknown = sorted(set(names) - _named_in(manifest) - {MANIFEST})
+    unknown = [name for name in unknown if not (_WEIGHTS.fullmatch(name) or _is_beside_weights(name))]
+    if unknown:
+        shown = ", ".join(unknown[:10]) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
+        raise CheckpointError(
+            f"{url} holds files that are neither ours nor standard Hugging Face files: {shown}. "
+            "Nothing was changed; move them away, or save to another path"
+        )
+
+
+def carried(old: Iterable[str], new: Collection[str]) -> list[str]:
+    """The files of an old checkpoint that belong to its successor: config, tokenizer and the like, not written anew."""
+    return sorted(name for name in old if name not in new and _is_beside_weights(name))
+
+
+def check_name(name: str) -> str:
+    """The name of a file in a checkpoint: plain, in at most one plain folder.
+
+    Raises:
+        ValueError: Any other name; it might lead out of the checkpoint.
+    """
+    parts = name.split("/")
+    if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise ValueError(f"{name!r} is no name of a checkpoint's file: it must be 'file' or 'folder/file'")
+    return name
+
+
+def parents(names: Iterable[str]) -> list[str]:
+    """The sub-folders that files of these names need."""
+    return sorted({str(PurePosixPath(check_name(name)).parent) for name in names} - {"."})
+
+
+@dataclass(frozen=True)
+class Remnant:
+    """A folder beside a checkpoint, hidden, that belongs to a save to it.
+
+    Args:
+        target: The name of the checkpoint's folder.
+        kind: "tmp": never to be read. "old": the checkpoint as it was before the save.
+        nonce: Which save; letters and digits.
+    """
+
+    target: str
+    kind: str
+    nonce: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9A-Za-z]+", self.nonce):
+            raise ValueError(f"nonce {self.nonce!r} must be letters and digits")
+
+    @property
+    def name(self) -> str:
+        """The name of the folder: `remnant_of` undone."""
+        return f".{self.target}.{self.kind}-{self.nonce}"
+
+
+def remnant_of(name: str) -> Remnant | None:
+    """What the name of a folder says, or None if it is not of this kind."""
+    found = re.fullmatch(r"\.(.+)\.(tmp|old)-([0-9A-Za-z]+)", name)
+    return None if found is None else Remnant(*found.groups())
+
+
+def _named_in(manifest: bytes | None) -> set[str]:
+    if manifest is None:
+        return set()
+    try:
+        return set(decode_manifest(manifest).files)
+    except CorruptError:
+        return set()
+
+
+def _is_beside_weights(name: str) -> bool:
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in _BESIDE_WEIGHTS)

@@ -1,0 +1,147 @@
+"""Step directories below a root: `step-00000100`, the latest of them, and which to keep."""
+
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+
+import torch.distributed as dist
+
+from .._errors import CheckpointError, CorruptError
+from ..format.manifest import MANIFEST, Manifest, decode_manifest
+from .found import check_sizes
+from .owned import remnant_of
+from .storage import Folder, open_folder
+from .unmixed import unmixed
+
+
+def step_name(step: int) -> str:
+    """The name of a step's directory.
+
+    Raises:
+        ValueError: A negative step.
+    """
+    if step < 0:
+        raise ValueError(f"step {step} is negative: count from 0")
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """`step_name` undone; None for any other name."""
+    found = re.fullmatch(r"step-([0-9]{8,})", name)
+    step = int(found[1]) if found else -1
+    return step if found and step_name(step) == name else None
+
+
+def latest(root: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> str | None:
+    """The path of the highest step below `root` that is whole, or None.
+
+    The first rank of the group looks, and tells the others: all resume from the same step, whatever each would see.
+
+    Args:
+        root: The directory that holds the steps, or its URL; it need not exist.
+        group: The ranks that call; None: all, or this process alone where torch.distributed is not initialised.
+
+    Raises:
+        CheckpointError: A step was written by a newer version; or the first rank failed, on the others.
+        OSError: The root cannot be read.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return newest(root)
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not in the group: call `latest` on the group's ranks only")
+    # The first rank's (path, error) to all of the group.
+    outcome: list[tuple[str | None, str | None]] = [(None, None)]
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = [(newest(root), None)]
+        except Exception as error:  # raised below, when all ranks know
+            outcome, failure = [(None, f"the group's first rank: {type(error).__name__}: {error}")], error
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    path, told = outcome[0]
+    if told is not None:
+        raise failure or CheckpointError(told)
+    return path
+
+
+def prune(
+    root: str | os.PathLike[str], *, keep_last: int = 3, keep_every: int | None = None, dry_run: bool = False
+) -> list[str]:
+    """Removes old steps, and what dead saves of old steps left. One rank calls it.
+
+    Only directories go that are named like steps, have our manifest, and hold nothing but our files and standard
+    Hugging Face ones. Others stay, symbolic links too.
+
+    Args:
+        root: The directory that holds the steps, or its URL.
+        keep_last: That many of the highest whole steps are kept, at least 1.
+        keep_every: Steps that this divides are kept too.
+        dry_run: Remove nothing.
+
+    Returns:
+        The paths that are removed, or would be.
+
+    Raises:
+        ValueError: A count below 1.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} would remove the newest step: keep at least 1")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every={keep_every} divides nothing: give at least 1, or None")
+    whole, removed = 0, []
+    for step, folder, littered in _steps(open_folder(root)):
+        if not dry_run:
+            folder.recover()
+        if whole and littered:  # beside the newest whole step and above it, a save may be under way
+            removed += folder.sweep(dry_run=dry_run)
+        if whole >= keep_last and keep_every is not None and step % keep_every == 0:
+            continue
+        if read_manifest(folder) is None:
+            continue
+        whole += 1
+        if whole > keep_last and _removable(folder):
+            removed.append(folder.url)
+            if not dry_run:
+                folder.remove()
+    return removed
+
+
+def read_manifest(folder: Folder) -> Manifest | None:
+    """The manifest of a folder, or None if it has no sound one, or files that are not as long as it says.
+
+    Raises:
+        CheckpointError: A newer version wrote it.
+    """
+    try:
+        manifest = decode_manifest(folder.read(MANIFEST))
+        check_sizes(folder, manifest, folder.sizes())
+        return manifest
+    except CorruptError:
+        return None
+
+
+def newest(root: str | os.PathLike[str]) -> str | None:
+    """The same as `latest`, on this process alone."""
+    for _, folder, _ in _steps(open_folder(root)):
+        manifest = unmixed(folder, partial(read_manifest, folder), checked=lambda manifest: manifest is not None)
+        if manifest is not None:
+            return folder.url
+    return None
+
+
+def _steps(root: Folder) -> Iterator[tuple[int, Folder, bool]]:
+    """All steps, the highest first, and whether remnants of a save are beside them; some have nothing else."""
+    names = root.folders()
+    littered = {remnant.target for name in names if (remnant := remnant_of(name))}
+    steps = {name: step for name in littered.union(names) if (step := step_of(name)) is not None}
+    for name, step in sorted(steps.items(), key=lambda item: -item[1]):
+        yield step, root.child(name), name in littered
+
+
+def _removable(folder: Folder) -> bool:
+    try:
+        folder.check_target(overwrite=True)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,208 @@
+"""The command `par-checkpoint`: ls, verify, diff, convert, prune."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from .._errors import CheckpointError, ReplacedError
+from ..storage.directory import Place
+from ..storage.steps import prune, read_manifest, step_of
+from ..storage.storage import open_folder
+from ..storage.unmixed import version_of
+from ..storage.verify import look_closely, verify
+from ..transfer.bytes import as_integers
+from .convert_files import FORMATS, convert_checkpoint
+from .inspect import Contents, inspect, reader_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: Default: the process's own.
+
+    Returns:
+        0: all is well; 1: something is wrong with a checkpoint, or two differ; 2: the arguments make no sense; 130: it
+        was interrupted.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        code: int = given.run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `par-checkpoint ls ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        sys.stderr.write(f"par-checkpoint {given.command}: interrupted\n")
+        return 130
+    except (CheckpointError, OSError, ValueError, TypeError, ImportError) as error:
+        sys.stderr.write(f"par-checkpoint {given.command}: {error}\n")
+        return 1 if isinstance(error, CheckpointError | OSError) else 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="par-checkpoint", description="Looks after checkpoints, ours and others'.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    ls = commands.add_parser("ls", help="what a checkpoint holds, or which checkpoints a folder holds")
+    ls.add_argument("path", help="a checkpoint, a folder of step directories, or a URL")
+    ls.add_argument("--tensors", action="store_true", help="list every tensor")
+    ls.set_defaults(run=_ls)
+
+    check = commands.add_parser("verify", help="compare files with their checksums")
+    check.add_argument("path", nargs="+", help="a checkpoint")
+    check.add_argument("--shallow", action="store_true", help="sizes, headers, index and manifest alone")
+    check.set_defaults(run=_verify)
+
+    diff = commands.add_parser("diff", help="compare two checkpoints tensor by tensor")
+    diff.add_argument("a", help="a checkpoint")
+    diff.add_argument("b", help="another")
+    diff.add_argument("--optimizer", action="store_true", help="compare the optimizers' tensors as well")
+    diff.set_defaults(run=_diff)
+
+    convert = commands.add_parser("convert", help="write a checkpoint in another format")
+    convert.add_argument(
+        "source", help="a Hugging Face folder, one of ours in either style, a .pt file, or a DCP folder"
+    )
+    convert.add_argument("target", help="the folder to write; it must not exist")
+    convert.add_argument("--to", choices=FORMATS, default="huggingface", help="the format (default: %(default)s)")
+    convert.add_argument("--dtype", help="cast floating-point tensors, for example bfloat16")
+    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
+    convert.set_defaults(run=_convert)
+
+    prune_ = commands.add_parser("prune", help="remove old steps")
+    prune_.add_argument("root", help="the folder of step directories")
+    prune_.add_argument("--keep-last", type=int, default=3, metavar="N", help="the newest (default: %(default)s)")
+    prune_.add_argument("--keep-every", type=int, metavar="N", help="multiples of this step stay")
+    prune_.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    prune_.set_defaults(run=_prune)
+    return parser
+
+
+def _ls(given: argparse.Namespace) -> int:
+    root = open_folder(given.path)
+    steps = sorted((step, name) for name in root.folders() if (step := step_of(name)) is not None)
+    if steps:
+        for step, name in steps:
+            folder = root.child(name)
+            whole = read_manifest(folder) is not None
+            size = sum(folder.sizes().values())
+            _say(f"{name}  step {step}  {_size(size)}{'' if whole else '  not whole: no sound manifest'}")
+        return 0
+    contents = inspect(given.path)
+    _say(f"{contents.path}: {_summary(contents)}")
+    if given.tensors:
+        for places in (contents.tensors, contents.optimizer):
+            width = max((len(name) for name in places), default=0)
+            for name, place in places.items():
+                dtype = str(place.dtype).removeprefix("torch.")
+                _say(f"  {name:{width}}  {dtype:9} {list(place.shape)!s:20} {place.file}")
+        for name, stored in contents.tied.items():
+            _say(f"  {name}  is {stored}")
+    return 0
+
+
+def _summary(contents: Contents) -> str:
+    parts = [f"{contents.style} style"]
+    if contents.step is not None:
+        parts.append(f"step {contents.step}")
+    parts.append(f"{len(contents.tensors)} tensors with {contents.parameters:,} elements")
+    if contents.groups:
+        parts.append(f"optimizer with {len(contents.groups)} groups and {len(contents.optimizer)} tensors")
+    if contents.scheduler is not None:
+        parts.append("scheduler")
+    if contents.extra is not None:
+        parts.append("extra")
+    parts.append(f"{len(contents.files)} files, {_size(contents.bytes)}")
+    return ", ".join(parts)
+
+
+def _verify(given: argparse.Namespace) -> int:
+    code = 0
+    for path in given.path:
+        wrong = verify(path, deep=not given.shallow)
+        for each in wrong:
+            _say(each)
+        _say(f"{path}: {'whole' if not wrong else f'{len(wrong)} wrong'}")
+        code = code or int(bool(wrong))
+    return code
+
+
+def _diff(given: argparse.Namespace) -> int:
+    folders = open_folder(given.a), open_folder(given.b)
+    before = [version_of(each) for each in folders]
+    pair = [(folder, look_closely(folder)) for folder in folders]
+    readers = [reader_of(folder, found) for folder, found in pair]
+    different = 0
+    for section in ("model", "optimizer") if given.optimizer else ("model",):
+        mine, theirs = (found.places(section) for _, found in pair)
+        for name in dict.fromkeys((*mine, *theirs)):
+            if name in mine and name in theirs:
+                line = _difference(mine[name], theirs[name], *(partial(read, name) for read in readers))
+            else:
+                line = f"only in {pair[name not in mine][0].url}"
+            if line is not None:
+                _say(f"{name}: {line}")
+                different += 1
+    if before != [version_of(each) for each in folders]:
+        raise ReplacedError("one of the two was replaced while it was read; compare them when they rest")
+    _say(f"{different} tensors differ" if different else "equal, tensor by tensor")
+    return int(bool(different))
+
+
+def _difference(mine: Place, theirs: Place, *read: Callable[[], torch.Tensor]) -> str | None:
+    """How a tensor differs, in words; None if it does not. A NaN equals a NaN."""
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
+    a, b = (_exact(each()) for each in read)
+    count = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
+    if count == 0:
+        return None
+    text = f"{count:,} of {math.prod(mine.shape):,} elements differ"
+    most = float((a - b).abs().nan_to_num().max()) if a.is_floating_point() or a.is_complex() else 0
+    return f"{text}, by {most:.3g} at most" if most else text
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that can be compared."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    if tensor.is_floating_point():
+        return tensor.double()
+    return as_integers(tensor).long()  # of uint64 the same bits
+
+
+def _convert(given: argparse.Namespace) -> int:
+    convert_checkpoint(given.source, given.target, to=given.to, dtype=given.dtype, max_shard_size=given.max_shard_size)
+    _say(f"wrote {given.target}")
+    return 0
+
+
+def _prune(given: argparse.Namespace) -> int:
+    if not open_folder(given.root).exists():
+        raise FileNotFoundError(f"there is no folder {given.root!r}; give the one that holds the step directories")
+    removed = prune(given.root, keep_last=given.keep_last, keep_every=given.keep_every, dry_run=given.dry_run)
+    for path in removed:
+        _say(f"{'would remove' if given.dry_run else 'removed'} {path}")
+    if not removed:
+        _say("nothing to remove")
+    return 0
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")

@@ -1,0 +1,220 @@
+"""Reading blocks: read once in the group, verified whole, and their pieces handed to all that hold them."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+from crc32c import crc32c
+
+from .._errors import CorruptError, corrupt_block
+from ..format.crc import Crc
+from ..format.files import BLOCK, File, join_crcs
+from ..plan.plan import Block, Plan, Task
+from ..state.entry import name_of
+from ..storage.storage import Folder, Source
+from .buffers import Pool
+from .bytes import bytes_of, copy_elements_
+from .exchange import Room, by_peer, exchange, rounds
+from .pieces import Local
+from .ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What reading needs beside the plan.
+
+    Args:
+        files: All files.
+        local: What this rank fills.
+        ranks: Who reads together.
+        folder: Where from.
+        crcs: By file name: the crc32c of each block; a file that is not there is not verified.
+        budget: Bytes that may be held beside the state.
+        threads: How many read at a time.
+    """
+
+    files: Sequence[File]
+    local: Local
+    ranks: Ranks
+    folder: Folder
+    crcs: Mapping[str, Sequence[int]]
+    budget: int
+    threads: int
+
+
+def read_blocks(
+    plan: Plan, reading: Reading, progress: Callable[[int], None]
+) -> tuple[list[Crc], BaseException | None]:
+    """Fills this rank's tensors, and gives others what it reads for them.
+
+    Whatever fails here, this rank goes on giving and taking until the end, so that no other waits for it.
+
+    Args:
+        plan: This rank's part.
+        reading: What it needs.
+        progress: Is told of bytes that were read.
+
+    Returns:
+        The checksums of parts of blocks that others read the rest of, and the first error if there was one.
+
+    Raises:
+        RuntimeError: Another rank is gone.
+    """
+    with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
+        reader = _Reader(reading, pool, progress, Counter(task.block.file for task in plan.mine))
+        each = max(1, reading.budget // (4 * BLOCK)) if plan.peers else max(1, plan.turns)
+        try:
+            mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
+            for tasks, foreign in zip(mine, others, strict=True):
+                reader.round(tasks, foreign, peers=plan.peers)
+        finally:
+            reader.close()
+    return reader.parts, reader.error
+
+
+def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
+    """The error, if the parts of a block, as all ranks have read them, do not make up what was written."""
+    found = join_crcs(reading.files, parts)
+    for file, blocks in zip(reading.files, found, strict=True):
+        wrong = [number for number, crc in blocks.items() if crc != reading.crcs[file.name][number]]
+        if wrong:
+            first = file.data_begin + wrong[0] * file.block
+            inside = [each for each, low, high in file.placed if low < first + file.block and high > first]
+            names = [name_of(reading.local.tensors[each].key) for each in inside]
+            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", wrong[0], first, names))
+    return None
+
+
+class _Reader:
+    """The state of one rank's reading."""
+
+    def __init__(
+        self, reading: Reading, pool: ThreadPoolExecutor, progress: Callable[[int], None], blocks: Mapping[int, int]
+    ) -> None:
+        self.error: BaseException | None = None
+        self.parts: list[Crc] = []  # of blocks that several ranks read
+        self._reading, self._pool, self._progress = reading, pool, progress
+        self._rank = reading.ranks.rank
+        self._sources = _Sources(reading.folder, {reading.files[file].name: count for file, count in blocks.items()})
+        self._blocks = Pool(max((file.block for file in reading.files), default=0))
+        self._room = Room(reading.local.packed_size)
+
+    def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
+        """Reads some blocks, and takes what others read."""
+        shared, jobs = [], []
+        for task in tasks:
+            if any(piece.to != self._rank for piece in task.pieces):
+                block = self._blocks.take()
+                shared.append((task, block))
+                jobs.append(self._pool.submit(self._read_into, task, block))
+            else:
+                jobs.append(self._pool.submit(self._read_own, task))
+        if peers:
+            self._wait(jobs)
+            jobs = []
+            self._exchange(shared, others)
+        self._wait(jobs)
+        for _, block in shared:
+            self._blocks.give_back(block)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._sources.close()
+
+    def _wait(self, jobs: Sequence[Future[None]]) -> None:
+        wait(jobs)  # for all at once, after an error too: the files are closed next
+        for job in jobs:
+            self.error = self.error or job.exception()
+
+    def _exchange(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
+        local = self._reading.local
+        outgoing = by_peer([task for task, _ in shared], lambda piece: piece.to, self._rank)
+        incoming = by_peer(others, lambda piece: piece.source, self._rank)
+        blocks = {id(piece): block for task, block in shared for piece in task.pieces}
+
+        def fill(to: int, buffer: torch.Tensor) -> torch.Tensor:
+            for piece, view in zip(outgoing[to], local.packed(outgoing[to], buffer), strict=True):
+                copy_elements_(view, local.in_block(piece, blocks[id(piece)]))
+            return buffer
+
+        def take(source: int, buffer: torch.Tensor) -> None:
+            for piece, view in zip(incoming[source], local.packed(incoming[source], buffer), strict=True):
+                copy_elements_(local.view(piece), view)
+
+        exchange(self._reading.ranks, self._room, outgoing, incoming, fill=fill, take=take)
+
+    def _read_own(self, task: Task) -> None:
+        """A block that this rank alone needs from here: straight into the tensors where it lies there in runs."""
+        with self._blocks.lent() as spare:
+            direct = self._reading.local.direct(task.pieces, task.block.size, spare)
+            if direct is not None:
+                self._read(task.block, direct)
+            else:
+                self._read_into(task, spare)
+
+    def _read_into(self, task: Task, memory: torch.Tensor) -> None:
+        block = memory[: task.block.size]
+        self._read(task.block, [block])
+        own = (piece for piece in task.pieces if piece.to == self._rank)
+        with torch.no_grad():
+            self._reading.local.from_block_(own, block)
+
+    def _read(self, block: Block, into: Iterable[torch.Tensor]) -> None:
+        """Reads a block into one or several runs of memory, and verifies it."""
+        file = self._reading.files[block.file]
+        source, crcs = self._sources[file.name], self._reading.crcs.get(file.name)
+        begin, crc = block.begin, 0
+        for memory in map(bytes_of, into):
+            for low in range(0, len(memory), source.stride):
+                part = memory[low : low + source.stride]
+                source.read_into(begin, part)
+                begin += len(part)
+                crc = crc if crcs is None else crc32c(part, crc)
+        self._sources.done(file.name)
+        if crcs is not None:
+            self._check(file, block, crc, crcs)
+        self._progress(block.size)
+
+    def _check(self, file: File, block: Block, crc: int, crcs: Sequence[int]) -> None:
+        number, start = divmod(block.begin - file.data_begin, file.block)
+        if start or block.end < min(block.begin + file.block, file.size):
+            self.parts.append((block.file, block.begin, block.size, crc))
+        elif crc != crcs[number]:
+            tensors = [name_of(self._reading.local.tensors[span.tensor].key) for span in block.spans]
+            raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
+
+
+class _Sources:
+    """Files, each open from its first block that this rank reads to its last: a process may not have many open.
+
+    Args:
+        folder: Theirs.
+        blocks: How many this rank reads of each.
+    """
+
+    def __init__(self, folder: Folder, blocks: Mapping[str, int]) -> None:
+        self._folder, self._left = folder, dict(blocks)
+        self._open: dict[str, Source] = {}
+        self._opening = threading.Lock()
+
+    def __getitem__(self, name: str) -> Source:
+        with self._opening:
+            if name not in self._open:
+                self._open[name] = self._folder.open(name)
+            return self._open[name]
+
+    def done(self, name: str) -> None:
+        """One of its blocks is read."""
+        with self._opening:
+            self._left[name] -= 1
+            last = None if self._left[name] else self._open.pop(name)
+        if last is not None:
+            last.close()
+
+    def close(self) -> None:
+        for each in self._open.values():
+            each.close()
+        self._open.clear()

@@ -1,0 +1,257 @@
+"""Worlds of any cut, saved and loaded in one process: the bytes that move are those that the plan names."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from par_checkpoint.format.files import blocks_of, lay_out, tensor_blocks
+from par_checkpoint.plan.claims import Claims, check_covered, merge
+from par_checkpoint.plan.plan import Planner
+from par_checkpoint.state.entry import Entry, key_of, name_of
+from par_checkpoint.transfer.bytes import bytes_of, copy_elements_
+from par_checkpoint.transfer.exchange import by_peer, rounds
+from par_checkpoint.transfer.pieces import Local
+from par_groups import Sharding, cut, whole
+
+from ..helpers import rectangle
+
+BLOCK = 64
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
+
+
+@st.composite
+def tensors(draw):
+    """Values by name; no element is 0."""
+    made = {}
+    for number in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
+        count = torch.Size(shape).numel()
+        made[f"t{number}"] = (torch.arange(count) % 97 + 1).view(shape).to(draw(st.sampled_from(DTYPES)))
+    return made
+
+
+def cuts(draw, shape, size):
+    """A record and the elements of a local tensor for each rank; together they hold everything, some twice."""
+    parts = draw(st.integers(1, size))
+    kind = draw(st.sampled_from(["whole", "flat", *range(len(shape))]))
+    length = torch.Size(shape).numel() if isinstance(kind, str) else shape[kind]
+    inner = st.lists(st.integers(0, length), min_size=parts - 1, max_size=parts - 1)
+    bounds = list(pairwise([0, *sorted(draw(inner)), length]))
+    for rank in range(size):
+        begin, end = bounds[rank % parts]
+        padding = draw(st.integers(0, 2))
+        if kind == "whole":
+            yield (whole(shape, (rank,)) if rank < parts else Sharding(shape, ())), length
+        elif kind == "flat":
+            yield cut(whole(shape, (rank,)), begin, end, offset=padding), end - begin + 2 * padding
+        else:
+            record = rectangle(shape, kind, begin, end, rank)
+            yield record, record.local_numel + padding
+
+
+@st.composite
+def worlds(draw, values, *, partly=False):
+    """What each rank of a world holds of these values."""
+    size = draw(st.integers(1, 5))
+    world = [[] for _ in range(size)]
+    for name, value in values.items():
+        for rank, (record, count) in enumerate(cuts(draw, tuple(value.shape), size)):
+            local = torch.zeros(count, dtype=value.dtype)
+            for box in record.boxes:
+                box.of(local).copy_(value[box.slices])
+            if not (partly and draw(st.booleans())):
+                world[rank].append(Entry(key=key_of("model", name), dtype=value.dtype, sharding=record, local=local))
+    return world
+
+
+def held_by(world):
+    return merge([([rank], Claims.of(entries)) for rank, entries in enumerate(world)])
+
+
+def laid_out(held, limit=1 << 40):
+    return [replace(file, block=BLOCK) for file in lay_out(held, limit)]
+
+
+def contents(files, held, values):
+    """The bytes of each file, as they should be."""
+    found = []
+    for file in files:
+        data = bytearray(file.header) + bytes(file.size - len(file.header))
+        for number, begin, end in file.placed:
+            data[begin:end] = bytes(bytes_of(values[name_of(held[number].key)].contiguous()))
+        found.append(data)
+    return found
+
+
+def exchanged(plans, *, saving, each=1):
+    """Every piece that goes from one rank to another, with its task at either end, as both ends agree on it."""
+    assert len({plan.turns for plan in plans}) == len({plan.peers for plan in plans}) == 1
+    turns, peers = plans[0].turns, plans[0].peers
+    for number in range(-(-turns // each)):
+        sent, taken = {}, {}
+        for rank, plan in enumerate(plans):
+            mine, others = (list(rounds(tasks, turns, each))[number] for tasks in (plan.mine, plan.others))
+            sending, taking = (others, mine) if saving else (mine, others)
+            sent.update({(rank, to): each for to, each in by_peer(sending, lambda piece: piece.to, rank).items()})
+            got = by_peer(taking, lambda piece: piece.source, rank)
+            taken.update({(source, rank): each for source, each in got.items()})
+        assert sent == taken
+        assert peers or not sent
+        for (source, to), pieces in sent.items():
+            yield from ((source, to, a, b) for a, b in zip(pieces, taken[source, to], strict=True))
+
+
+def saved(world, held, files, owners, each):
+    """Carries out a save; the bytes of each file, and which rank wrote which blocks."""
+    blocks = list(blocks_of(files, held))
+    plans = [Planner(held, rank, len(world), owners).save(blocks) for rank in range(len(world))]
+    locals_ = [Local.of(entries, held) for entries in world]
+    memory, writers = {}, {}
+    for rank, plan in enumerate(plans):
+        for task in plan.mine:
+            block = torch.zeros(task.block.size, dtype=torch.uint8)
+            locals_[rank].to_block_((piece for piece in task.pieces if piece.source == rank), block)
+            memory.update({id(piece): block for piece in task.pieces})
+            place = task.block.file, task.block.begin
+            assert place not in writers
+            writers[place] = rank, block
+    for source, to, given_, taken in exchanged(plans, saving=True, each=each):
+        copy_elements_(locals_[to].in_block(taken, memory[id(taken)]), locals_[source].view(given_))
+    parts = sorted((file, begin, begin + block.numel()) for (file, begin), (_, block) in writers.items())
+    for block in blocks:  # one after the other, and none over the end of its block
+        inside = [each for each in parts if each[0] == block.file and block.begin <= each[1] < block.end]
+        assert [begin for _, begin, _ in inside] + [block.end] == [block.begin] + [end for _, _, end in inside]
+        assert owners is None or len(inside) == 1
+    data = [bytearray(file.header) + bytes(file.size - len(file.header)) for file in files]
+    for (file, begin), (_, block) in writers.items():
+        data[file][begin : begin + block.numel()] = bytes(bytes_of(block))
+    return data, {place: rank for place, (rank, _) in writers.items()}
+
+
+@settings(max_examples=120)
+@given(st.data())
+def test_a_save_writes_every_block_once_with_every_byte_in_it(data):
+    values = data.draw(tensors())
+    world = data.draw(worlds(values))
+    held = held_by(world)
+    check_covered(held)
+    files = laid_out(held, data.draw(st.sampled_from([1, 100, 1 << 40])))
+    owners = [data.draw(st.integers(0, len(world) - 1)) for _ in files] if data.draw(st.booleans()) else None
+    written, writers = saved(world, held, files, owners, data.draw(st.integers(1, 3)))
+    assert written == contents(files, held, values)
+    if owners:
+        assert all(rank == owners[file] for (file, _), rank in writers.items())
+
+
+@settings(max_examples=120)
+@given(st.data())
+def test_a_load_brings_every_box_to_every_holder(data):
+    values = data.draw(tensors())
+    world = data.draw(worlds(values, partly=True))
+    held = held_by(world)
+    expected = [[entry.local.clone() for entry in entries] for entries in world]
+    for entries in world:
+        for entry in entries:
+            entry.local.zero_()
+    files = laid_out(held)
+    stored = contents(files, held, values)
+    near = data.draw(st.booleans())
+    blocks = list((blocks_of if data.draw(st.booleans()) else tensor_blocks)(files, held))
+    plans = [Planner(held, rank, len(world)).load(blocks, near=near) for rank in range(len(world))]
+    locals_ = [Local.of(entries, held) for entries in world]
+    memory, readers = {}, Counter()
+    for rank, plan in enumerate(plans):
+        for task in plan.mine:
+            block = torch.frombuffer(stored[task.block.file][task.block.begin : task.block.end], dtype=torch.uint8)
+            locals_[rank].from_block_((piece for piece in task.pieces if piece.to == rank), block)
+            memory.update({id(piece): block for piece in task.pieces})
+            readers[task.block.file, task.block.begin, task.block.spans] += 1
+    for source, to, given_, taken in exchanged(plans, saving=False, each=data.draw(st.integers(1, 3))):
+        copy_elements_(locals_[to].view(taken), locals_[source].in_block(given_, memory[id(given_)]))
+    assert all(
+        torch.equal(e.local, x) for es, xs in zip(world, expected, strict=True) for e, x in zip(es, xs, strict=True)
+    )
+    assert near or all(count == 1 for count in readers.values())
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_replicas_split_the_work(replicas):
+    values = {f"t{i}": torch.ones(40 + i, 8) for i in range(5)}
+    world = [
+        [
+            Entry(key=key_of("model", name), dtype=value.dtype, sharding=whole(value.shape, ()), local=value.view(-1))
+            for name, value in values.items()
+        ]
+        for _ in range(replicas)
+    ]
+    held = held_by(world)
+    files = laid_out(held)
+    _, writers = saved(world, held, files, None, 1)
+    counts = Counter(writers.values())
+    assert len(counts) == replicas
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def of_rows(value, rows):
+    """A world in which each rank holds some rows of one matrix."""
+    starts = list(accumulate(rows, initial=0))
+    return [
+        [
+            Entry(
+                key=key_of("model", "w"),
+                dtype=value.dtype,
+                sharding=rectangle(tuple(value.shape), 0, first, first + count, rank),
+                local=value[first : first + count],
+            )
+        ]
+        for rank, (first, count) in enumerate(zip(starts, rows, strict=False))
+    ]
+
+
+@pytest.mark.parametrize(("rows", "peers"), [([3, 2, 4], False), ([1] * 9, True)])
+def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatch):
+    monkeypatch.setattr("par_checkpoint.plan.plan._RUNS", 3)
+    value = torch.arange(9.0 * BLOCK // 8).view(9, -1)  # four rows to a block
+    world = of_rows(value, rows)
+    held = held_by(world)
+    files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
+    plans = [Planner(held, rank, len(world)).save(blocks_of(files, held)) for rank in range(len(world))]
+    assert {plan.peers for plan in plans} == {peers}
+    assert saved(world, held, files, None, 1)[0] == contents(files, held, {"w": value})
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_ranks_read_their_own_rows_of_a_block_and_nothing_twice(near):
+    value = torch.arange(9.0 * BLOCK // 8).view(9, -1)
+    held = held_by(of_rows(value, [3, 2, 4]))
+    files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
+    plans = [Planner(held, rank, 3).load(blocks_of(files, held), near=near) for rank in range(3)]
+    assert not any(plan.peers for plan in plans)
+    row = value[0].nbytes
+    assert [sum(task.block.size for task in plan.mine) for plan in plans] == [3 * row, 2 * row, 4 * row]
+
+
+def test_a_shard_that_is_whole_blocks_is_written_where_it_is():
+    value = torch.ones(8, 16)  # a row is a block
+    world = [
+        [
+            Entry(
+                key=key_of("model", "w"),
+                dtype=value.dtype,
+                sharding=rectangle((8, 16), 0, 4 * (rank % 2), 4 * (rank % 2) + 4, rank),
+                local=value[:4],
+            )
+        ]
+        for rank in range(4)
+    ]
+    held = held_by(world)
+    blocks = list(blocks_of(laid_out(held), held))
+    plans = [Planner(held, rank, 4).save(blocks) for rank in range(4)]
+    assert not any(plan.peers for plan in plans)
+    assert [len(plan.mine) for plan in plans] == [2, 2, 2, 2]
+    assert {task.block.begin for task in plans[1].mine}.isdisjoint(task.block.begin for task in plans[3].mine)

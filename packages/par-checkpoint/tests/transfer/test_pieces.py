@@ -1,0 +1,64 @@
+import torch
+
+from par_checkpoint.plan.claims import Claims, merge
+from par_checkpoint.plan.plan import Piece
+from par_checkpoint.state.entry import Entry
+from par_checkpoint.transfer.pieces import Local
+from par_groups import Box, Sharding
+
+
+def local_of(*tensors: tuple[Sharding, torch.Tensor]) -> Local:
+    """What one rank holds, tensors numbered from 0."""
+    entries = [
+        Entry(key=f"model:{i}", dtype=torch.float32, sharding=sharding, local=tensor)
+        for i, (sharding, tensor) in enumerate(tensors)
+    ]
+    return Local.of(entries, merge([([0], Claims.of(entries))]))
+
+
+def whole(tensor: torch.Tensor) -> tuple[Sharding, torch.Tensor]:
+    shape = tuple(tensor.shape)
+    return Sharding(shape, (Box((0,) * len(shape), shape, 0, tensor.stride(), (0,)),)), tensor
+
+
+def piece(tensor: int, start: tuple[int, ...], size: tuple[int, ...], at: int) -> Piece:
+    return Piece(tensor=tensor, start=start, size=size, at=at, source=0, to=0)
+
+
+def test_a_block_lies_directly_where_its_pieces_follow_each_other():
+    a, b = torch.arange(12.0).view(3, 4), torch.arange(6.0)
+    local = local_of(whole(a), whole(b))
+    runs = local.direct([piece(1, (0,), (6,), 32), piece(0, (1, 0), (2, 4), 0)], 56)
+    assert runs is not None
+    assert torch.equal(torch.cat(runs).view(torch.float32), torch.cat([a[1:].flatten(), b]))
+    runs[1].zero_()
+    assert not b.any(), "a run is the tensor's own memory"
+
+
+def test_a_gap_or_a_missing_end_is_not_direct():
+    local = local_of(whole(torch.zeros(12)), whole(torch.zeros(6)))
+    first, second = piece(0, (0,), (12,), 0), piece(1, (0,), (6,), 52)
+    assert local.direct([first, second], 76) is None
+    assert local.direct([first], 52) is None
+    assert local.direct([second], 76) is None
+    assert local.direct([], 4) is None
+
+
+def test_spare_memory_takes_what_is_not_held():
+    a, spare = torch.ones(3), torch.zeros(64, dtype=torch.uint8)
+    runs = local_of(whole(a)).direct([piece(0, (0,), (2,), 8), piece(0, (2,), (1,), 24)], 40, spare)
+    assert runs is not None
+    assert [run.numel() for run in runs] == [8, 8, 8, 4, 12]
+    assert [run.data_ptr() == spare.data_ptr() for run in runs] == [True, False, True, False, True]
+    assert runs[1].data_ptr() == a.data_ptr()
+
+
+def test_columns_are_not_direct_although_they_are_contiguous_here():
+    columns = Sharding((3, 4), (Box((0, 0), (3, 2), 0, (2, 1), (0,)),))
+    local = local_of((columns, torch.zeros(3, 2)))
+    assert local.direct([piece(0, (0, 0), (3, 2), 0)], 24) is None
+    assert local.direct([piece(0, (0, 0), (1, 2), 0)], 8) is not None
+
+
+def test_what_is_cast_on_the_way_is_not_direct():
+    assert local_of(whole(torch.zeros(4, dtype=torch.bfloat16))).direct([piece(0, (0,), (4,), 0)], 16) is None
