@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from par_checkpoint._convert import Part, parts_cover, split
-from par_checkpoint._transformers import conversion_of
+from par_checkpoint.state.conversion import Part, parts_cover, split
+from par_checkpoint.state.transformers import conversion_of
 from par_groups import whole
 
 transformers = pytest.importorskip("transformers", minversion="5.0")

@@ -9,8 +9,8 @@ from torch import nn
 
 from par_groups import launch
 from par_pipeline import Offload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
-from par_pipeline._message import Header, encode, room_for
 from par_pipeline._structure import flatten
+from par_pipeline.wire.message import Header, encode, room_for
 from par_testing import for_each
 
 pytestmark = [

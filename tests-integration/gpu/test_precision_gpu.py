@@ -9,7 +9,7 @@ from torch import nn
 
 from par_groups import Box, Sharding, set_sharding
 from par_precision import Float8Linear, convert_to_float8_, mixed, stochastic_round_
-from par_precision._rounding import Rounding, round_all_
+from par_precision.rounding.rounding import Rounding, round_all_
 
 pytestmark = [
     pytest.mark.gpu,

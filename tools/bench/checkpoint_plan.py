@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from _table import write
 
-from par_checkpoint._claims import Claims, check_covered, merge
-from par_checkpoint._files import blocks_of, lay_out
-from par_checkpoint._plan import Planner
+from par_checkpoint.format.files import blocks_of, lay_out
+from par_checkpoint.plan.claims import Claims, check_covered, merge
+from par_checkpoint.plan.plan import Planner
 from par_groups import cut, whole
 
 RANKS, TENSORS, TENSOR, PIPELINE = 2816, 1000, 8, 4

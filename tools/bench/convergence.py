@@ -20,8 +20,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from par_precision import mixed
-from par_train._options import DataOptions
-from par_train._text import read_text
+from par_train.jobs.options import DataOptions
+from par_train.jobs.text import read_text
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

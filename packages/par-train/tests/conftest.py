@@ -15,11 +15,11 @@ SMALL += ["--train.steps=40", "--train.warmup_steps=4", "--train.validate_every=
 # Read by Python when it starts, so that a test can reach into a rank that the command starts.
 FAULTS = """
 import os, time
-from par_train import _order
-import par_train._text
-from par_checkpoint import _local
+from par_train.jobs import order as _order
+import par_train.jobs.text
+from par_checkpoint.storage import local as _local
 
-batch, read_text = _order.DataOrder.batch, par_train._text.read_text
+batch, read_text = _order.DataOrder.batch, par_train.jobs.text.read_text
 
 def slow_or_failing(order, position, count):
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
@@ -45,7 +45,7 @@ def publish_or_die(staging, **options):
 publish = _local.LocalStaging.publish
 _local.LocalStaging.publish = publish_or_die
 _order.DataOrder.batch = slow_or_failing
-par_train._text.read_text = other_text
+par_train.jobs.text.read_text = other_text
 """
 
 
@@ -122,7 +122,7 @@ def ranks_of(launcher):
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
         except OSError:  # it has ended in between
             continue
-        if b"par_train._rank" in words and str(launcher).encode() in words:
+        if b"par_train.jobs.rank" in words and str(launcher).encode() in words:
             found.append(int(entry.name))
     return found
 

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_pipeline import _wire
+from par_pipeline.wire import channel as _wire
 from par_testing import count_collectives
-from par_train._gpt import GPT
-from par_train._options import ModelOptions, TrainOptions
-from par_train._plan_memory import Sharing, chunks_of
-from par_train._plan_options import NUMBERS
-from par_train._plan_shape import Cut, Part, Shape, count
-from par_train._plan_traffic import data_traffic
-from par_train._trainer import make_optimizer
+from par_train.jobs.gpt import GPT
+from par_train.jobs.options import ModelOptions, TrainOptions
+from par_train.jobs.trainer import make_optimizer
+from par_train.plan.memory import Sharing, chunks_of
+from par_train.plan.options import NUMBERS
+from par_train.plan.shape import Cut, Part, Shape, count
+from par_train.plan.traffic import data_traffic
 from par_zero import shard
 
 from .plan_runs import SavedPeak, running

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from par_train import Plugin, Strategy, register_gradient_handler
-from par_train._handlers import HANDLERS
+from par_train.strategy.handlers import HANDLERS
 
 
 def raises(words, call, *arguments, **keywords):

@@ -7,18 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._checkpoint import load_model
-    from ._data import GlobalDataLoader
-    from ._gpt import GPT
-    from ._handlers import GradientHandler, register_gradient_handler
-    from ._plan_options import Job, Machine
-    from ._plan_predict import Prediction, predict
-    from ._plan_shape import Shape
-    from ._plugin import Plugin
-    from ._stages import Stages
-    from ._strategy import Strategy
-    from ._strategy_options import StrategyOptions
-    from ._strategy_plan import StrategyPlan
+    from .data.loader import GlobalDataLoader
+    from .jobs.checkpoint import load_model
+    from .jobs.gpt import GPT
+    from .plan.options import Job, Machine
+    from .plan.predict import Prediction, predict
+    from .plan.shape import Shape
+    from .strategy.handlers import GradientHandler, register_gradient_handler
+    from .strategy.options import StrategyOptions
+    from .strategy.plan import StrategyPlan
+    from .strategy.plugin import Plugin
+    from .strategy.stages import Stages
+    from .strategy.strategy import Strategy
 
 __version__ = "0.1.0"
 
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 _LATE = {
-    "_checkpoint": ("load_model",),
-    "_data": ("GlobalDataLoader",),
-    "_gpt": ("GPT",),
-    "_handlers": ("GradientHandler", "register_gradient_handler"),
-    "_plan_options": ("Job", "Machine"),
-    "_plan_predict": ("Prediction", "predict"),
-    "_plan_shape": ("Shape",),
-    "_plugin": ("Plugin",),
-    "_stages": ("Stages",),
-    "_strategy": ("Strategy",),
-    "_strategy_options": ("StrategyOptions",),
-    "_strategy_plan": ("StrategyPlan",),
+    "jobs.checkpoint": ("load_model",),
+    "data.loader": ("GlobalDataLoader",),
+    "jobs.gpt": ("GPT",),
+    "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
+    "plan.options": ("Job", "Machine"),
+    "plan.predict": ("Prediction", "predict"),
+    "plan.shape": ("Shape",),
+    "strategy.plugin": ("Plugin",),
+    "strategy.stages": ("Stages",),
+    "strategy.strategy": ("Strategy",),
+    "strategy.options": ("StrategyOptions",),
+    "strategy.plan": ("StrategyPlan",),
 }
 
 

@@ -6,10 +6,10 @@ import sys
 def main() -> int:
     """Runs the command and returns its exit code, also where Ctrl-C comes while it is imported."""
     try:
-        from ._output import open_missing_streams  # noqa: PLC0415 - Ctrl-C may come meanwhile
+        from .run.output import open_missing_streams  # noqa: PLC0415 - Ctrl-C may come meanwhile
 
         open_missing_streams()
-        from ._cli import main as command  # noqa: PLC0415
+        from .command.cli import main as command  # noqa: PLC0415
 
         return command()
     except KeyboardInterrupt:

@@ -1,0 +1,349 @@
+"""A dataloader of global batches, of which every data rank loads its share.
+
+What a step trains on is a function of (seed, epoch) and of the number of samples that all ranks have consumed together;
+how many ranks there are only decides who loads which part of it.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+
+from ..jobs.order import share
+from .place import placed
+from .randomness import aside, seed_generators, seed_number
+
+
+class GlobalDataLoader:
+    """The batches of a DataLoader, shared out between data ranks.
+
+    It is a cursor, as an open file is: `for` gives what is left of the epoch. A `for` after a `break` goes on behind
+    the last batch, and one after the end of an epoch begins the next.
+
+    - Every rank gets its contiguous share of each global batch; shares differ by one sample at most.
+    - A sampler is iterated anew in each epoch, with random numbers that are a function of (seed, epoch), after its
+      `set_epoch` if it has one. A generator that it holds is replaced for that.
+    - An IterableDataset is read whole by every rank, which must find the same samples in it. Each rank collates its own
+      samples alone. To resume, it is read up to the position.
+    - Random numbers that a dataset or a collate function draws (torch on the CPU, `random`, numpy) are a function of
+      (seed, epoch, first sample of the share): the same under any number of workers, on all ranks of a tensor group,
+      and after a resume. In an IterableDataset, they are one of (seed, epoch, worker). The program's own go on as if
+      nothing had been drawn.
+
+    Args:
+        loader: What to load and how; its batch size is global. Workers, collation, pinning and so on are kept.
+        replica: The rank in the data group.
+        replicas: The size of the data group.
+        seed: The same on all ranks; another seed, another order.
+
+    Attributes:
+        device: Where its batches are brought to; the CPU, which leaves them where the loader put them, unless it is
+            set.
+
+    Raises:
+        TypeError: The loader is not a DataLoader.
+        ValueError: Batches that cannot be shared out: no batch size or one that does not divide by the replicas, a
+            last batch with fewer samples than replicas, a DistributedSampler.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, replica: int, replicas: int, seed: int) -> None:
+        _check(loader, replica, replicas)
+        self._plain = loader
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        self.device: torch.device | str = "cpu"
+        self.samples = 0  # that all ranks together have consumed since training began
+        self.epoch = 0
+        mine = partial(_share_of, replica=replica, replicas=replicas)
+        streamed = isinstance(loader.dataset, IterableDataset)
+        self._source = _Streamed(loader, mine, seed) if streamed else _Sampled(loader, mine, seed)
+        self._batches: Iterator[_Batch] | None = None
+
+    def __len__(self) -> int:
+        """Global batches in an epoch."""
+        return len(self._plain)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches, from the position to the end of the epoch."""
+        item = self._take() or self._take()  # if the last batch of an epoch has been taken, the next one begins
+        epoch = self.epoch
+        while item is not None:
+            yield placed(item.samples, self.device, non_blocking=self._plain.pin_memory)
+            item = self._take() if self.epoch == epoch else None
+
+    def state_dict(self) -> dict[str, int]:
+        """The position. It holds under another number of replicas and workers."""
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes to a position.
+
+        Raises:
+            ValueError: There is no such position between two global batches.
+        """
+        samples = state["samples"]
+        if not isinstance(samples, int) or samples < 0:
+            raise ValueError(f"the position is {samples!r} samples; it must be a whole number of at least 0")
+        self.epoch, self._batches = self._source.seek(samples)
+        self.samples = samples
+
+    def _take(self) -> "_Batch | None":
+        """The next batch; between two epochs, None once."""
+        if self._batches is None:
+            self._batches = self._source.open(self.epoch)
+        item = next(self._batches, None)
+        if item is None:
+            self.epoch, self._batches = self.epoch + 1, None
+        else:
+            self.samples += item.size
+        return item
+
+
+class _Batch(NamedTuple):
+    """A share of a global batch: how many samples the whole has, and what this rank has of it."""
+
+    size: int
+    samples: Any
+
+
+class _Indices(NamedTuple):
+    """A share of a global batch that is yet to be loaded."""
+
+    size: int
+    mine: list[Any]
+    key: tuple[int, ...]  # of its random numbers
+
+
+_Counted = TypeVar("_Counted", _Batch, _Indices)
+
+_Collate = Callable[[list[Any]], Any]
+
+_ShareOf = Callable[[Sequence[Any]], tuple[int, list[Any]]]
+"""From a global batch to the place of this rank's first sample in it, and its samples."""
+
+_INNER = {"sampler", "batch_sampler"}
+"""Where samplers keep the one that they draw from."""
+
+
+class _Sampled:
+    """A map-style dataset: global batches are indices, and each rank loads what its share of them means."""
+
+    def __init__(self, loader: DataLoader[Any], share_of: _ShareOf, seed: int) -> None:
+        self._seed = seed
+        self._order = _Order(loader.batch_sampler, share_of, seed)
+        self._generator = torch.Generator()  # of the workers' seeds
+        self._loader = _rebuilt(
+            loader,
+            dataset=_Seeded(loader.dataset),
+            collate_fn=partial(_collate_loaded, loader.collate_fn),
+            worker_init_fn=partial(_start_worker, loader.worker_init_fn),
+            generator=self._generator,
+            batch_sampler=self._order,
+        )
+
+    def open(self, epoch: int) -> Iterator[_Batch]:
+        """The batches of an epoch."""
+        self._order.left = self._order.shares(epoch)
+        return self._load(epoch)
+
+    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+        """The epoch of a position and its batches from there on; only indices are read up to there."""
+        epoch, self._order.left = self._order.seek(samples)
+        return epoch, self._load(epoch)
+
+    def _load(self, epoch: int) -> Iterator[_Batch]:
+        self._generator.manual_seed(seed_number(self._seed, epoch))
+        return aside(self._loader, (self._seed, epoch))
+
+
+class _Order:
+    """The batch sampler of the loader that a rank uses: one object, for persistent workers want one for all epochs.
+
+    It does not know the loader: workers end at once when the last that knows it lets go.
+    """
+
+    def __init__(self, batch_sampler: Any, share_of: _ShareOf, seed: int) -> None:
+        self._batch_sampler, self._share_of, self._seed = batch_sampler, share_of, seed
+        self.left: Iterator[_Indices] = iter(())
+
+    def __iter__(self) -> Iterator[_Indices]:
+        return self.left
+
+    def shares(self, epoch: int) -> Iterator[_Indices]:
+        """This rank's shares of the batches of an epoch."""
+        sampler = _prepared(self._batch_sampler, epoch, torch.Generator().manual_seed(seed_number(self._seed, epoch)))
+        place = 0
+        for batch in aside(sampler, (self._seed, epoch)):
+            first, mine = self._share_of(batch)
+            yield _Indices(size=len(batch), mine=mine, key=(self._seed, epoch, place + first))
+            place += len(batch)
+
+    def seek(self, samples: int) -> tuple[int, Iterator[_Indices]]:
+        """The epoch of a position and its shares from there on."""
+        size = _epoch_size(self._batch_sampler)
+        epoch, samples = divmod(samples, size) if size else (0, samples)
+        return _seek(self.shares, epoch, samples)
+
+
+class _Streamed:
+    """An iterable dataset: each rank reads whole global batches and keeps its share of the samples."""
+
+    def __init__(self, loader: DataLoader[Any], share_of: _ShareOf, seed: int) -> None:
+        self._seed = seed
+        self._generator = torch.Generator()
+        self._loader = _rebuilt(
+            loader,
+            dataset=loader.dataset,
+            collate_fn=partial(_collate_share, loader.collate_fn, share_of),
+            worker_init_fn=loader.worker_init_fn,
+            generator=self._generator,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+        )
+
+    def open(self, epoch: int) -> Iterator[_Batch]:
+        """The batches of an epoch."""
+        _set_epoch(self._loader.dataset, epoch)
+        self._generator.manual_seed(seed_number(self._seed, epoch))  # alike on all ranks, which read the same
+        return aside(self._loader, (self._seed, epoch))
+
+    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+        """The epoch of a position and its batches from there on; samples are read up to there."""
+        return _seek(self.open, 0, samples)
+
+
+class _Seeded(Dataset[Any]):
+    """Loads the samples of a share, with random numbers of its key."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, share: _Indices) -> _Batch:
+        seed_generators(share.key)
+        load_all = getattr(self.dataset, "__getitems__", None)
+        samples = load_all(share.mine) if load_all else [self.dataset[index] for index in share.mine]
+        return _Batch(share.size, samples)
+
+
+def _collate_loaded(collate: _Collate, loaded: _Batch) -> _Batch:
+    return _Batch(loaded.size, collate(loaded.samples))
+
+
+def _collate_share(collate: _Collate, share_of: _ShareOf, samples: list[Any]) -> _Batch:
+    return _Batch(len(samples), collate(share_of(samples)[1]))
+
+
+def _start_worker(user: Callable[[int], None] | None, worker: int) -> None:
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, which `user` may open files in
+    if user is not None:
+        user(worker)
+
+
+def _rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """A loader that loads in the same way, but always in order."""
+    return DataLoader(
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        **changed,
+    )
+
+
+def _share_of(batch: Sequence[Any], *, replica: int, replicas: int) -> tuple[int, list[Any]]:
+    """The place of a rank's first sample in a global batch, and its samples."""
+    if len(batch) < replicas:
+        raise _too_few(len(batch), replicas)
+    places = share(np.arange(len(batch)), replica, replicas)
+    first, last = int(places[0]), int(places[-1])
+    return first, list(batch[first : last + 1])
+
+
+def _seek(batches_of: Callable[[int], Iterator[_Counted]], epoch: int, samples: int) -> tuple[int, Iterator[_Counted]]:
+    """The epoch, and the batches of it, that come after some samples from the beginning of an epoch on."""
+    while True:
+        batches, before = batches_of(epoch), samples
+        for batch in batches:
+            if samples == 0:
+                return epoch, itertools.chain([batch], batches)
+            if batch.size > samples:
+                raise ValueError(
+                    f"the position lies {samples} samples inside a global batch of {batch.size}; it must lie between "
+                    f"two: use the batch_size and drop_last that it was saved with"
+                )
+            samples -= batch.size
+        if samples == before:
+            raise ValueError(f"the position is {samples} samples on, but epoch {epoch} has no batch; give it samples")
+        epoch += 1
+
+
+def _epoch_size(batch_sampler: Any) -> int | None:
+    """The samples in each epoch, if they need no counting."""
+    if type(batch_sampler) is not BatchSampler or not isinstance(batch_sampler.sampler, Sized):
+        return None
+    count = len(batch_sampler.sampler)
+    return count - count % batch_sampler.batch_size if batch_sampler.drop_last else count
+
+
+def _prepared(sampler: Any, epoch: int, generator: torch.Generator) -> Any:
+    """A sampler, and those inside, ready for an epoch; the user's own stay as they are."""
+    if not hasattr(sampler, "__dict__"):
+        return sampler  # a list of indices
+    sampler = copy(sampler)
+    for name in _INNER & vars(sampler).keys():
+        setattr(sampler, name, _prepared(getattr(sampler, name), epoch, generator))
+    if hasattr(sampler, "generator"):
+        sampler.generator = generator
+    _set_epoch(sampler, epoch)
+    return sampler
+
+
+def _set_epoch(target: Any, epoch: int) -> None:
+    if hasattr(target, "set_epoch"):
+        target.set_epoch(epoch)
+
+
+def _check(loader: Any, replica: int, replicas: int) -> None:
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"the dataloader is a {type(loader).__name__}; give a torch.utils.data.DataLoader")
+    if not 0 <= replica < replicas:
+        raise ValueError(f"replica is {replica} of {replicas}; it must be at least 0 and less than replicas")
+    if loader.batch_sampler is None:
+        raise ValueError("the dataloader has batch_size=None; let it batch single samples, so that they can be shared")
+    if any(isinstance(each, DistributedSampler) for each in _samplers(loader.batch_sampler)):
+        raise ValueError(
+            "the dataloader has a DistributedSampler, but its batches are global and shared out here; leave it out, "
+            "shuffle=True instead"
+        )
+    size = loader.batch_size
+    if size is not None and size % replicas:
+        near = max(1, round(size / replicas)) * replicas
+        raise ValueError(
+            f"batch_size {size} does not divide by {replicas} replicas; it is the batch of all replicas together: "
+            f"use {near}, or another number of replicas"
+        )
+    rest = (_epoch_size(loader.batch_sampler) or 0) % (size or 1)
+    if 0 < rest < replicas:
+        raise _too_few(rest, replicas)
+
+
+def _samplers(sampler: Any) -> Iterator[Any]:
+    """A sampler and those inside."""
+    yield sampler
+    for name in _INNER & getattr(sampler, "__dict__", {}).keys():
+        yield from _samplers(getattr(sampler, name))
+
+
+def _too_few(size: int, replicas: int) -> ValueError:
+    return ValueError(
+        f"a global batch has {size} samples, fewer than the {replicas} replicas that share it; leave the last one out "
+        f"with drop_last=True, or use another batch_size"
+    )

@@ -1,0 +1,171 @@
+"""Checkpoints of a run: one folder, which par-checkpoint writes and which is replaced whole by the next.
+
+    checkpoint/model.safetensors     weights by name
+    checkpoint/config.json           all options, and the format
+    checkpoint/optimizer/            moments by name
+    checkpoint/par_checkpoint.json   checksums, param groups, and what training needs to go on
+
+No file mentions the number of ranks that wrote it.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from par_checkpoint import CheckpointError, inspect, load, save
+from par_precision import MixedOptimizer, precision_of
+
+from .. import __version__
+from .._errors import UserError
+from ..command.config import build_options, to_tree
+from .gpt import GPT
+from .options import Options
+
+_FORMAT = 3
+_START_ANEW = "start anew with --overwrite, and without --resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """What training needs beside the weights and the optimizer.
+
+    Args:
+        step: Optimizer steps taken.
+        samples: Windows consumed by all ranks together: the position in the data.
+        seconds: Time spent so far.
+        text: The digest of the text.
+    """
+
+    step: int
+    samples: int
+    seconds: float
+    text: str
+
+
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizer: MixedOptimizer, options: Options, state: TrainingState
+) -> None:
+    """Writes a checkpoint in place of the one that is there; a crash leaves one of them whole. Collective.
+
+    Args:
+        path: Its folder.
+        model: This rank's part.
+        optimizer: Of the model.
+        options: Of the run.
+        state: The same on every rank.
+    """
+    config = {"format": _FORMAT, "par_train": __version__, "options": to_tree(options)}
+    extra = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    save(
+        path,
+        model=model,
+        optimizer=optimizer,
+        scheduler=optimizer.scaling,
+        extra=extra,
+        config=config,
+        step=state.step,
+        overwrite=True,
+    )
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: MixedOptimizer) -> None:
+    """Fills a model, its optimizer and its loss scale; every rank takes its part. Collective."""
+    load(path, model=model, optimizer=optimizer, scheduler=optimizer.scaling)
+
+
+def load_model(path: str | Path) -> GPT:
+    """The model of a checkpoint, on the CPU. Where torch.distributed runs, every rank must call it.
+
+    Args:
+        path: The checkpoint folder, such as `runs/gpt/checkpoint`.
+
+    Raises:
+        ValueError: There is no checkpoint, or its format is not this version's.
+    """
+    load_state(Path(path))
+    model = GPT(load_options_of(Path(path)).model, seed=None)
+    load(path, model=model)
+    return model
+
+
+def load_options_of(path: Path) -> Options:
+    """The options that a checkpoint was trained with.
+
+    Raises:
+        ValueError: Its config cannot be read, or its format is not this version's.
+    """
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        version = config["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{str(file)!r} is not a checkpoint's config: {error!r}; take another checkpoint") from None
+    if version != _FORMAT:
+        raise UserError(
+            f"{str(file)!r} has format {version!r}, this par-train reads {_FORMAT}; use the one that wrote it"
+        )
+    return build_options(config["options"])
+
+
+def find_state(path: Path) -> TrainingState | None:
+    """The training state of the checkpoint that there is, or None if there is none.
+
+    Raises:
+        ValueError: There is one, but it cannot be read.
+    """
+    try:
+        return load_state(path)
+    except UserError:
+        if path.exists():
+            raise
+        return None
+
+
+def load_state(path: Path) -> TrainingState:
+    """The training state of a checkpoint.
+
+    Raises:
+        ValueError: There is no checkpoint, or it cannot be read.
+    """
+    try:
+        extra = inspect(path).extra
+        if extra is None:
+            raise CheckpointError("it has no state of training")
+        return TrainingState(**extra)
+    except (CheckpointError, OSError, TypeError) as error:
+        if not path.exists():
+            raise UserError(f"there is no checkpoint {str(path)!r}; give the folder of one") from None
+        raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; {_START_ANEW}") from None
+
+
+def check_continues(path: Path, options: Options, state: TrainingState, text: str) -> None:
+    """Makes sure that going on from the checkpoint is going on with the same run.
+
+    How long and how fast to train may change; the model, its dtype, the seed and the text may not.
+
+    Raises:
+        UserError: Something differs; the message names it.
+    """
+    before = load_options_of(path)
+    pairs = {"seed": (before.seed, options.seed)}
+    for field in dataclasses.fields(options.model):
+        pairs[f"model.{field.name}"] = (getattr(before.model, field.name), getattr(options.model, field.name))
+    for key, (was, now) in pairs.items():
+        if was != now:
+            raise UserError(
+                f"the checkpoint {str(path)!r} has {key} {was}, but the config says {now}; set it back, or "
+                f"{_START_ANEW}"
+            )
+    if precision_of(before.precision).weights != precision_of(options.precision).weights:
+        raise UserError(
+            f"the checkpoint {str(path)!r} has weights of precision {before.precision!r}, which {options.precision!r} "
+            f"keeps in another dtype; set it back, or {_START_ANEW}"
+        )
+    if state.text != text:
+        raise UserError(
+            f"the text is not what the checkpoint {str(path)!r} was trained on; bring the folder and [data] back, or "
+            f"{_START_ANEW}"
+        )

@@ -1,0 +1,119 @@
+"""The model: a GPT on bytes, pre-norm, written once against a layer set, so it runs under every tensor mode."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from par_layers import LayerSet, initialize, layer_set, normal
+
+from .options import ModelOptions
+
+VOCABULARY = 256
+"""Every byte is a token."""
+
+
+class GPT(nn.Module):
+    """Predicts the next byte from up to `context` bytes: the whole model, or what one pipeline rank has of it.
+
+    A part keeps the names that its parameters have in the whole.
+
+    Source: Radford et al. 2019 (GPT-2); initialisation as there.
+
+    Args:
+        options: Width, layers, heads, context, and whether tables are tied.
+        layers: The layers of a tensor mode; None for one device.
+        seed: Of the weights, which are the same in every mode; None leaves zeros, for weights that are loaded next.
+        device: Where the weights lie; default: the CPU.
+        parts: The runs of blocks that this rank has; the one with the first block has the embeddings, the one with the
+            last block the classifier. Default: all, in one part.
+    """
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        layers: LayerSet | None = None,
+        *,
+        seed: int | None = 0,
+        device: torch.device | None = None,
+        parts: Sequence[range] | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.layers = layers or layer_set(None)
+        runs = parts or [range(options.layers)]
+        first = any(run.start == 0 for run in runs)
+        last = any(run.stop == options.layers for run in runs)
+        if first or (last and options.tied):
+            self.tokens = self.layers.VocabEmbedding(VOCABULARY, options.width, init=normal(0.02))
+        if first:
+            self.positions = self.layers.PositionEmbedding(options.context, options.width, init=normal(0.02))
+        self.blocks = nn.ModuleDict({str(i): Block(options, self.layers) for run in runs for i in run})
+        if last:
+            tied = self.tokens if options.tied else None
+            self.norm = self.layers.LayerNorm(options.width)
+            self.head = self.layers.VocabClassifier(options.width, VOCABULARY, tied=tied, init=normal(0.02))
+        initialize(self, seed, device=device)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("bias"):
+                    parameter.zero_()
+
+    def forward(self, inputs: Tensor, part: range | None = None) -> Tensor:
+        """Logits of the next byte at every place, in the layout of the tensor mode.
+
+        Args:
+            inputs: (batch, time) bytes as int64, whole; time is at most `context`. For a part that is not the first,
+                what the one before gave.
+            part: A run of blocks, to run that part alone.
+
+        Returns:
+            (batch, time, 256) on one device. Of a part that is not the last, (batch, time, width).
+        """
+        run = range(self.options.layers) if part is None else part
+        hidden = self.positions(self.tokens(inputs)) if run.start == 0 else inputs
+        for i in run:
+            hidden = self.blocks[str(i)](hidden)
+        logits: Tensor = self.head(self.norm(hidden)) if run.stop == self.options.layers else hidden
+        return logits
+
+    def modules_of(self, part: range) -> list[nn.Module]:
+        """What `forward` uses for a part."""
+        blocks: list[nn.Module] = [self.blocks[str(i)] for i in part]
+        first = [self.tokens, self.positions] if part.start == 0 else []
+        last = [self.norm, self.head] if part.stop == self.options.layers else []
+        return [*first, *blocks, *last]
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy in nats a byte, on every rank of the tensor group; targets of -100 do not count.
+
+        Args:
+            logits: What `forward` gave.
+            targets: (batch, time) bytes as int64, whole.
+        """
+        return self.layers.cross_entropy(logits, targets, classes=VOCABULARY)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on a normed copy of the residual stream."""
+
+    def __init__(self, options: ModelOptions, layers: LayerSet) -> None:
+        super().__init__()
+        width = options.width
+        residual = normal(0.02 / math.sqrt(2 * options.layers))  # what is added 2 * layers times starts smaller
+        self.layers, self.head = layers, width // options.heads
+        self.attention_norm = layers.LayerNorm(width)
+        self.query_key_value = layers.ColumnLinear(width, 3 * width, blocks=3, unit=self.head, init=normal(0.02))
+        self.output = layers.RowLinear(width, width, init=residual)
+        self.mlp_norm = layers.LayerNorm(width)
+        self.expand = layers.ColumnLinear(width, 4 * width, init=normal(0.02))
+        self.contract = layers.RowLinear(4 * width, width, init=residual)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, time, width) to the same, in the residual layout."""
+        query, key, value = self.query_key_value.parts(self.query_key_value(self.attention_norm(hidden)))
+        hidden = hidden + self.output(self.layers.attention(query, key, value, head=self.head, causal=True))
+        contracted: Tensor = self.contract(functional.gelu(self.expand(self.mlp_norm(hidden))))
+        return hidden + contracted

@@ -1,0 +1,117 @@
+"""Everything the main job can be told: one frozen dataclass a section, each field with its help and its limits.
+
+Pure records. `_config.py` fills them from a config file and flags.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..run.files import RunFiles
+
+
+def option(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field with the help text and the limits (inclusive) that the command line shows and checks."""
+    return field(default=default, metadata={"help": text, "low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What to train on."""
+
+    folder: str = option("", "folder of text; left empty, the Python standard library's own sources")
+    patterns: tuple[str, ...] = option((), "file names to take, such as *.py,*.md; left empty, every text file")
+    validation_fraction: float = option(0.05, "part of the bytes that is held out", low=0.0001, high=0.9)
+    validation_windows: int = option(128, "held-out windows in a validation loss, all that there are at most", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The byte-level GPT; it rebuilds a model from a checkpoint."""
+
+    width: int = option(128, "width of the residual stream", low=1)
+    layers: int = option(4, "transformer blocks", low=1)
+    heads: int = option(4, "attention heads; they divide the width", low=1)
+    context: int = option(128, "bytes that a prediction can look back on, the window length", low=1)
+    tied: bool = option(False, "one table for the embedding of bytes and their classifier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How long and how fast."""
+
+    steps: int = option(800, "optimizer steps", low=1)
+    batch_size: int = option(32, "windows a step over all ranks together, whatever their number", low=1)
+    learning_rate: float = option(4e-3, "peak learning rate of AdamW", low=0)
+    final_learning_rate: float = option(0.05, "part of the peak where the cosine ends", low=0, high=1)
+    warmup_steps: int = option(50, "steps of linear warm-up", low=0)
+    weight_decay: float = option(0.1, "decoupled weight decay, on matrices only", low=0)
+    beta2: float = option(0.98, "decay of AdamW's second moment", low=0, high=0.999999)
+    clip_norm: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
+    validate_every: int = option(100, "steps between validations; the last step is always one", low=1)
+    checkpoint_every: int = option(250, "steps between checkpoints; 0: only at the end", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How stages are run, where `parallel.pipeline` has a size."""
+
+    schedule: str = option("1f1b", "which rank does what when; a name that par-pipeline knows, such as zb_v")
+    microbatches: int = option(0, "pieces of each replica's batch; 0: two for each pipeline rank", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One run of the main job.
+
+    `parallel` is the topology's own grammar, and is handed on to `par_groups.Topology.from_config`.
+    """
+
+    output: str = option("runs/gpt", "folder for checkpoint, metrics and curve")
+    resume: Literal["no", "auto"] = option(
+        "no", "auto: go on from the checkpoint in the output folder, if there is one"
+    )
+    overwrite: bool = option(False, "replace the run that the output folder holds; not together with resume")
+    ranks: int | Literal["auto"] = option("auto", "processes to start here; auto: one a GPU, else 2", low=1)
+    device: Literal["auto", "cpu"] = option("auto", "auto: GPUs if there are any")
+    zero: int = option(
+        0, "what replicas share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too", low=0, high=3
+    )
+    precision: Literal["fp32", "tf32", "bf16", "bf16-amp", "fp16", "fp16-amp", "bf16-sr", "fp8"] = option(
+        "fp32", "of weights and arithmetic; fp16 scales the loss, fp8 multiplies float8 numbers, -sr keeps no fp32 copy"
+    )
+    seed: int = option(0, "seed of the weights and of the order of the data", low=0, high=2**63 - 1)
+    gradient_handlers: tuple[Mapping[str, Any], ...] = option(
+        (), 'what completes gradients before a step, such as [{type = "mine"}]; left empty, the usual ones'
+    )
+    plugins: tuple[str, ...] = option((), "steps of wiring to add, each as module:Name or a name that a wheel declares")
+    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> RunFiles:
+        """The files in the output folder."""
+        return RunFiles(Path(self.output).expanduser())
+
+
+SECTIONS: Mapping[str, type] = {
+    "data": DataOptions,
+    "model": ModelOptions,
+    "train": TrainOptions,
+    "pipeline": PipelineOptions,
+}
+"""The tables of a config file, beside `parallel`."""
+
+
+def learning_rate(options: TrainOptions, step: int) -> float:
+    """The rate of step 1, 2, ...: linear warm-up, then half a cosine down to its final part."""
+    if step <= options.warmup_steps:
+        return options.learning_rate * step / options.warmup_steps
+    progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return options.learning_rate * (options.final_learning_rate + (1 - options.final_learning_rate) * cosine)

@@ -1,0 +1,159 @@
+"""Where the ranks come from: started here with torch's elastic launcher, or started by somebody else and joined."""
+
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from par_groups import read_environment
+
+from .._errors import UserError
+from ..command.config import to_tree
+from ..run.output import say
+from ..run.stop import SIGNALS, exit_code, handled_signals, keep_signals_from_children, leave_terminal
+from .checks import check_config, check_files
+from .job import has_begun, has_saved, is_restarted
+from .options import Options
+from .rank import join
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+_PATIENCE = 120  # seconds to save and leave, before the launcher kills a rank; that of torch 2.11 knows 30 alone
+
+
+def run(options: Options) -> int:
+    """Trains, over ranks that it starts or as one of those that are started.
+
+    Returns:
+        The exit code of the process.
+
+    Raises:
+        UserError: The options, the text or the output folder cannot be used.
+    """
+    try:
+        place = read_environment(os.environ)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if place.launcher != "single":
+        if options.ranks not in ("auto", place.world_size):
+            raise UserError(
+                f"ranks is {options.ranks}, but {place.launcher} has started {place.world_size}; leave it out"
+            )
+        check_config(options, place.world_size)
+        join(_after_restart(options))
+    ranks = _rank_count(options)
+    check_config(options, ranks)
+    check_files(options)
+    return _start(options, ranks)
+
+
+def _after_restart(options: Options) -> Options:
+    """Ranks that torchrun has started again go on from the checkpoint, if it is their job's.
+
+    A job that was refused, or that had not begun yet, has none: for it, what was said about the first start holds.
+    """
+    if is_restarted() and has_begun(options.files):
+        return replace(options, resume="auto", overwrite=False)
+    return options
+
+
+def _rank_count(options: Options) -> int:
+    """How many ranks to start."""
+    gpus = _gpu_count() if options.device == "auto" else 0
+    if options.ranks == "auto":
+        return gpus or 2
+    if gpus and options.ranks > gpus:
+        raise UserError(f"ranks is {options.ranks}, but there are {gpus} GPUs; start fewer, or use --device cpu")
+    return options.ranks
+
+
+def _gpu_count() -> int:
+    """The number of GPUs; torch, which is slow to import, is asked only where a driver is loaded."""
+    drivers = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    if sys.platform == "linux" and not any(Path(driver).exists() for driver in drivers):
+        return 0
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.device_count()
+
+
+def _start(options: Options, ranks: int) -> int:
+    """Starts the ranks and waits for them."""
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
+
+    job = uuid.uuid4().hex
+    # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
+    command = ("-P", "-m", "par_train.jobs.rank", json.dumps(to_tree(options)), str(os.getpid()))
+    try:
+        with _quiet_launcher(), keep_signals_from_children():
+            elastic_launch(_launch_config(ranks, job), sys.executable)(*command)
+    except SignalException as error:
+        if error.sigval == signal.SIGHUP:
+            leave_terminal()
+        return _after_signal(error.sigval, saved=has_saved(options.files, job))
+    except ChildFailedError as error:
+        return _after_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
+    return 0
+
+
+def _launch_config(ranks: int, job: str) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415
+
+    known = {field.name for field in fields(LaunchConfig)}
+    patience: dict[str, Any] = {"shutdown_timeout": _PATIENCE} if "shutdown_timeout" in known else {}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=job,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # else it looks its own name up, which not every machine can
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks print to this terminal, and no temporary files stay
+        signals_to_handle=",".join(each.name for each in handled_signals()),
+        **patience,
+    )
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keeps the launcher from reporting failures and signals in its own words beside ours."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _after_signal(number: signal.Signals, *, saved: bool) -> int:
+    """The launcher has forwarded the signal, and the ranks have left: before the first step, or their save failed."""
+    if saved:
+        return exit_code(number)
+    say(f"par-train: {number.name}: stopped without saving", sys.stderr)
+    return 128 + number
+
+
+def _after_failure(codes: dict[int, int]) -> int:
+    """A rank ended the job. What it had to say, it has said."""
+    if 2 in codes.values():
+        return 2
+    for number in SIGNALS:
+        if set(codes.values()) <= {0, 128 + number}:
+            return 128 + number
+    for rank, code in sorted(codes.items()):
+        if code < 0 and code != -signal.SIGTERM:
+            say(f"par-train: rank {rank} was ended by {signal.Signals(-code).name}", sys.stderr)
+    return 1

@@ -1,0 +1,133 @@
+"""How a rank is asked to leave: signals, and the death of the process that started it.
+
+Being asked only sets a field. The ranks agree on it in the all-reduce that each step makes anyway, so that they all
+leave after the same step.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from par_groups import read_environment
+
+from .output import drop_output
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Those that save and leave."""
+
+_PATIENCE = 30.0
+
+
+class StoppedEarly(Exception):  # noqa: N818 - nothing has failed
+    """All ranks leave before training has begun, and have changed nothing.
+
+    Args:
+        number: The signal that one of them got.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name}: stopped before training began")
+        self.number = number
+
+
+class Stop:
+    """What this rank was asked for; `signal` is 0 until then. `training` says whether the loop has begun."""
+
+    signal: int = 0
+    training: bool = False
+
+    def ask(self, number: int) -> None:
+        """Asks to leave as that signal does. The first one counts."""
+        self.signal = self.signal or number
+
+
+def catch_signals() -> Stop:
+    """Lets SIGTERM, SIGHUP and Ctrl-C ask instead of ending the process, for the rest of its life.
+
+    They are not given back: a second Ctrl-C while the process is leaving already must not break into that.
+    """
+    stop = Stop()
+
+    def handler(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python's signature
+        stop.ask(number)
+        if number == signal.SIGHUP:
+            leave_terminal()
+
+    for number in handled_signals():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have kept them back until now
+    return stop
+
+
+def handled_signals() -> list[signal.Signals]:
+    """Those of `SIGNALS` that this process catches: a SIGHUP that is ignored, as under nohup, stays so."""
+    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+
+
+def leave_terminal() -> None:
+    """After a SIGHUP: what is printed to a terminal that is gone is dropped, instead of failing."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            drop_output(descriptor)
+
+
+@contextmanager
+def keep_signals_from_children() -> Iterator[None]:
+    """Starts processes with those signals blocked, until they catch them: they would die of one that came earlier.
+
+    Children inherit what the thread that starts them blocks. A second thread keeps the signals open for this process,
+    whose handlers run in the main thread as ever.
+    """
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True, name="open-to-signals").start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
+def follow_launcher(stop: Stop, launcher: int) -> None:
+    """Leaves when the launching process dies, even if it was killed and could forward nothing.
+
+    A rank that is stuck, and so cannot leave after a step, is ended after some time; one whose training has not begun
+    has nothing to save, and is ended at once.
+
+    Args:
+        stop: Is asked as by SIGTERM.
+        launcher: The process id of this process's parent.
+    """
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        if not stop.training:
+            _end_before_training()
+        stop.ask(signal.SIGTERM)
+        time.sleep(_PATIENCE)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
+
+
+def _end_before_training() -> NoReturn:
+    """Ends this process, of which the first rank says so: even where nobody is left to read it."""
+    try:
+        if read_environment(os.environ).rank == 0:
+            print("par-train: the launcher is gone; stopped before training began", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
+def exit_code(number: int) -> int:
+    """Of a process that saved and left: SIGTERM and SIGHUP asked politely, Ctrl-C reports itself as shells expect."""
+    return 128 + signal.SIGINT if number == signal.SIGINT else 0

@@ -1,0 +1,92 @@
+"""What a strategy is told."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from par_groups import ProcessGroups
+from par_precision import precision_of
+
+from .handlers import DATA_PARALLEL, DEFAULT, kinds_of
+from .plugin import Plugin
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """What a strategy is told. Each field is a keyword of `Strategy`.
+
+    Args:
+        parallel: Sizes and modes of the axes, as `par_groups.Topology.from_config` takes them.
+        precision: "fp32", "bf16", ...; see `par_precision.mixed`.
+        zero: The ZeRO stage, or a mapping with `stage` and what else `par_zero.shard` takes.
+        clip_norm: The norm of all gradients together is brought down to this; None: never.
+        pipeline: `schedule` and `microbatches` of `execute_pipeline`, and what else `par_pipeline.Pipeline` takes.
+        mixed: What else `par_precision.mixed` takes, such as `scale`.
+        gradient_handlers: `dict(type=NAME, ...)` for each, in order; default: "data_parallel", "partial",
+            "pipeline_shared".
+        plugins: Plugins, names that a wheel declares, or "module:Class".
+        device: "auto": the accelerator of this rank if there is one, else the CPU. Or a device.
+        seed: Of weights that are made here, of the order of data, and of torch's generator in each step.
+        groups: Live groups to use, instead of making some for `parallel`.
+
+    Raises:
+        ValueError, TypeError: A value that makes no sense.
+    """
+
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    zero: int | Mapping[str, Any] = 0
+    clip_norm: float | None = None
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    mixed: Mapping[str, Any] = field(default_factory=dict)
+    gradient_handlers: Sequence[Mapping[str, Any]] = DEFAULT
+    plugins: Sequence[Plugin | str] = ()
+    device: str = "auto"
+    seed: int = 0
+    groups: ProcessGroups | None = None
+
+    def __post_init__(self) -> None:
+        precision_of(self.precision)
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero is {self.stage!r}; it can be 0, 1, 2 or 3")
+        own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
+        if own:
+            raise ValueError(f"pipeline has {own[0]!r}, which a strategy sets itself; leave it out")
+        if self.groups is not None and self.parallel:
+            raise ValueError(f"parallel is {dict(self.parallel)} and groups are given; give one of them")
+        if self.stage and not self.shards:
+            raise ValueError(
+                f"zero is {self.stage}, which reduces gradients itself, but gradient_handlers leave out "
+                f"{DATA_PARALLEL!r}; add it, or use zero=0"
+            )
+
+    @property
+    def zero_keywords(self) -> dict[str, Any]:
+        """What `par_zero.shard` is told."""
+        return {"stage": 0, **self.zero} if isinstance(self.zero, Mapping) else {"stage": self.zero}
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        stage: int = self.zero_keywords["stage"]
+        return stage
+
+    @property
+    def shards(self) -> bool:
+        """Whether par-zero averages gradients, and not a handler of the user's."""
+        return any(kind == DATA_PARALLEL for kind, _ in kinds_of(self.gradient_handlers or DEFAULT))
+
+    def described(self) -> str:
+        """What all ranks must have alike."""
+        plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
+        fields = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed)
+        return repr(_plain((self.parallel, *fields, self.gradient_handlers, plugins)))
+
+
+def _plain(value: Any) -> Any:
+    """The value without objects, whose addresses differ between ranks: their types stand for them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, str | int | float | None) else type(value).__name__

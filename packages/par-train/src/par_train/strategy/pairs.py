@@ -1,0 +1,90 @@
+"""Which optimizer trains which models, by the identity of their parameters. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .plan import Sizes
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """Models, the one optimizer that has their parameters, and its schedulers; what is trained together.
+
+    Args:
+        models: Mostly one; several share the optimizer.
+        optimizer: None: the model is only run.
+        schedulers: Of the optimizer.
+        sizes: What this rank has of the models, once that is known.
+    """
+
+    models: list[nn.Module]
+    optimizer: Optimizer | None = None
+    schedulers: list[Any] = field(default_factory=list)
+    sizes: Sizes | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, or all of them as one module."""
+        return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
+
+
+def pair(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> list[Pair]:
+    """Models, optimizers and schedulers that belong together, in the order of the models.
+
+    Raises:
+        ValueError: An optimizer that holds a parameter of no model here or has stepped, a model with two optimizers,
+            a scheduler whose optimizer is not here.
+    """
+    owner = {id(parameter): number for number, model in enumerate(models) for parameter in model.parameters()}
+    chosen: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for number in sorted(_models_of(optimizer, owner)):
+            if number in chosen:
+                raise ValueError(
+                    f"a {type(models[number]).__name__} has two optimizers, {_kind(chosen[number])} and "
+                    f"{_kind(optimizer)}; use one with a param group for each"
+                )
+            chosen[number] = optimizer
+    pairs = [
+        Pair(
+            models=[model for number, model in enumerate(models) if chosen.get(number) is optimizer],
+            optimizer=optimizer,
+            schedulers=[each for each in schedulers if each.optimizer is optimizer],
+        )
+        for optimizer in optimizers
+    ]
+    pairs += [Pair(models=[model]) for number, model in enumerate(models) if number not in chosen]
+    for scheduler in schedulers:
+        if not any(scheduler in each.schedulers for each in pairs):
+            raise ValueError(
+                f"the optimizer of the {_kind(scheduler)} is not here; initialize them together, with the optimizer "
+                "that the scheduler was made with"
+            )
+    return sorted(pairs, key=lambda each: min(models.index(model) for model in each.models))
+
+
+def _models_of(optimizer: Optimizer, owner: dict[int, int]) -> set[int]:
+    if optimizer.state:
+        raise ValueError(
+            f"the {_kind(optimizer)} has stepped already; initialize first, then load its state from a checkpoint"
+        )
+    found = set()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in owner:
+                raise ValueError(
+                    f"param_groups[{number}].params[{position}] of the {_kind(optimizer)}, of shape "
+                    f"{tuple(parameter.shape)}, is a parameter of no model here; initialize its model with it"
+                )
+            found.add(owner[id(parameter)])
+    if not found:
+        raise ValueError(f"the {_kind(optimizer)} has no parameters; give one that has a model's")
+    return found
+
+
+def _kind(given: object) -> str:
+    return type(given).__name__

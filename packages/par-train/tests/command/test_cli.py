@@ -1,0 +1,183 @@
+"""Mistakes in the input: one line, exit code 2, and no torch imported for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from par_train.command.cli import main
+from par_train.command.flags import plan_flags
+
+NO_TORCH = (
+    "import sys; sys.modules['torch'] = None; from par_train.command.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def without_torch(folder, *arguments, **variables):
+    """Runs the command in a Python in which importing torch is an error."""
+    return subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *arguments],
+        check=False,
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def assert_one_line(done, *words):
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("par-train: error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the same again " * 4000)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["none.toml"], ["cannot read the config file none.toml"]),
+        (["broken.toml"], ["broken.toml is not TOML", "mend that line"]),
+        (["typo.toml"], ["'train.step'", "did you mean 'train.steps'"]),
+        (["--train.step=3"], ["'train.step'", "did you mean 'train.steps'"]),
+        (["--resum=auto"], ["did you mean 'resume'"]),
+        (["--train.steps=many"], ["train.steps is 'many' (str)", "a whole number"]),
+        (["--train.steps"], ["expected one argument"]),
+        (["one.toml", "two.toml"], ["unexpected argument 'two.toml'"]),
+        (["--parallel.data=3"], ["3", "2 ranks"]),
+        (["--parallel.data"], ["needs an axis and a value"]),
+        (["--parallel.dta=2"], ["'dta'", "did you mean 'data'"]),
+        (["--parallel.tensor.size=2"], ["parallel['tensor'] has size 2 but no mode", "'1d'"]),
+        (["--parallel.tensor.mode=2d", "--ranks=3"], ["mode '2d' needs q*q ranks, but the size is 3"]),
+        (["--parallel.sequence=2"], ["parallel.sequence has size 2", "data, tensor and pipeline parallelism alone"]),
+        (["--parallel.pipeline=2", "--pipeline.schedule=1f2b"], ["pipeline.schedule '1f2b'", "1f1b", "zb_v"]),
+        (["--parallel.pipeline=2", "--pipeline.microbatches=64"], ["pipeline.microbatches is 64", "has 32 windows"]),
+        (["--parallel.pipeline=2", "--model.layers=1"], ["'1f1b' with 2 ranks: 1 layers cannot be cut into 2 parts"]),
+        (["--parallel.pipeline=2", "--pipeline.schedule=zb_h1", "--zero=3"], ["zero is 3", "'zb_h1'", "use zero 2"]),
+        (["--precision=fp64"], ["precision", "'fp64'", "bf16"]),
+        (["--train.batch_size=3"], ["train.batch_size 3", "2 data ranks", "use 4"]),
+        (["--model.heads=3"], ["model.width 128", "model.heads 3"]),
+        (["--data.folder=nowhere"], ["'nowhere'", "not a folder"]),
+        (["--data.folder=empty"], ["'empty' holds no text file"]),
+        (["--data.folder=short"], ["less than 4 windows of model.context 128"]),
+        (["--output=broken.toml"], ["cannot write to the output folder 'broken.toml'", "--output"]),
+        (["--output=broken.toml/below"], ["cannot write to the output folder 'broken.toml/below'"]),
+        (["--output=/proc/nothing"], ["cannot write to the output folder '/proc/nothing'"]),
+        (["--output=old"], ["'old' holds a run already", "--resume auto", "--overwrite"]),
+        (["--resume=auto", "--overwrite"], ["resume auto goes on, overwrite starts anew; give one"]),
+    ],
+)
+def test_mistakes(folder, flags, words):
+    (folder / "broken.toml").write_text("steps =")
+    (folder / "typo.toml").write_text("[train]\nstep = 3")
+    for name in ("empty", "short", "old"):
+        (folder / name).mkdir()
+    (folder / "short" / "a.txt").write_text("short")
+    (folder / "old" / "metrics.jsonl").write_text("{}")
+    assert_one_line(without_torch(folder, "run", "--data.folder=text", "--device=cpu", *flags), *words)
+    assert not (folder / "runs").exists() or "output" not in flags[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], ["--world is missing", "par-train plan --help"]),
+        (["--world=8"], ["--device-memory is missing", "80GB"]),
+        (["--world=8", "--device-memory=lots"], ["--device-memory is 'lots'", "80GiB"]),
+        (["--world=eight", "--device-memory=80GB"], ["--world is 'eight'", "a whole number"]),
+        (["--world=8", "--device-memory=80GB", "--top=0"], ["--top is 0", "above 0"]),
+        (["--world=8", "--device-memry=80GB"], ["unknown flag --device-memry", "did you mean --device-memory"]),
+        (["--world=8", "--device-memory=80GB", "--train.step=3"], ["did you mean 'train.steps'"]),
+        (["none.toml", "--world=8", "--device-memory=80GB"], ["cannot read the config file none.toml"]),
+    ],
+)
+def test_mistakes_of_a_plan(folder, flags, words):
+    assert_one_line(without_torch(folder, "plan", *flags), *words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--parallel.pipeline=3"], ["8 ranks", "pipeline 3"]),
+        (["--parallel.data=8", "--train.batch_size=12"], ["train.batch_size 12", "8 data ranks"]),
+        (["--parallel.pipeline=8"], ["4 layers cannot be cut into 8 parts"]),
+    ],
+)
+def test_a_world_that_the_config_does_not_divide(capsys, flags, words):
+    assert main(["plan", "--world=8", "--device-memory=80GB", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert all(word in said.err for word in words), said.err
+
+
+INTERRUPTED = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, path, target=None):
+        if name == "par_train.command.config":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+from par_train.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=60, env={}
+    )
+    assert (done.returncode, done.stderr) == (130, "par-train: SIGINT: stopped before training began\n")
+
+
+def test_no_command():
+    assert_one_line(without_torch("."), "par-train run")
+
+
+def test_an_unknown_command():
+    assert_one_line(without_torch(".", "rum"), "'rum'", "run")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["plan", "--help"], ["--version"]])
+def test_help_needs_no_torch(arguments):
+    done = without_torch(".", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "par-train" in done.stdout
+
+
+def test_help_names_every_key():
+    from par_train.command.config import settings
+
+    for command in ("run", "plan"):
+        text = without_torch(".", command, "--help").stdout
+        assert all(f"--{setting.key}" in text for setting in settings())
+    assert all(f"{name} " in text for name, _ in plan_flags())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_joined_ranks_the_master_speaks(folder, rank):
+    world = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = without_torch(folder, "run", "--train.batch_size=3", **world)
+    assert done.returncode == 2
+    assert done.stderr.count("par-train: error: ") == (rank == "0")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_number_of_ranks_that_others_have_not_started_is_refused(folder):
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert_one_line(without_torch(folder, "run", "--ranks=4", **world), "ranks is 4, but torchrun has started 2")
+
+
+def test_half_an_environment_is_named(folder):
+    done = without_torch(folder, "run", RANK="0", WORLD_SIZE="2", MASTER_PORT="1")
+    assert_one_line(done, "MASTER_ADDR")

@@ -1,0 +1,212 @@
+import json
+
+import pytest
+
+from par_train._errors import UserError
+from par_train.command.config import build_options, load_options, settings, to_tree
+from par_train.jobs.checks import check_config
+from par_train.jobs.options import Options, TrainOptions, learning_rate
+
+
+def write(folder, text, name="config.toml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_defaults_come_without_file_and_flags():
+    assert load_options(None, {}) == Options()
+
+
+def test_flags_win_over_the_file(tmp_path):
+    path = write(tmp_path, 'seed = 3\n[train]\nsteps = 10\nbatch_size = 8\n[data]\npatterns = ["*.py"]')
+    options = load_options(path, {"train.steps": "20", "data.patterns": "*.md,*.txt", "ranks": "4"})
+    assert (options.seed, options.train.steps, options.train.batch_size, options.ranks) == (3, 20, 8, 4)
+    assert options.data.patterns == ("*.md", "*.txt")
+
+
+def test_options_survive_the_way_to_a_rank():
+    flags = {"data.patterns": "*.py", "parallel.data": "2", "train.steps": "7", "plugins": "mine:Plugin,other"}
+    options = load_options(None, {**flags, "gradient_handlers": '[{type = "mine", weights = [1, 2]}]'})
+    assert build_options(json.loads(json.dumps(to_tree(options)))) == options
+
+
+PYTHON = """
+import math
+from pathlib import Path
+
+_width = 64
+
+
+class Helper:
+    pass
+
+
+def double(number):
+    return 2 * number
+
+
+seed = double(2)
+model = dict(width=_width, heads=2)
+train = dict(steps=10, learning_rate=math.sqrt(1e-4))
+data = dict(patterns=("*.py", "*.md"))
+parallel = dict(data=2, tensor=dict(size=2, mode="1d", sequence_parallel=True))
+gradient_handlers = [dict(type="Mine", axes=("row", "col"))]
+plugins = ["package.module:Plugin"]
+"""
+
+TOML = """
+seed = 4
+plugins = ["package.module:Plugin"]
+model = {width = 64, heads = 2}
+[train]
+steps = 10
+learning_rate = 0.01
+[data]
+patterns = ["*.py", "*.md"]
+[parallel]
+data = 2
+tensor = {size = 2, mode = "1d", sequence_parallel = true}
+[[gradient_handlers]]
+type = "Mine"
+axes = ["row", "col"]
+"""
+
+
+def test_a_python_file_means_what_the_same_toml_means(tmp_path):
+    python, toml = write(tmp_path, PYTHON, "config.py"), write(tmp_path, TOML)
+    options = load_options(python, {"train.steps": "20", "parallel.tensor.size": "4"})
+    assert options == load_options(toml, {"train.steps": "20", "parallel.tensor.size": "4"})
+    assert options.parallel["tensor"] == {"size": 4, "mode": "1d", "sequence_parallel": True}
+    assert options.gradient_handlers == ({"type": "Mine", "axes": ["row", "col"]},)
+    assert (options.plugins, options.train.steps) == (("package.module:Plugin",), 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed = 3\ntrain = dict(", ["config.py, line 2", "SyntaxError", "never closed"]),
+        ("seed = 3\n\ntrain = 1 / 0\nseed = 4", ["config.py, line 3", "ZeroDivisionError: division by zero"]),
+        ("def _f():\n    return x\nseed = _f()", ["config.py, line 2", "NameError", "'x'"]),
+        ("import no_such_module", ["config.py, line 1", "ModuleNotFoundError", "no_such_module"]),
+        ("seed = 3\nraise SystemExit(3)", ["config.py, line 2", "SystemExit: 3"]),
+        ("trian = dict(steps=3)", ["'trian'", "did you mean 'train'"]),
+        ("parallel = dict(data={1, 2})", ["parallel.data holds {1, 2} (set)", "lists and tables alone"]),
+        ("gradient_handlers = [dict(type='a', f=print)]", ["gradient_handlers.f holds", "builtin_function"]),
+        ("gradient_handlers = [dict(kind='Mine')]", ["gradient_handlers is", "a list of tables with a type"]),
+        ("gradient_handlers = ['Mine']", ["gradient_handlers is ['Mine']", "a list of tables with a type"]),
+        ("plugins = [1]", ["plugins is [1]", "a list of strings"]),
+    ],
+)
+def test_wrong_python_files_name_the_line_or_the_key(tmp_path, text, words):
+    with pytest.raises(UserError) as caught:
+        load_options(write(tmp_path, text, "config.py"), {})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"tensr": 2}, ["unknown key 'tensr'", "did you mean 'tensor'"]),
+        ({"tensor": {"size": 8, "mode": "1d"}}, ["model.heads 4 does not divide by 8 tensor ranks"]),
+        ({"tensor": {"size": 2, "mode": "1d", "kv_heads": 1}}, ["parallel.tensor has kv_heads", "drop it"]),
+        ({"data": {"size": 2, "shards": 1}}, ["parallel['data'] has the unknown key 'shards'", "a size alone"]),
+        ({"pipeline": {"sizes": 2}}, ["parallel['pipeline']", "without a size"]),
+        ({"tensor": {"size": 2, "mod": "1d"}}, ["parallel['tensor'] has ['mod'] but no mode"]),
+        ({"tensor": {"mode": "1d", "sizes": 2}}, ["mode '1d' takes no option 'sizes'"]),
+        ({"tensor": {"size": 2, "mode": "1dd"}}, ["'1dd'", "did you mean '1d'"]),
+        ({"tensor": {"size": 2, "mode": "1d", "sequence_paralel": True}}, ["did you mean 'sequence_parallel'"]),
+        ({"tensor": {"size": 8, "mode": "2.5d", "dept": 2}}, ["no option 'dept'", "did you mean 'depth'"]),
+    ],
+)
+def test_a_misspelt_key_of_parallel_is_refused_without_ranks(parallel, words):
+    with pytest.raises(UserError) as caught:
+        check_config(build_options({"parallel": parallel}), 8)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_whole_number_is_a_number():
+    assert isinstance(load_options(None, {"train.learning_rate": "1"}).train.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parallel"),
+    [
+        ({"parallel.data": "2"}, {"data": 2}),
+        ({"parallel.tensor.size": "4", "parallel.tensor.mode": "2.5d"}, {"tensor": {"size": 4, "mode": "2.5d"}}),
+        ({"parallel.tensor": "2", "parallel.tensor.mode": "1d"}, {"tensor": {"size": 2, "mode": "1d"}}),
+        ({"parallel.tensor.sequence_parallel": "true"}, {"tensor": {"sequence_parallel": True}}),
+    ],
+)
+def test_parallel_is_a_free_dict(flags, parallel):
+    assert load_options(None, flags).parallel == parallel
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"train.step": "1"}, ["train.step", "did you mean 'train.steps'"]),
+        ({"steps": "1"}, ["did you mean 'train.steps'"]),
+        ({"train": "5"}, ["train is a table", "train.steps"]),
+        ({"train.learning_rate": "9" * 400}, ["train.learning_rate"]),
+        ({"xyzzy": "1"}, ["unknown key 'xyzzy'", "train.steps"]),
+        ({"train.steps": "many"}, ["train.steps", "'many'", "a whole number"]),
+        ({"train.steps": "0"}, ["train.steps", "0", "at least 1"]),
+        ({"train.steps": "1.5"}, ["train.steps", "1.5", "a whole number"]),
+        ({"train.learning_rate": "nan"}, ["train.learning_rate", "nan", "finite"]),
+        ({"train.learning_rate": "inf"}, ["train.learning_rate", "inf", "finite"]),
+        ({"data.validation_fraction": "1.5"}, ["data.validation_fraction", "1.5", "at most 0.9"]),
+        ({"resume": "yes"}, ["resume", "'yes'", "'no' or 'auto'"]),
+        ({"ranks": "some"}, ["ranks", "'some'", "a whole number or 'auto'"]),
+        ({"ranks": "0"}, ["ranks", "at least 1"]),
+        ({"train.clip_norm": "0"}, ["train.clip_norm is 0.0; it must be at least 1e-12 and finite"]),
+        ({"gradient_handlers": "Mine"}, ["gradient_handlers is 'Mine'", "a list of tables with a type"]),
+    ],
+)
+def test_wrong_flags_name_key_value_and_rule(flags, words):
+    with pytest.raises(UserError) as caught:
+        load_options(None, flags)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_whole_number_is_not_told_to_be_finite():
+    with pytest.raises(UserError, match=r"^train\.steps is 0; it must be at least 1$"):
+        load_options(None, {"train.steps": "0"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps = ", ["config.toml", "is not TOML"]),
+        ("[train]\nsteps = true", ["train.steps", "True", "bool", "a whole number"]),
+        ("[train]\nsteps = '3'", ["train.steps", "'3'", "str", "a whole number"]),
+        ("[data]\npatterns = '*.py'", ["data.patterns", "a list of strings"]),
+        ("[data]\npatterns = [1]", ["data.patterns", "a list of strings"]),
+        ("[trian]\nsteps = 3", ["'trian'", "did you mean 'train'"]),
+        ("train = 3", ["train", "3", "[train]"]),
+        ("parallel = 3", ["parallel", "3", "a table"]),
+    ],
+)
+def test_wrong_files_name_key_value_and_rule(tmp_path, text, words):
+    with pytest.raises(UserError) as caught:
+        load_options(write(tmp_path, text), {})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read the config file .*none\.toml: No such file"):
+        load_options(tmp_path / "none.toml", {})
+
+
+def test_every_key_has_help():
+    assert all(setting.help for setting in settings())
+
+
+def test_learning_rate_warms_up_and_decays():
+    options = TrainOptions(steps=100, warmup_steps=10, learning_rate=2.0, final_learning_rate=0.1)
+    rates = [learning_rate(options, step) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == 2.0
+    assert rates[54] == pytest.approx(1.1)  # half of the cosine: the middle between 2.0 and 0.2
+    assert rates[99] == pytest.approx(0.2)
+    assert rates[9:] == sorted(rates[9:], reverse=True)

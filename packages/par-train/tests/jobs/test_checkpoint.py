@@ -1,0 +1,106 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import par_train
+from par_precision import mixed
+from par_train._errors import UserError
+from par_train.jobs.checkpoint import (
+    TrainingState,
+    check_continues,
+    find_state,
+    load_checkpoint,
+    load_state,
+    save_checkpoint,
+)
+from par_train.jobs.options import ModelOptions, Options, TrainOptions
+from par_train.jobs.trainer import make_optimizer
+
+OPTIONS = Options(model=ModelOptions(width=16, layers=1, heads=2, context=8), seed=5)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = par_train.GPT(OPTIONS.model)
+    _, optimizer = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
+    model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    state = TrainingState(step=3, samples=12, seconds=1.5, text="digest")
+    save_checkpoint(tmp_path / "checkpoint", model, optimizer, OPTIONS, state)
+    return tmp_path / "checkpoint", model, optimizer, state
+
+
+def test_the_model_comes_back(saved):
+    path, model, _, _ = saved
+    loaded = par_train.load_model(path)
+    assert loaded.options == OPTIONS.model
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_training_state_comes_back(saved):
+    path, _, optimizer, _ = saved
+    loaded = load_state(path)
+    assert (loaded.step, loaded.samples, loaded.seconds, loaded.text) == (3, 12, 1.5, "digest")
+    model = par_train.GPT(OPTIONS.model)
+    _, again = mixed(model, make_optimizer(model, TrainOptions()), "fp32")
+    load_checkpoint(path, model, again)
+    for number, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            assert torch.equal(again.state_dict()["state"][number][name], value)
+
+
+def test_no_file_knows_the_number_of_ranks(saved):
+    path, *_ = saved
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    assert files == [
+        "config.json",
+        "model.safetensors",
+        "optimizer/optimizer-00001-of-00001.safetensors",
+        "optimizer/optimizer.safetensors.index.json",
+        "par_checkpoint.json",
+    ]
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no checkpoint .*nothing"):
+        par_train.load_model(tmp_path / "nothing")
+
+
+def test_no_checkpoint_is_none_to_go_on_from(tmp_path):
+    assert find_state(tmp_path / "nothing") is None
+
+
+def test_another_format_is_refused(saved):
+    path, *_ = saved
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "format": 99}))
+    with pytest.raises(ValueError, match="has format 99, this par-train reads 3"):
+        par_train.load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "message"),
+    [
+        (Options(model=ModelOptions(width=32, layers=1, heads=2, context=8), seed=5), "digest", "model.width 16"),
+        (Options(model=OPTIONS.model, seed=6), "digest", "seed 5, but the config says 6"),
+        (OPTIONS, "another", "the text is not what"),
+        (replace(OPTIONS, precision="bf16"), "digest", "'fp32', which 'bf16' keeps in another dtype"),
+    ],
+)
+def test_going_on_with_another_run_is_refused(saved, options, text, message):
+    path, _, _, state = saved
+    check_continues(path, OPTIONS, state, "digest")
+    check_continues(path, replace(OPTIONS, precision="bf16-amp"), state, "digest")
+    with pytest.raises(UserError, match=f"{message}.* or start anew with --overwrite, and without --resume$"):
+        check_continues(path, options, state, text)
+
+
+@pytest.mark.parametrize("data", [b"", b"no json", None])
+def test_a_broken_training_state_is_named(saved, data):
+    path, *_ = saved
+    file = path / "par_checkpoint.json"
+    file.write_bytes(data) if data is not None else file.unlink()
+    with pytest.raises(UserError, match=r"is no checkpoint of a run: .* with --overwrite, and without --resume$"):
+        find_state(path)

@@ -1,0 +1,85 @@
+import re
+
+import pytest
+
+from par_train._errors import UserError
+from par_train.jobs.options import DataOptions
+from par_train.jobs.text import read_text, source_folder
+
+
+def read(folder, **options):
+    return read_text(DataOptions(folder=str(folder), **options))
+
+
+def fill(folder, files):
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def test_takes_text_and_leaves_the_rest(tmp_path):
+    taken = {"a.txt": b"one ", "deep/er/b.py": b"two ", "umlaut.md": "drüben ".encode()}
+    left = {"nul.bin": b"\0", "latin.txt": b"\xe4", ".git/c": b"hidden", "__pycache__/d": b"e", "site-packages/f": b"g"}
+    fill(tmp_path, {**taken, **left})
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "linked").symlink_to(tmp_path / "deep")
+    text = read(tmp_path)
+    whole = text.train + text.held_out
+    assert text.files == len(taken)
+    assert len(whole) == sum(map(len, taken.values()))
+    assert all(data in whole for data in taken.values())
+
+
+def test_patterns_choose_files(tmp_path):
+    fill(tmp_path, {"a.txt": b"text", "b/c.py": b"code", "d.md": b"mark"})
+    assert read(tmp_path, patterns=("*.py", "*.md")).files == 2
+
+
+def test_order_is_shuffled_but_fixed(tmp_path):
+    names = [f"{number:02}" for number in range(20)]
+    fill(tmp_path / "one", {name: name.encode() for name in names})
+    fill(tmp_path / "two", {name: name.encode() for name in reversed(names)})
+    one, two = read(tmp_path / "one"), read(tmp_path / "two")
+    assert one.train + one.held_out == two.train + two.held_out != "".join(names).encode()
+    assert one.digest == two.digest
+
+
+def test_the_last_part_is_held_out(tmp_path):
+    fill(tmp_path, {"a": bytes(range(1, 101))})
+    text = read(tmp_path, validation_fraction=0.2)
+    assert text.train == bytes(range(1, 81))
+    assert text.held_out == bytes(range(81, 101))
+
+
+def test_digest_sees_bytes_and_cut(tmp_path):
+    fill(tmp_path, {"a/a": b"0123456789" * 9, "b/a": b"0123456780" * 9})
+    digests = {read(tmp_path / "a").digest, read(tmp_path / "b").digest}
+    digests.add(read(tmp_path / "a", validation_fraction=0.5).digest)
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: None, "is not a folder"),
+        (lambda folder: folder.write_text("a file"), "is not a folder"),
+        (lambda folder: folder.mkdir(), "holds no text file; name a folder"),
+        (lambda folder: fill(folder, {"a.bin": b"\0"}), "holds no text file; name a folder"),
+    ],
+)
+def test_a_folder_without_text_is_named(tmp_path, prepare, message):
+    folder = tmp_path / "corpus"
+    prepare(folder)
+    with pytest.raises(UserError, match=rf"{re.escape(str(folder))}.*{message}"):
+        read(folder)
+
+
+def test_patterns_that_match_nothing_are_named(tmp_path):
+    fill(tmp_path, {"a.txt": b"text"})
+    with pytest.raises(UserError, match=r"no text file that matches \*\.py"):
+        read(tmp_path, patterns=("*.py",))
+
+
+def test_the_default_is_the_standard_library():
+    assert (source_folder(DataOptions()) / "dataclasses.py").is_file()

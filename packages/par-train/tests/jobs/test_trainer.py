@@ -1,0 +1,149 @@
+"""The trainer on ranks of its own: pipelines and precisions against plain torch on one device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from par_groups import ProcessGroups, Topology
+from par_pipeline.schedules.registry import SCHEDULES
+from par_train.jobs.gpt import GPT
+from par_train.jobs.options import DataOptions, ModelOptions, Options, PipelineOptions, TrainOptions, learning_rate
+from par_train.jobs.text import Text
+from par_train.jobs.trainer import Trainer, make_optimizer
+
+WHOLE_BACKWARDS = ["gpipe", "1f1b", "interleaved", "looped_bfs"]
+SPLIT_BACKWARDS = ["zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
+PRECISIONS = ["bf16", "bf16-amp", "fp16", "fp16-amp", "bf16-sr", "fp8"]
+STEPS = 3
+TOLERANCE = 1e-5  # relative; float32 sums over microbatches in another order
+
+
+def text():
+    generator = torch.Generator().manual_seed(0)
+    data = bytes((torch.randint(0, 9, (5000,), generator=generator).cumsum(0) % 97).tolist())
+    return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
+
+
+def options(**changes):
+    model = ModelOptions(width=16, layers=4, heads=2, context=16, tied=changes.pop("tied", False))
+    train = TrainOptions(steps=20, batch_size=8, warmup_steps=1, learning_rate=1e-2)
+    return Options(model=model, train=train, **changes)
+
+
+def trained(chosen, groups, steps=STEPS):
+    """A trainer after some steps, and what they gave."""
+    trainer = Trainer(chosen, text(), groups, torch.device("cpu"))
+    return trainer, [trainer.advance(0) for _ in range(steps)]
+
+
+def expected(chosen):
+    """The same on one device, in plain torch: model, losses, norms and validation loss."""
+    with ProcessGroups(Topology.from_config({}, dist.get_world_size())) as groups:
+        data = Trainer(chosen, text(), groups, torch.device("cpu"))  # for its batches alone
+    model = GPT(chosen.model, seed=chosen.seed)
+    optimizer = make_optimizer(model, chosen.train)
+    losses, norms = [], []
+    for step in range(STEPS):
+        windows = data._order.batch(step * chosen.train.batch_size, chosen.train.batch_size)
+        inputs, targets = data._tokens(data._train_text, windows)
+        loss = model.loss(model(inputs), targets)
+        loss.backward()
+        norms.append(float(clip_grad_norm_(model.parameters(), chosen.train.clip_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(chosen.train, step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    inputs, targets = data._tokens(data._held_out, data._validation)
+    with torch.no_grad():
+        return model, losses, norms, model.loss(model(inputs), targets).item()
+
+
+def assert_same_run(trainer, results, reference):
+    model, losses, norms, validation = reference
+    assert [each.loss for each in results] == pytest.approx(losses, rel=TOLERANCE)
+    assert [each.gradient_norm for each in results] == pytest.approx(norms, rel=TOLERANCE)
+    assert trainer.validate() == pytest.approx(validation, rel=TOLERANCE)
+    whole = dict(model.named_parameters())
+    own = dict(trainer.model.named_parameters())
+    assert own
+    for name, parameter in own.items():
+        if parameter.shape == whole[name].shape:  # not a tensor-parallel part
+            # Adam divides by the size of a gradient: where that is a rounding error, a hundredth of a step may differ.
+            torch.testing.assert_close(parameter, whole[name], rtol=1e-3, atol=3e-4)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedules", [WHOLE_BACKWARDS, SPLIT_BACKWARDS], ids=["whole backwards", "split backwards"])
+def test_every_schedule_trains_as_one_device_does(schedules, tied):
+    reference = expected(options(tied=tied))
+    for name in schedules:
+        with ProcessGroups(Topology.from_config({"pipeline": 2}, 2)) as groups:
+            chosen = options(tied=tied, pipeline=PipelineOptions(schedule=name, microbatches=4))
+            assert_same_run(*trained(chosen, groups), reference)
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("zero", range(4))
+def test_pipelines_of_replicas_that_share_their_state(zero):
+    reference = expected(options(tied=True))
+    for name in ("1f1b", "interleaved" if zero == 3 else "zb_v"):
+        with ProcessGroups(Topology.from_config({"pipeline": 2}, 4)) as groups:
+            chosen = options(tied=True, zero=zero, pipeline=PipelineOptions(schedule=name, microbatches=3))
+            assert_same_run(*trained(chosen, groups), reference)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_a_pipeline_of_cut_layers():
+    reference = expected(options(tied=True))
+    with ProcessGroups(Topology.from_config({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)) as groups:
+        chosen = options(tied=True, zero=1, pipeline=PipelineOptions(schedule="zb_h1"))
+        assert_same_run(*trained(chosen, groups), reference)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=["data", "pipeline"])
+def test_every_precision_trains_about_as_fp32_does(precision, axes):
+    """After 12 steps; 3 % is some 30 roundings of bf16."""
+    losses = []
+    for name in ("fp32", precision):
+        with ProcessGroups(Topology.from_config(axes, 2)) as groups:
+            _, results = trained(options(precision=name), groups, steps=12)
+            assert not any(each.skipped for each in results)
+            losses.append(results[-1].loss)
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+    assert losses[1] < 0.95 * results[0].loss
+
+
+@pytest.mark.ranks(2)
+def test_a_scale_that_is_too_large_is_agreed_on_and_the_step_is_said_to_be_skipped():
+    with ProcessGroups(Topology.from_config({}, 2)) as groups:
+        trainer = Trainer(options(precision="fp16"), text(), groups, torch.device("cpu"))
+        before = [each.clone() for each in trainer.model.parameters()]
+        trainer.optimizer.scaling.scale.value.fill_(2.0**24)
+        result = trainer.advance(0)
+        assert result.skipped
+        assert all(torch.equal(*each) for each in zip(before, trainer.model.parameters(), strict=True))
+        assert float(trainer.optimizer.scaling.scale.value) == 2.0**23
+
+
+def test_no_schedule_is_forgotten_here():
+    own = {name for name in SCHEDULES.names() if SCHEDULES[name].__module__.startswith("par_pipeline.")}
+    assert own == {*WHOLE_BACKWARDS, *SPLIT_BACKWARDS}
+
+
+@pytest.mark.ranks(2)
+def test_validation_windows_that_replicas_cannot_share_evenly():
+    """Stage 3 gathers in each forward, so all must make as many."""
+    found = []
+    for zero in (0, 3):
+        with ProcessGroups(Topology.from_config({}, 2)) as groups:
+            data = DataOptions(validation_windows=9)
+            trainer = Trainer(options(zero=zero, data=data), text(), groups, torch.device("cpu"))
+            found.append(trainer.validate())
+    assert found[0] == pytest.approx(found[1], rel=TOLERANCE)

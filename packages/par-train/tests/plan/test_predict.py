@@ -1,0 +1,144 @@
+"""Predictions of whole configurations: pure, for any world."""
+
+from dataclasses import replace
+
+import pytest
+
+from par_groups import Topology
+from par_train.plan.options import NUMBERS, Job, Machine
+from par_train.plan.predict import MARGIN, predict, predict_parameters
+from par_train.plan.shape import Shape
+
+SHAPE = Shape(layers=16, width=1024, heads=16, context=512)
+JOB = Job(batch=64, precision="bf16")
+IN_1D = {"size": 4, "mode": "1d"}
+
+
+def topology(world, **parallel):
+    return Topology.from_config(parallel, world)
+
+
+def made(world, job=JOB, machine=None, shape=SHAPE, **parallel):
+    return predict(shape, topology(world, **parallel), job, machine)
+
+
+def test_devices_share_the_arithmetic():
+    one = made(1)
+    flops = 64 * 512 * 6 * 12 * 16 * 1024**2
+    assert one.busiest.seconds["compute"] == pytest.approx(flops / (989e12 * 0.5), rel=0.1)  # attention is beside it
+    for world, parallel in ((8, {}), (4, {"tensor": IN_1D}), (4, {"pipeline": 4})):
+        found = made(world, replace(JOB, microbatches=8), **parallel)
+        assert found.busiest.seconds["compute"] == pytest.approx(one.seconds / world, rel=0.02)  # the head is on one
+
+
+def test_a_bubble_takes_its_part_of_the_time():
+    found = made(4, replace(JOB, microbatches=8), pipeline=4)
+    assert found.bubble == pytest.approx(3 / 11)
+    seconds = found.busiest.seconds
+    assert seconds["bubble"] / (found.seconds - seconds["data"]) == pytest.approx(3 / 11)
+
+
+def test_each_stage_takes_less_memory_than_the_one_before():
+    states = [made(8, replace(JOB, zero=zero)).memory.state for zero in range(4)]
+    assert states == sorted(states, reverse=True)
+    parameters = SHAPE.parameters
+    assert states == pytest.approx([parameters * each for each in (16, 4 + 12 / 8, 2 + 14 / 8, 16 / 8)])
+
+
+def test_a_group_inside_a_node_is_faster_than_one_across_nodes():
+    near = made(32, tensor=IN_1D)
+    far = made(32, tensor=IN_1D, machine=Machine(devices_per_node=2))
+    assert far.busiest.seconds["tensor"] > 5 * near.busiest.seconds["tensor"]
+    replicas = [made(32, machine=Machine(devices_per_node=each)).busiest.seconds["data"] for each in (8, 32)]
+    assert replicas[0] > replicas[1]  # a group over two nodes is across nodes
+
+
+def test_traffic_hides_behind_backward_as_far_as_that_lasts():
+    slow = Machine(network=1e9)
+    assert made(16).busiest.seconds["data"] < made(16, machine=slow).busiest.seconds["data"]
+    exposed = made(16, replace(JOB, batch=4096)).busiest.seconds["data"]
+    assert exposed == pytest.approx(4 * 10e-6, rel=0.01)  # one collective for flags, over 16 ranks
+
+
+def test_the_terms_are_the_time_and_the_largest_is_the_bound():
+    found = made(8, replace(JOB, microbatches=8), pipeline=2)
+    assert sum(found.busiest.seconds.values()) == found.seconds
+    assert found.seconds == max(sum(each.seconds.values()) for each in found.ranks)
+    assert found.bound == "compute"
+    assert made(8, replace(JOB, batch=8, microbatches=1), pipeline=8).bound == "bubble"
+
+
+def test_what_fits_leaves_a_margin():
+    found = made(8)
+    assert found.fits(Machine(memory=found.memory.total / (1 - MARGIN) + 1))
+    assert not found.fits(Machine(memory=found.memory.total))
+
+
+def test_the_fullest_rank_of_a_pipeline_counts():
+    found = made(4, replace(JOB, microbatches=8), pipeline=4)
+    assert [each.place for each in found.ranks] == ["first", "middle", "last"]
+    assert found.memory is found.ranks[0].memory  # 1F1B keeps most there
+    small = [each.memory.activations for each in found.ranks]
+    assert small[0] > small[1] > small[2]
+
+
+def test_microbatches_that_differ_by_a_row():
+    even, uneven = (made(1, replace(JOB, microbatches=each)) for each in (32, 33))
+    assert even.memory.activations == uneven.memory.activations  # of the larger ones
+    assert even.seconds == uneven.seconds
+
+
+def test_float8_takes_less_for_the_inputs_of_products():
+    activations = [made(1, replace(JOB, precision=each)).memory.activations for each in ("fp32", "bf16", "fp8")]
+    assert activations == sorted(activations, reverse=True)
+
+
+def test_parameters_alone():
+    job = Job(batch=1, zero=3, precision="bf16")
+    memory, moves = predict_parameters(1_000_000, 100_000, ranks=8, job=job)
+    assert memory.state == 16 * 1_000_000 / 8
+    assert {move.what: move.bytes for move in moves} == {
+        "gradients": 2 * 1_000_000 * 7 / 8,
+        "parameters": 2 * 2 * 1_000_000 * 7 / 8,
+        "flags": 2 * 4 * 7 / 8,
+    }
+    assert predict_parameters(10, 10, ranks=1, job=job)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "parallel", "message"),
+    [
+        (3, {}, {}, "batch of 64 does not divide over 3 data ranks"),
+        (1, {"microbatches": 65}, {}, "into 65 microbatches"),
+        (32, {}, {"tensor": {"size": 32, "mode": "1d"}}, "model.heads is 16"),
+        (4, {"microbatches": 64}, {"tensor": {"size": 4, "mode": "2d"}}, "rows of a microbatch is 1"),
+        (4, {"precision": "fp8"}, {"tensor": {"size": 4, "mode": "2d"}}, "'fp8'"),
+        (32, {}, {"pipeline": 32}, "16 layers cannot be cut into the 32 stages"),
+        (4, {"schedule": "zb_h1", "zero": 3, "microbatches": 8}, {"pipeline": 4}, "zero 3"),
+        (4, {"schedule": "1f2b", "microbatches": 8}, {"pipeline": 4}, "1f2b"),
+        (4, {}, {"sequence": 2}, "other axes"),
+    ],
+)
+def test_what_does_not_go_together_is_named(world, changes, parallel, message):
+    with pytest.raises(ValueError, match=message):
+        made(world, replace(JOB, **changes), **parallel)
+
+
+def test_a_job_has_a_stage_and_a_precision_that_there_are():
+    with pytest.raises(ValueError, match="zero is 4"):
+        Job(batch=1, zero=4)
+    with pytest.raises(ValueError, match="'fp64'; it can be fp32"):
+        Job(batch=1, precision="fp64")
+
+
+def test_a_machine_has_numbers_above_0():
+    with pytest.raises(ValueError, match="network is 0"):
+        Machine(network=0)
+
+
+def test_every_precision_of_the_main_job_is_known():
+    from typing import get_args, get_type_hints
+
+    from par_train.jobs.options import Options
+
+    assert set(get_args(get_type_hints(Options)["precision"])) == set(NUMBERS)

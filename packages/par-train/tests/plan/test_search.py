@@ -1,0 +1,111 @@
+"""The search: what is allowed, and that leaving out what cannot win changes nothing."""
+
+import time
+
+import pytest
+
+from par_groups import Topology
+from par_train.jobs.checks import check_config
+from par_train.jobs.options import ModelOptions, Options, PipelineOptions, TrainOptions
+from par_train.plan.options import Job, Machine
+from par_train.plan.predict import predict
+from par_train.plan.search import configurations, rank, tensor_configs, variants
+from par_train.plan.shape import Shape
+
+SHAPE = Shape(layers=8, width=512, heads=8, context=256)
+JOB = Job(batch=64, precision="bf16")
+
+
+def all_of(shape, world, job):
+    for topology, frame in configurations(shape, world, job):
+        for each in variants(topology, frame):
+            try:
+                yield predict(shape, topology, each)
+            except ValueError:  # dualpipe_v wants more microbatches
+                assert each.schedule == "dualpipe_v" or topology.size("pipeline") > shape.layers // 2
+
+
+def test_every_configuration_can_be_run():
+    """The main job takes it, and no rank is left over."""
+    model = ModelOptions(width=512, layers=8, heads=8, context=256)
+    found = list(all_of(SHAPE, 16, JOB))
+    assert len(found) > 200
+    for each in found:
+        topology, job = each.topology, each.job
+        mode, options = topology.modes.get("tensor", (None, {}))
+        tensor = {"tensor": {"size": topology.size("tensor"), "mode": mode, **options}} if mode else {}
+        chosen = Options(
+            model=model,
+            train=TrainOptions(batch_size=64),
+            zero=job.zero,
+            precision=job.precision,
+            pipeline=PipelineOptions(schedule=job.schedule, microbatches=job.microbatches),
+            parallel={"pipeline": topology.size("pipeline"), **tensor},
+        )
+        assert check_config(chosen, 16).axes == topology.axes
+
+
+def test_all_modes_and_stages_are_looked_at():
+    found = list(all_of(SHAPE, 16, JOB))
+    modes = {each.topology.modes.get("tensor", (None, {}))[0] for each in found}
+    assert modes == {None, "1d", "2d", "2.5d", "3d"}
+    assert {each.job.zero for each in found} == {0, 1, 2, 3}
+    assert {each.topology.size("pipeline") for each in found} == {1, 2, 4, 8}
+    assert any(each.topology.modes.get("tensor", (None, {}))[1].get("sequence_parallel") for each in found)
+
+
+def test_float8_is_not_planned_where_it_cannot_multiply():
+    assert {each.get("mode") for each in tensor_configs(SHAPE, 64, "fp8")} == {None, "1d"}
+
+
+@pytest.mark.parametrize("memory", [1e12, 2e9, 0.8e9])
+@pytest.mark.parametrize("world", [8, 16])
+def test_what_is_left_out_would_not_have_won(world, memory):
+    machine = Machine(memory=memory, network=5e9)
+    best = {}
+    for topology, frame in configurations(SHAPE, world, JOB):
+        for job in variants(topology, frame):
+            try:
+                made = predict(SHAPE, topology, job, machine)
+            except ValueError:
+                continue
+            if made.fits(machine):
+                key = topology.to_json()
+                best[key] = min(best.get(key, made.seconds), made.seconds)
+    found = rank(SHAPE, world, JOB, machine, top=5)
+    assert [each.seconds for each in found.best] == sorted(best.values())[:5]
+
+
+def test_no_topology_is_shown_twice():
+    found = rank(SHAPE, 16, JOB, Machine(memory=80e9), top=8).best
+    assert len({each.topology.to_json() for each in found}) == 8
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+
+
+def test_if_nothing_fits_the_smallest_is_given():
+    found = rank(SHAPE, 8, JOB, Machine(memory=1e7))
+    assert not found.best
+    everything = list(all_of(SHAPE, 8, JOB))
+    assert found.nearest.memory.total == min(each.memory.total for each in everything)
+
+
+def test_a_batch_that_no_world_divides():
+    found = rank(Shape(layers=3, width=96, heads=3, context=8), 7, Job(batch=5), Machine(memory=80e9))
+    assert (found.best, found.nearest, found.frames) == ((), None, 0)
+
+
+@pytest.mark.parametrize("world", [8, 64, 1024, 102_400])
+def test_the_largest_models_are_planned_in_seconds(world):
+    """1T parameters take a second on an idle core; ten leave room for a busy one."""
+    shape = Shape(layers=128, width=25600, heads=160, context=4096)
+    start = time.process_time()
+    found = rank(shape, world, Job(batch=12_800, precision="bf16"), Machine(memory=80e9))
+    assert time.process_time() - start < 10
+    assert bool(found.best) == (world >= 1024)
+
+
+def test_a_topology_of_many_devices_is_predicted_without_them():
+    topology = Topology.from_config({"pipeline": 64, "tensor": {"size": 8, "mode": "1d"}}, 102_400)
+    shape = Shape(layers=128, width=25600, heads=160, context=4096)
+    made = predict(shape, topology, Job(batch=12_800, zero=1, precision="bf16", microbatches=64))
+    assert made.bubble == pytest.approx(63 / 127)

@@ -1,0 +1,132 @@
+import json
+import resource
+import sys
+from types import ModuleType
+
+import pytest
+
+from par_train.run.metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
+
+
+def metrics(step, validation_loss=None):
+    return Metrics(
+        step=step,
+        loss=5.0 / step,
+        validation_loss=validation_loss,
+        learning_rate=0.1,
+        tokens=10 * step,
+        seconds=step,
+        tokens_per_second=10,
+        gradient_norm=None,
+    )
+
+
+def write(path, steps):
+    file = MetricsFile(path)
+    for step in steps:
+        file.append(metrics(step))
+    file.close()
+
+
+def test_a_line_holds_what_was_measured():
+    assert "validation_loss" not in json.loads(metrics(1).to_json())
+    assert json.loads(metrics(2, 4.0).to_json())["validation_loss"] == 4.0
+
+
+def test_going_on_forgets_what_came_after_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 6))
+    truncate_metrics(path, 3)
+    write(path, [4])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_a_line_cut_off_by_a_crash_is_forgotten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    truncate_metrics(path, 9)
+    write(path, [3])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "loss": 1\xff}\n', b"\0" * 9, b"[1]\n", b"3\n", b'{"loss": 1}\n', b'{"step": null}\n']
+)
+def test_what_a_crash_spoils_ends_the_file(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    with path.open("ab") as file:
+        file.write(torn)
+    write(path, [4])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    truncate_metrics(path, 9)
+    write(path, [3])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
+    path, before = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = MetricsFile(path)
+    file.append(metrics(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))  # a file grows no further
+    try:
+        with pytest.raises(OSError, match=r"cannot write '.+/metrics\.jsonl': .+File too large"):
+            file.append(metrics(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    file.close()
+
+
+def test_the_curve_is_a_picture(tmp_path):
+    lines = [json.loads(metrics(step, 4.0 if step % 2 else None).to_json()) for step in range(1, 5)]
+    draw_loss(tmp_path / "loss.png", lines)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    draw_loss(tmp_path / "loss.png", [])  # stopped before the first step
+
+
+class Writer:
+    """Stands for TensorBoard's: notes what it is told."""
+
+    made = ()
+
+    def __init__(self, folder, purge_step):
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+        folder.mkdir(exist_ok=True)
+        (folder / f"events.{len(self.made)}").touch()
+        Writer.made = (*self.made, self)
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def close(self):
+        self.closed = True
+
+
+def test_tensorboard_gets_the_same_if_it_is_installed(tmp_path, monkeypatch):
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Writer, "made", ())
+    path, folder = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
+    write(path, [1, 2])
+    first = Writer.made[0]
+    assert (first.folder, first.purge_step, first.closed) == (folder, None, True)
+    assert ("loss", 2.5, 2) in first.scalars
+    assert ("gradient_norm", None, 2) not in first.scalars
+    assert {name for name, _, _ in first.scalars} == {"loss", "learning_rate", "tokens", "seconds", "tokens_per_second"}
+    write(path, [3])
+    assert Writer.made[1].purge_step == 3  # goes on, and hides what a run that came to nothing wrote after it
+    assert len(list(folder.iterdir())) == 2
+    path.unlink()
+    write(path, [1])
+    assert len(list(folder.iterdir())) == 1  # another run: what was there is gone
+
+
+def test_without_tensorboard_there_are_no_events(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    write(tmp_path / "metrics.jsonl", [1])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

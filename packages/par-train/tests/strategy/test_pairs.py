@@ -1,0 +1,64 @@
+"""Which optimizer trains which models. Pure."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from par_train.strategy.pairs import pair
+
+
+def sgd(*models):
+    return torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.1, momentum=0.9)
+
+
+def test_models_find_their_optimizers_and_these_their_schedulers():
+    actor, critic, teacher = nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(4, 4)
+    of_critic, of_actor = sgd(critic), sgd(actor)
+    scheduler = LambdaLR(of_actor, lambda _: 1.0)
+    pairs = pair([actor, critic, teacher], [of_critic, of_actor], [scheduler])
+    assert [each.models for each in pairs] == [[actor], [critic], [teacher]]
+    assert [each.optimizer for each in pairs] == [of_actor, of_critic, None]
+    assert [each.schedulers for each in pairs] == [[scheduler], [], []]
+
+
+def test_models_may_share_an_optimizer():
+    actor, critic = nn.Linear(2, 2), nn.Linear(3, 3)
+    (found,) = pair([actor, critic], [sgd(actor, critic)], [])
+    assert found.models == [actor, critic]
+
+
+def stepped():
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return [model], [optimizer], []
+
+
+def foreign():
+    return [nn.Linear(2, 2)], [sgd(nn.Linear(5, 3))], []
+
+
+def twice():
+    model = nn.Linear(2, 2)
+    return [model], [sgd(model), sgd(model)], []
+
+
+def orphan():
+    model = nn.Linear(2, 2)
+    return [model], [sgd(model)], [LambdaLR(sgd(model), lambda _: 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (stepped, "the SGD has stepped already; initialize first"),
+        (foreign, r"param_groups\[0\].params\[0\] of the SGD, of shape \(3, 5\), is a parameter of no model here"),
+        (twice, "a Linear has two optimizers, SGD and SGD; use one"),
+        (orphan, "the optimizer of the LambdaLR is not here"),
+    ],
+)
+def test_what_does_not_belong_together_is_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        pair(*make())
