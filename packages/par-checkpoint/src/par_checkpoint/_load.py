@@ -87,7 +87,7 @@ class _Word:
     fills: tuple[bool, bool]
 
 
-def load(  # noqa: PLR0913 - what, where, with whom, how
+def load(
     path: Path,
     *,
     model: Model | None = None,

@@ -36,7 +36,7 @@ Path = str | PathLike[str]
 Value = TypeVar("Value")
 
 
-def save(  # noqa: PLR0913 - what, where, with whom, how
+def save(
     path: Path,
     *,
     model: Model | None = None,

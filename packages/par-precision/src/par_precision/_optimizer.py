@@ -74,7 +74,7 @@ class MixedOptimizer(Optimizer):
         last: What became of the last step; None before the first.
     """
 
-    def __init__(  # noqa: PLR0913 - made by `mixed` alone
+    def __init__(
         self,
         inner: Optimizer,
         weights: Weights,

@@ -30,7 +30,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
-def memory(  # noqa: PLR0913 - plain numbers, each with its default
+def memory(
     stage: int,
     parameters: int,
     ranks: int,

@@ -57,7 +57,7 @@ class Environment:
         self.close()
 
 
-def launch(  # noqa: PLR0913 - keywords that each stand for one variable
+def launch(
     backend: str | None = None,
     timeout: timedelta | float | None = None,
     *,

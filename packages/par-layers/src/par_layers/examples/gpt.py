@@ -21,7 +21,7 @@ class GPT(nn.Module):
         dropout: Probability.
     """
 
-    def __init__(  # noqa: PLR0913 - a model has its sizes
+    def __init__(
         self,
         layers: LayerSet,
         vocabulary: int,

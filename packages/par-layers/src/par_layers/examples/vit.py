@@ -21,7 +21,7 @@ class ViT(nn.Module):
         channels: Of the images.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - a model has its sizes
+    def __init__(  # noqa: PLR0917 - a model has its sizes
         self,
         layers: LayerSet,
         patch: int,

@@ -38,7 +38,7 @@ class ParallelLinear(ParallelLayer):
     """Multiplies this rank's part in place of torch's product, such as in float8; set by who wants it, in mode None or
     1d. Collectives are as ever around it, except that nothing overlaps; `weight_grad_hook` is its own to look at."""
 
-    def __init__(  # noqa: PLR0913 - one call, in _layer_set.py
+    def __init__(
         self,
         rows: Sequence[Rows],
         in_features: int,

@@ -59,7 +59,7 @@ def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opti
     return total / (target != options.ignore_index).sum()
 
 
-def linear_cross_entropy(  # noqa: PLR0913 - called once, in _layer_set.py
+def linear_cross_entropy(
     hidden: Tensor,
     classifier: Callable[[Tensor], Tensor],
     target: Tensor,

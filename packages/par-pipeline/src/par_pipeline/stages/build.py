@@ -23,7 +23,7 @@ Layer = nn.Module | Lazy | Mapping[str, Any]
 Method = str | Sequence[float]
 
 
-def build_stage(  # noqa: PLR0913 - what, for whom, and how, each with its default
+def build_stage(
     layers: nn.Module | Sequence[Layer],
     schedule: Schedule,
     rank: int,

@@ -4,7 +4,7 @@ One launch rounds any number of matrices: a table has a row of numbers for each,
 it rounds. A matrix that is alone needs no table.
 """
 
-# ruff: noqa: ANN001, N803, PLR0124, PLR0913, PLR0917 - a kernel is no Python function
+# ruff: noqa: ANN001, N803, PLR0124, PLR0917 - a kernel is no Python function
 # mypy: disable-error-code="import-not-found, no-untyped-def, untyped-decorator"
 
 from collections.abc import Sequence

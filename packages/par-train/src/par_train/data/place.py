@@ -28,7 +28,7 @@ def placed(batch: Any, device: torch.device | str, *, non_blocking: bool = False
     return batch if device.type == "cpu" else _moved(batch, device, non_blocking)
 
 
-def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:  # noqa: PLR0911 - one for each kind
+def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, _MOVE_THEMSELVES):
         return value.to(device, non_blocking=non_blocking)
     if isinstance(value, Mapping):  # also those of Hugging Face, whose own `to` would change the caller's

@@ -240,7 +240,7 @@ class Strategy:
         else:
             raise ValueError("a plugin controls precision here, so backward() takes no weight; weigh the loss yourself")
 
-    def execute_pipeline(  # noqa: PLR0913, PLR0917 - as engines have it
+    def execute_pipeline(  # noqa: PLR0917 - as engines have it
         self,
         data_iter: Any,
         model: nn.Module,
