@@ -14,6 +14,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 ROOT = Path(__file__).parent
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TEST_TOOLS = "tools/par-testing"
 CONSTRAINTS = ["-c", "constraints.txt"]
@@ -24,6 +25,20 @@ def tests(session: nox.Session) -> None:
     """Everything that CI tests, in one environment. Arguments go to pytest."""
     install_workspace(session, "test", "integration")
     # Where Python may not write bytecode, every command that a test starts would compile all packages again.
+    session.run("pytest", *workers(), *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
+
+
+@nox.session
+def storms(session: nox.Session) -> None:
+    """What is left out of `tests`: kills and signals by the wall clock, terminals; minutes, before a release."""
+    install_workspace(session, "test", "integration")
+    session.run("pytest", "-m", "storm", *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
+
+
+@nox.session(python=PYTHONS)
+def interpreters(session: nox.Session) -> None:
+    """Every test on another Python. On Linux, torch for it may bring gigabytes of CUDA's libraries."""
+    install_workspace(session, "test", "integration")
     session.run("pytest", *workers(), *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
 
 
@@ -63,6 +78,8 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
     first, *others = wheels
     session.install(*CONSTRAINTS, *constraints, f"{first}[{extras}]" if extras else first, *others)
     session.install(*CONSTRAINTS, *constraints, *group("test"), TEST_TOOLS, *others)
+    # In an environment that is used again, pip keeps a wheel of the same version.
+    session.install("--no-deps", "--force-reinstall", *wheels)
     # Old releases call what newer ones of their own dependencies deprecate; that is not ours to fail on.
     warnings = ["-W", "ignore::DeprecationWarning"] if lowest else []
     session.run("pytest", *workers(), *warnings, f"packages/{package}/tests", *session.posargs)
@@ -71,7 +88,7 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
 def register_package_sessions(package: str) -> None:
     """Adds `test-<package>` and `test-<package>-lowest`."""
 
-    @nox.session(name=f"test-{package}")
+    @nox.session(name=f"test-{package}", tags=["alone"])
     def newest(session: nox.Session) -> None:
         """One package alone: its wheel and what it declares."""
         test_package(session, package, lowest=False)

@@ -1,9 +1,11 @@
 """Compares the public names of packages with their last tag, and their version ranges with the tree.
 
-Run as `python tools/check_api.py par-groups par-train`. A package that was never tagged has nothing to keep. Breaking
-a public name is allowed where the version says so: a new minor version below 1.0, a new major one from there on.
+Run as `python tools/check_api.py par-groups par-train`; `--since REVISION` compares with that commit. A package that
+was never tagged is compared with the commit from which on names are kept. Breaking a public name is allowed where the
+version says so: a new minor version below 1.0, a new major one from there on.
 """
 
+import argparse
 import subprocess
 import sys
 import tomllib
@@ -16,28 +18,42 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 
+UNTAGGED = "748ae1f"
+"""The commit before the packages got their rooms: names that a package had then are kept although it has no tag yet."""
 
-def main(packages: list[str]) -> int:
+
+def main(arguments: list[str]) -> int:
     """Prints every problem; the exit status says whether there was one."""
-    problems = [problem for package in packages for problem in (*broken_names(package), *broken_ranges(package))]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", nargs="+", metavar="package", help="the folder of a package, such as par-groups")
+    parser.add_argument("--since", metavar="REVISION", help="compare with this commit in place of the last tag")
+    options = parser.parse_args(arguments)
+    problems = [
+        problem
+        for package in options.packages
+        for problem in (*broken_names(package, options.since), *broken_ranges(package))
+    ]
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
 
 
-def broken_names(package: str) -> Iterator[str]:
-    """What a user of the last tagged version would miss."""
-    tag = last_tag(package)
-    if tag is None:
-        print(f"{package}: no tag yet, so no public name to keep")
-        return
-    now, then = version(package), Version(tag.rpartition("-v")[2])
+def broken_names(package: str, since: str | None = None) -> Iterator[str]:
+    """What a user of the last tagged version, or of the commit `since`, would miss."""
     source, module = f"packages/{package}/src", package.replace("-", "_")
-    old = griffe.load_git(module, ref=tag, repo=ROOT, search_paths=[source])
+    revision = since or last_tag(package) or UNTAGGED
+    if subprocess.run(["git", "cat-file", "-e", f"{revision}^{{commit}}"], cwd=ROOT, check=False).returncode:
+        yield f"{package}: this clone lacks the commit {revision} to compare with; `git fetch --unshallow` brings it"
+        return
+    old = griffe.load_git(module, ref=revision, repo=ROOT, search_paths=[source])
     new = griffe.load(module, search_paths=[ROOT / source])
     breakages = list(griffe.find_breaking_changes(old, new))
-    print(f"{package}: {len(breakages)} breaking changes from {then} to {now}")
+    gone = sorted({str(name) for name in old.exports or ()} - {str(name) for name in new.exports or ()})
+    now, then = version(package), Version(str(old["__version__"].value).strip("'\""))
+    kept, broken = len(old.exports or []), len(gone) + len(breakages)
+    print(f"{package}: {kept} public names in {revision}, {broken} broken from {then} to {now}")
     if (now.major, now.minor if now.major == 0 else 0) == (then.major, then.minor if then.major == 0 else 0):
+        yield from (f"{package}: {name} is no public name any more" for name in gone)
         for breakage in breakages:
             yield f"{package}: {breakage.explain(style=griffe.ExplanationStyle.ONE_LINE)}"
 
