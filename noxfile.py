@@ -63,11 +63,11 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """The strict type check of every source."""
-    install_workspace(session, "types", "test")
+    install_workspace(session, "types", "test", "pictures")
     session.install(*group("api"), "nox")
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
     session.run("mypy", *sources, f"{TEST_TOOLS}/src", "tests-integration/own-parallelism/src")
-    session.run("mypy", "noxfile.py", "tools/check_api.py", "tools/matrix.py", "docs/figures.py", *benchmarks())
+    session.run("mypy", "noxfile.py", "tools/check_api.py", "tools/matrix.py", *docs_scripts(), *benchmarks())
 
 
 def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
@@ -158,7 +158,7 @@ def api(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation into site/; pictures are drawn anew. `-- serve` serves it instead."""
-    install_workspace(session, "docs")
+    install_workspace(session, "docs", "pictures")
     session.run("python", "docs/figures.py")
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]), env={"NO_MKDOCS_2_WARNING": "1"})
 
@@ -236,3 +236,8 @@ def workers() -> list[str]:
 def benchmarks() -> list[str]:
     """The benchmark scripts; a name with an underscore in front is a part of them."""
     return [f"tools/bench/{path.name}" for path in sorted((ROOT / "tools/bench").glob("[!_]*.py"))]
+
+
+def docs_scripts() -> list[str]:
+    """What draws the pictures of the documentation."""
+    return [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.py"))]

@@ -8,6 +8,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rooms import draw_rooms
+from ways import draw_ways
 
 from par_groups import Topology
 from par_layers import TransformerShape, cost
@@ -21,7 +23,7 @@ PACKAGES = {
     "par-pipeline": "schedules and\ntheir runtime",
     "par-precision": "fp16, bf16, fp8,\nclipping",
     "par-checkpoint": "sharded files,\nany topology",
-    "par-zero": "ZeRO 1 to 3,\noffload",
+    "par-zero": "ZeRO 0 to 3: data\nparallelism",
 }
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
@@ -45,6 +47,8 @@ def main() -> None:
     draw_layer_cost(IMAGES / "layer-cost.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
+    draw_rooms(IMAGES)
+    draw_ways(IMAGES)
 
 
 def draw_star(path: Path) -> None:

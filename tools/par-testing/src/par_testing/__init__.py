@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._for_each import for_each
     from .counting.counting import Collective, Counted, count_collectives
     from .counting.memory import saved_bytes
+    from .counting.modules import modules_called
     from .counting.parity import assert_equal_to_one_device
     from .counting.volume import received_per_rank
 
@@ -24,6 +25,7 @@ __all__ = [
     "count_collectives",
     "fail_at",
     "for_each",
+    "modules_called",
     "received_per_rank",
     "saved_bytes",
 ]
@@ -33,6 +35,7 @@ _LATE = {
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each",),
     "counting.memory": ("saved_bytes",),
+    "counting.modules": ("modules_called",),
     "counting.parity": ("assert_equal_to_one_device",),
     "counting.volume": ("received_per_rank",),
 }

@@ -1,0 +1,31 @@
+import json
+import threading
+from json.decoder import JSONDecoder
+
+from par_testing import modules_called
+
+
+def test_modules_are_listed_in_the_order_of_their_first_call():
+    with modules_called("json") as names:
+        json.loads("[1]")
+        json.dumps({"a": 1}, indent=1)
+        json.loads("[2]")
+    assert names == ["json", "json.decoder", "json.encoder"]
+
+
+def test_a_module_that_only_a_thread_calls_comes_last():
+    with modules_called("json") as names:
+        thread = threading.Thread(target=lambda: JSONDecoder().decode("[1]"))
+        thread.start()
+        thread.join()
+        json.JSONEncoder(indent=1).encode([])
+    assert names == ["json.encoder", "json.decoder"]
+
+
+def test_other_packages_are_left_out_and_nothing_is_recorded_afterwards():
+    with modules_called("jso") as names:
+        json.loads("[1]")
+    with modules_called("json") as later:
+        pass
+    json.loads("[1]")
+    assert names == later == []
