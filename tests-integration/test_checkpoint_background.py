@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import par_checkpoint
-from par_checkpoint.state import snapshot as _snapshot
+from par_checkpoint.transfer import snapshot as _snapshot
 from par_precision import mixed
 from par_zero import shard
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from _table import write
 
-from par_checkpoint.format.files import blocks_of, lay_out
 from par_checkpoint.plan.claims import Claims, check_covered, merge
+from par_checkpoint.plan.files import blocks_of, lay_out
 from par_checkpoint.plan.plan import Planner
 from par_groups import cut, whole
 

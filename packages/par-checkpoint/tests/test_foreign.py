@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from par_checkpoint import CheckpointError, CorruptError, load, save
-from par_checkpoint.transfer.bytes import bytes_of
+from par_checkpoint.format.bytes import bytes_of
 from par_groups import Box, Sharding
 
 INDEX = "model.safetensors.index.json"

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from par_checkpoint import CheckpointError, load, save, verify
-from par_checkpoint.state import snapshot as copying
-from par_checkpoint.state.snapshot import Snapshot
+from par_checkpoint.transfer import snapshot as copying
+from par_checkpoint.transfer.snapshot import Snapshot
 
 from .helpers import RUNS, solo
 
@@ -328,7 +328,7 @@ AT_EXIT = """
 import time, torch
 from torch import nn
 from par_checkpoint import save
-from par_checkpoint.state.snapshot import Snapshot
+from par_checkpoint.transfer.snapshot import Snapshot
 
 finish = Snapshot.finish
 Snapshot.finish = lambda self: (time.sleep(0.3), finish(self))  # the main thread is done by then

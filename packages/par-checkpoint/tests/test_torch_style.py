@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from par_checkpoint import CorruptError, load, save, verify
 from par_checkpoint._torch_style import _MemoryWriter
-from par_checkpoint.format.files import BLOCK
+from par_checkpoint.format.manifest import BLOCK
 from par_checkpoint.storage.local import LocalSource
 
 from .helpers import RUNS, make_model, train

@@ -15,9 +15,9 @@ from par_groups import written_
 from ._errors import CheckpointError
 from ._options import LoadOptions, timeout_of, with_keywords
 from ._session import session_of
-from .format.files import STEMS
+from .format.index import STEMS
+from .plan.entry import key_of, name_of
 from .state.collect import LayoutNames, Model, check_layout, layout_names
-from .state.entry import key_of, name_of
 from .state.model import is_extra_state, model_state
 from .state.optimizer import Naming
 from .state.restore import Restore

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +12,6 @@ import torch
 from par_groups import Sharding
 
 from ._progress import check_progress
-from .format.shards import parse_size
 from .state.conversion import Convert
 from .state.names import Names
 
@@ -20,6 +20,18 @@ _WRITERS = ("auto", "pwrite", "owner")
 _COPY = ("blocking", "background")
 _PENDING = ("wait", "raise")
 _VERIFY = ("auto", "full", "off")
+
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
 Options = TypeVar("Options", "SaveOptions", "LoadOptions")
 
@@ -146,6 +158,30 @@ def timeout_of(options: object, keywords: Mapping[str, Any]) -> float:
     timeout = keywords.get("timeout", getattr(options, "timeout", None))
     usable = isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0
     return float(timeout) if usable else LoadOptions.timeout
+
+
+def parse_size(size: str | int) -> int:
+    """A size in bytes.
+
+    Args:
+        size: Bytes, or a text such as "5GB" (decimal) or "5GiB" (binary).
+
+    Raises:
+        ValueError: Another text, or nothing above 0.
+        TypeError: Neither a text nor a whole number.
+    """
+    if isinstance(size, bool) or not isinstance(size, str | int):
+        raise TypeError(f"size {size!r} is neither a text nor bytes; write it as '5GB' or 5_000_000_000")
+    count = size
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"size {size!r} is not a number and one of {', '.join(_UNITS)}; write it as '5GB'")
+        number, unit = match[1], _UNITS[match[2]]
+        count = int(float(number) * unit) if "." in number else int(number) * unit
+    if int(count) < 1:
+        raise ValueError(f"size {size!r} is less than a byte; give at least 1")
+    return int(count)
 
 
 def check_style(style: str) -> None:

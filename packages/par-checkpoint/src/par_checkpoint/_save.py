@@ -14,21 +14,20 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ._handle import Save
-from ._options import SaveOptions, check_style, timeout_of, with_keywords
+from ._options import SaveOptions, check_style, parse_size, timeout_of, with_keywords
 from ._progress import Bar
 from ._session import Session, session_of
 from ._torch_style import write_objects
 from .format.crc import Crc
-from .format.shards import parse_size
 from .plan.claims import Claims, digest
 from .plan.prepare import Prepared, check_replicas, prepare_save
 from .state.collect import Content, LayoutNames, Model, check_layout, collect, layout_names
-from .state.snapshot import Snapshot
 from .state.state import agreed_state, state_digest
 from .storage.commit import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
 from .storage.storage import Folder, Staging, open_folder
 from .transfer.pieces import Local
 from .transfer.ranks import Ranks
+from .transfer.snapshot import Snapshot
 from .transfer.workers import Workers
 from .transfer.write import Work, write_blocks
 

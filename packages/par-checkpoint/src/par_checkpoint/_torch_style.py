@@ -11,16 +11,15 @@ import torch
 from crc32c import crc32c
 
 from ._errors import CheckpointError
-from .format.files import BLOCK
-from .format.manifest import FileRecord
+from .format.bytes import bytes_of
+from .format.manifest import BLOCK, FileRecord
 from .format.pickled import flat_tensors, load_outline, place_of
 from .format.tagged import decode
+from .plan.entry import name_of
 from .plan.prepare import Prepared
 from .state.collect import Content
-from .state.entry import name_of
 from .storage.directory import Place
 from .storage.storage import Folder, Writer
-from .transfer.bytes import bytes_of
 from .transfer.ranks import attempt
 from .transfer.write import Work, write_blocks
 

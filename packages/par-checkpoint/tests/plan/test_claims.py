@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from par_checkpoint.plan.claims import Claims, check_covered, digest, merge
-from par_checkpoint.state.entry import Entry, key_of, name_of, section_of, told_apart
+from par_checkpoint.plan.entry import Entry, key_of, name_of, section_of, told_apart
 from par_groups import Box, Sharding, whole
 
 from ..helpers import rectangle

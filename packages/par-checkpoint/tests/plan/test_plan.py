@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_checkpoint.format.files import blocks_of, lay_out, tensor_blocks
+from par_checkpoint.format.bytes import bytes_of, copy_elements_
 from par_checkpoint.plan.claims import Claims, check_covered, merge
+from par_checkpoint.plan.entry import Entry, key_of, name_of
+from par_checkpoint.plan.files import blocks_of, lay_out, tensor_blocks
 from par_checkpoint.plan.plan import Planner
-from par_checkpoint.state.entry import Entry, key_of, name_of
-from par_checkpoint.transfer.bytes import bytes_of, copy_elements_
 from par_checkpoint.transfer.exchange import by_peer, rounds
 from par_checkpoint.transfer.pieces import Local
 from par_groups import Sharding, cut, whole

@@ -1,8 +1,8 @@
 import torch
 
 from par_checkpoint.plan.claims import Claims, merge
+from par_checkpoint.plan.entry import Entry
 from par_checkpoint.plan.plan import Piece
-from par_checkpoint.state.entry import Entry
 from par_checkpoint.transfer.pieces import Local
 from par_groups import Box, Sharding
 

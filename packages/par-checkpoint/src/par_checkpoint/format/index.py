@@ -5,6 +5,9 @@ from collections.abc import Mapping
 
 from .header import corrupt, parse_object, text_map
 
+STEMS = {"model": "model", "optimizer": "optimizer/optimizer"}
+"""By section: how its files' names begin."""
+
 
 def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:
     """The index as transformers writes it.

@@ -17,6 +17,9 @@ from .index import is_base_name
 
 MANIFEST = "par_checkpoint.json"
 
+BLOCK = 4 << 20
+"""Bytes of a block: what is checksummed, written and read as one."""
+
 _FORMAT = 1
 _HEAD = b'{"checksum": "%08x"'
 _HEAD_SIZE = len(_HEAD % 0)

@@ -13,9 +13,8 @@ from crc32c import crc32c
 from .._errors import CheckpointError, CorruptError, corrupt_block
 from ..state.model import is_extra_state
 from ..storage.storage import Source
-from .files import BLOCK
 from .header import corrupt
-from .manifest import FileRecord
+from .manifest import BLOCK, FileRecord
 
 _ZIP = b"PK\x03\x04"
 

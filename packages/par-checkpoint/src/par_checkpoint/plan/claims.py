@@ -10,9 +10,9 @@ from typing import TypedDict
 
 import torch
 
-from ..state.entry import Entry, name_of
-from ..transfer.bytes import bytes_of
+from ..format.bytes import bytes_of
 from .coverage import is_covered
+from .entry import Entry, name_of
 
 Shape = tuple[int, ...]
 Tensors = tuple[tuple[str, torch.dtype, Shape], ...]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..transfer.bytes import bytes_of
+from ..format.bytes import bytes_of
 from .claims import Held
 from .overlap import Holders, Overlap
 

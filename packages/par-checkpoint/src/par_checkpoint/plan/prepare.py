@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._session import Session
-from ..format.files import File, blocks_of, lay_out
-from ..state.entry import name_of
 from ..transfer.ranks import Ranks
 from .claims import Claims, Held, check_covered, merge
+from .entry import name_of
+from .files import File, blocks_of, lay_out
 from .plan import Plan, Planner
 
 

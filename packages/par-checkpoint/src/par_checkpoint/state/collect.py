@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from par_groups import Segment, Sharding
 
 from .._options import SaveOptions
+from ..format.bytes import bytes_of
 from ..format.dtypes import safetensors_name
-from ..transfer.bytes import bytes_of
+from ..plan.entry import Entry, key_of
 from .conversion import Convert, split
-from .entry import Entry, key_of
 from .model import local_of, model_state, sharding_in, unwrapped
 from .names import rename
 from .optimizer import Naming, optimizer_state

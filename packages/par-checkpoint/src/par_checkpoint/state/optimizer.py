@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from par_groups import Segment, Segments, Sharding, segments_of, sharding_of, whole
 
-from .entry import Entry, key_of
+from ..plan.entry import Entry, key_of
 from .model import check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
 
 MASTER = "master"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from crc32c import crc32c
 
+from ..format.bytes import bytes_of
 from ..format.tagged import check_round_trip, encode
 from ..plan.claims import digest
-from ..transfer.bytes import bytes_of
 from ..transfer.ranks import Ranks
 from .optimizer import OptimizerState
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from par_groups import Segments, Sharding, whole
 
 from .._options import LoadOptions
+from ..plan.entry import Entry, key_of, name_of
 from ..storage.directory import Place
 from .collect import Model, segments_on_disk, usual_conversion
-from .entry import Entry, key_of, name_of
 from .model import copied, local_of, materialise_, model_state, sharding_in, unwrapped
 from .names import Names, rename
 from .optimizer import MASTER, Naming, Packed, other_kind, other_slots, slot_sharding

@@ -10,12 +10,12 @@ from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
 from ..format.crc import Crc
-from ..format.files import BLOCK, File, join_crcs
 from ..format.index import encode_index
-from ..format.manifest import MANIFEST, FileRecord, Manifest, encode_manifest, record_of
+from ..format.manifest import BLOCK, MANIFEST, FileRecord, Manifest, encode_manifest, record_of
+from ..plan.entry import name_of, section_of
+from ..plan.files import File, join_crcs
 from ..plan.prepare import Prepared
 from ..state.collect import Content
-from ..state.entry import name_of, section_of
 from .storage import Staging
 
 SIDE_FILE = "par_checkpoint.safetensors"

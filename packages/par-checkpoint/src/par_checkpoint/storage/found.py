@@ -11,8 +11,7 @@ from safetensors.torch import load as from_safetensors
 
 from .._errors import CheckpointError, CorruptError
 from .._torch_style import OBJECTS, read_places
-from ..format.files import STEMS
-from ..format.index import decode_index
+from ..format.index import STEMS, decode_index
 from ..format.manifest import MANIFEST, Manifest, blocks_of, decode_manifest
 from ..format.pickled import load_pickle
 from ..format.tagged import decode

@@ -11,10 +11,9 @@ import torch
 from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt_block
-from ..format.files import BLOCK
+from ..format.bytes import bytes_of
 from ..format.header import parse_object
-from ..format.manifest import MANIFEST, FileRecord, Manifest, blocks_of, decode_manifest
-from ..transfer.bytes import bytes_of
+from ..format.manifest import BLOCK, MANIFEST, FileRecord, Manifest, blocks_of, decode_manifest
 from ..transfer.ranks import Ranks, attempt
 from .commit import CONFIG
 from .directory import Place

@@ -10,12 +10,12 @@ from functools import partial
 import torch
 
 from .._errors import CheckpointError, ReplacedError
+from ..format.bytes import as_integers
 from ..storage.directory import Place
 from ..storage.steps import prune, read_manifest, step_of
 from ..storage.storage import open_folder
 from ..storage.unmixed import version_of
 from ..storage.verify import look_closely, verify
-from ..transfer.bytes import as_integers
 from .convert_files import FORMATS, convert_checkpoint
 from .inspect import Contents, inspect, reader_of
 

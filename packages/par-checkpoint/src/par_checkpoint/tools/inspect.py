@@ -12,12 +12,12 @@ import torch
 
 from par_groups import Box
 
+from ..format.bytes import bytes_of
 from ..plan.coverage import row_major
 from ..storage.directory import Place
 from ..storage.found import Found, look, tensors_of
 from ..storage.storage import Folder, Source, open_folder
 from ..storage.unmixed import unmixed
-from ..transfer.bytes import bytes_of
 
 Path = str | PathLike[str]
 

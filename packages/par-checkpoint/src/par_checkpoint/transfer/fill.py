@@ -8,19 +8,19 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._errors import CheckpointError
-from .._options import LoadOptions
+from .._options import LoadOptions, parse_size
 from .._progress import Bar
+from ..format.bytes import copy_elements_
 from ..format.crc import Crc
-from ..format.files import BLOCK, File, blocks_of, tensor_blocks
-from ..format.shards import parse_size
+from ..format.manifest import BLOCK
 from ..plan.claims import Claims, Held, digest, merge
+from ..plan.entry import Entry, name_of, section_of, told_apart
+from ..plan.files import File, blocks_of, tensor_blocks
 from ..plan.plan import Block, Plan, Planner
 from ..plan.prepare import all_claims
-from ..state.entry import Entry, name_of, section_of, told_apart
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
 from ..storage.found import Found, tensors_of
 from ..storage.storage import Folder
-from .bytes import copy_elements_
 from .pieces import Local
 from .ranks import Ranks, attempt
 from .read import Reading, read_blocks, wrong_join

@@ -8,11 +8,11 @@ import torch
 
 from par_groups import Box
 
+from ..format.bytes import copy_elements_
 from ..plan.claims import Held
 from ..plan.coverage import row_major
+from ..plan.entry import Entry, view_of
 from ..plan.plan import Piece
-from ..state.entry import Entry, view_of
-from .bytes import copy_elements_
 
 _ALIGNMENT = 8  # of a piece in a buffer that is sent, so that it can be viewed as its dtype
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from crc32c import crc32c
 
 from .._errors import CheckpointError
-from .bytes import bytes_of
+from ..format.bytes import bytes_of
 
 Value = TypeVar("Value")
 Told = TypeVar("Told")

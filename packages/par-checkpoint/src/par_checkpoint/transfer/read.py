@@ -10,13 +10,14 @@ import torch
 from crc32c import crc32c
 
 from .._errors import CorruptError, corrupt_block
+from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
-from ..format.files import BLOCK, File, join_crcs
+from ..format.manifest import BLOCK
+from ..plan.entry import name_of
+from ..plan.files import File, join_crcs
 from ..plan.plan import Block, Plan, Task
-from ..state.entry import name_of
 from ..storage.storage import Folder, Source
 from .buffers import Pool
-from .bytes import bytes_of, copy_elements_
 from .exchange import Room, by_peer, exchange, rounds
 from .pieces import Local
 from .ranks import Ranks

@@ -11,16 +11,17 @@ from functools import partial
 import torch
 from crc32c import crc32c
 
+from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
-from ..format.files import BLOCK, File
+from ..format.manifest import BLOCK
+from ..plan.files import File
 from ..plan.plan import Block, Piece, Plan, Task
-from ..state.snapshot import Snapshot
 from ..storage.storage import Staging, Writer
 from .buffers import Pool
-from .bytes import bytes_of, copy_elements_
 from .exchange import Room, by_peer, exchange, rounds
 from .pieces import Local
 from .ranks import Ranks
+from .snapshot import Snapshot
 from .workers import Workers
 
 

@@ -4,18 +4,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..plan.claims import Held
-from ..plan.plan import Block, Span
-from ..state.entry import name_of, section_of
-from .crc import Crc, joined
-from .header import encode_header
-from .shards import fill, shard_names
-
-BLOCK = 4 << 20
-"""Bytes of a block: what is checksummed, written and read as one."""
-
-STEMS = {"model": "model", "optimizer": "optimizer/optimizer"}
-"""By section: how its files' names begin."""
+from ..format.crc import Crc, joined
+from ..format.header import encode_header
+from ..format.index import STEMS
+from ..format.manifest import BLOCK
+from .claims import Held
+from .entry import name_of, section_of
+from .plan import Block, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +124,48 @@ def _file(name: str, section: str, numbers: Mapping[str, int], tensors: Sequence
 
 def _bytes(held: Held) -> int:
     return held.dtype.itemsize * math.prod(held.shape)
+
+
+def fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Deals tensors out to files, greedily and in their order.
+
+    A tensor over the limit gets a file of its own, which comes before the one that is being filled.
+
+    Args:
+        sizes: Name and bytes of each tensor.
+        limit: Bytes of tensors in a file.
+
+    Returns:
+        The names in each file.
+
+    Raises:
+        ValueError: A limit below 1.
+    """
+    if limit < 1:
+        raise ValueError(f"limit {limit} leaves no room in a file; give at least 1 byte")
+    shards: list[list[str]] = []
+    current: list[str] = []
+    used = 0
+    for name, size in sizes:
+        if size > limit:
+            shards.append([name])
+            continue
+        if used + size > limit:
+            shards.append(current)
+            current, used = [], 0
+        current.append(name)
+        used += size
+    return [*shards, current] if current else shards
+
+
+def shard_names(count: int, stem: str = "model", *, always_numbered: bool = False) -> list[str]:
+    """The names of that many files.
+
+    Args:
+        count: How many.
+        stem: What the names begin with.
+        always_numbered: Number a single file, too.
+    """
+    if count == 1 and not always_numbered:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

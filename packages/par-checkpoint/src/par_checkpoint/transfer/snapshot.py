@@ -7,11 +7,11 @@ from functools import partial
 import torch
 
 from .._errors import CheckpointError
+from ..format.bytes import copy_elements_, join_
+from ..plan.entry import name_of
 from ..plan.plan import Piece, Plan, Task
-from ..transfer.bytes import copy_elements_, join_
-from ..transfer.pieces import Local
-from ..transfer.workers import Workers
-from .entry import name_of
+from .pieces import Local
+from .workers import Workers
 
 
 class Snapshot:
