@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -40,7 +41,7 @@ def installed_wheel(folder, mode, value="wheel_module:cut"):
 
 
 def run(folder, code):
-    environment = {"PYTHONPATH": str(folder), "PATH": ""}
+    environment = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PATH": ""}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
 
 

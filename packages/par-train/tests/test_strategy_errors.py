@@ -39,7 +39,7 @@ def test_options_that_make_no_sense():
 
 @pytest.mark.ranks(2)
 def test_ranks_that_were_told_different_things():
-    raises("rank 1 has the options .*, and rank 0", Strategy, zero=dist.get_rank())
+    raises("rank 1 has other options than rank 0 .*; give all ranks the same", Strategy, zero=dist.get_rank())
     wrong = "fp12" if dist.get_rank() == 1 else "fp32"
     raises(
         "precision is 'fp12'" if dist.get_rank() == 1 else "rank 1: ValueError: precision is 'fp12'",

@@ -279,7 +279,7 @@ def test_ranks_that_differ_are_named(differ):
     optimizer = adamw(groups if odd and differ == "groups" else parameters)
     refused(
         ValueError,
-        "ranks [2]",
+        "rank 2 has other",
         "rank 0",
         module=module,
         optimizer=optimizer,

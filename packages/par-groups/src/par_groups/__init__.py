@@ -14,8 +14,8 @@ from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
-    from .live.agreement import agree
-    from .live.backends import backend_of
+    from .live.agreement import agree, check_alike, together
+    from .live.backends import backend_of, sendable
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import Channels, ProcessGroups
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .sharding.gradients import gradients, on_written, set_gradient_elsewhere, written_
     from .sharding.ownership import check_owned
     from .sharding.segments import Segment, Segments, segments_of, set_segments, sharding_of
-    from .sharding.weight_gradients import WeightGradHook, WeightGradient, weight_and_hook
+    from .sharding.weight_gradients import WeightGradHook, WeightGradient, add_product, weight_and_hook
 
 __version__ = "0.1.0"
 
@@ -43,8 +43,10 @@ __all__ = [
     "Topology",
     "WeightGradHook",
     "WeightGradient",
+    "add_product",
     "agree",
     "backend_of",
+    "check_alike",
     "check_owned",
     "cut",
     "get_logger",
@@ -54,35 +56,41 @@ __all__ = [
     "read_environment",
     "register_mode",
     "segments_of",
+    "sendable",
     "set_gradient_elsewhere",
     "set_segments",
     "set_sharding",
     "sharding_of",
     "to_dtensor",
+    "together",
     "weight_and_hook",
     "whole",
     "written_",
 ]
 
-_LATE = {
-    "live.agreement": ("agree",),
-    "live.backends": ("backend_of",),
-    "sharding.dtensor": ("to_dtensor",),
-    "sharding.gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
-    "live.launch": ("Environment", "launch"),
-    "live.logging": ("RankLogger", "get_logger"),
-    "sharding.ownership": ("check_owned",),
-    "live.process_groups": ("Channels", "ProcessGroups"),
-    "sharding.segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
-    "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "weight_and_hook"),
+_MODULE_OF = {
+    name: module
+    for module, names in {
+        "live.agreement": ("agree", "check_alike", "together"),
+        "live.backends": ("backend_of", "sendable"),
+        "live.launch": ("Environment", "launch"),
+        "live.logging": ("RankLogger", "get_logger"),
+        "live.process_groups": ("Channels", "ProcessGroups"),
+        "sharding.dtensor": ("to_dtensor",),
+        "sharding.gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
+        "sharding.ownership": ("check_owned",),
+        "sharding.segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
+        "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "add_product", "weight_and_hook"),
+    }.items()
+    for name in names
 }
+"""The module of each public name that is imported when it is first used."""
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _LATE.items():
-        if name in names:
-            return getattr(import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

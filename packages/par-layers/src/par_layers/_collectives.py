@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from par_groups import backend_of
+from par_groups import sendable
 
 _ops: Any = torch.ops._c10d_functional
 
@@ -214,9 +214,7 @@ def swap(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
     """Sends a tensor to the group's rank `partner`, and returns what that one sent."""
     if partner == dist.get_rank(group):
         return x
-    mine = x.contiguous()
-    if not x.is_cpu and backend_of(group, x.device.type) == "gloo":  # it sends from the CPU alone
-        mine = mine.cpu()
+    mine = sendable(x.contiguous(), group)
     theirs = torch.empty_like(mine)
     peer = dist.get_global_rank(group, partner)
     works = dist.batch_isend_irecv(

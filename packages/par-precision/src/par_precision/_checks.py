@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, agree, segments_of
+from par_groups import Sharding, agree, check_alike, segments_of
 
 from ._float8 import float8_layers
 from ._optimizer import MixedOptimizer
@@ -143,13 +143,10 @@ def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sha
                     yield segment.name + mesh, segment.sharding
 
 
-def check_alike(problem: Exception | None, text: str, lack: str, group: dist.ProcessGroup | None) -> None:
+def check_all(problem: Exception | None, text: str, lack: str, group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if any has a problem, if they chose differently, or if all of them lack something."""
     every = agree(problem, (text, lack), *([] if group is None else [group]))
-    first = next(iter(every))
-    for rank, (each, _) in every.items():
-        if each != every[first][0]:
-            raise ValueError(f"rank {rank} chose {each}, and rank {first} {every[first][0]}; give all ranks the same")
+    check_alike({rank: chosen for rank, (chosen, _) in every.items()}, "settings")
     if all(theirs for _, theirs in every.values()):
         raise ValueError(lack)
 

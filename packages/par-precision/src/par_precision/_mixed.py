@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from par_groups import check_owned
 
-from ._checks import ATTRIBUTE, check, check_alike, check_cut, is_own, lack_of_layers, recorded
+from ._checks import ATTRIBUTE, check, check_all, check_cut, is_own, lack_of_layers, recorded
 from ._float8 import convert_to_float8_, float8_layers
 from ._masters import Masters
 from ._optimizer import Clip, MixedOptimizer
@@ -118,7 +118,7 @@ def mixed(
         lack = lack_of_layers(module, precision)
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
-    check_alike(problem, _described(precision, options), lack, group)
+    check_all(problem, _described(precision, options), lack, group)
     if group is not None:
         check_owned(recorded(module, optimizer), group)
     device = device_of(list(module.parameters()), group)

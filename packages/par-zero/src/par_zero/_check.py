@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import agree
+from par_groups import agree, check_alike
 
 from ._options import ShardOptions
 from ._step import is_fresh, uses_all, works_flat
@@ -133,17 +133,13 @@ def described(
     return repr((fields, parts))
 
 
-def check_alike(
+def agreed_ranks(
     problem: Exception | None, text: str, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
 ) -> tuple[int, ...]:
     """All ranks; raises on every one if any has a problem, or if they are about to make different chunks."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    every = agree(problem, digest, group, *([] if replicas is None else [replicas]))
-    lowest = next(iter(every))
-    different = [rank for rank, theirs in every.items() if theirs != every[lowest]]
-    if different:
-        raise ValueError(
-            f"ranks {different} have other parameters, shapes, dtypes, param groups or options than rank {lowest}; "
-            "build the same model and optimizer on all"
-        )
-    return tuple(every)
+    digests = agree(
+        problem, hashlib.sha256(text.encode()).hexdigest(), group, *([] if replicas is None else [replicas])
+    )
+    what, remedy = "parameters, shapes, dtypes, param groups or options", "build the same model and optimizer on all"
+    check_alike(digests, what, remedy=remedy, show=False)
+    return tuple(digests)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from par_groups import Box, Sharding, agree, backend_of, gradients, set_sharding, sharding_of, whole, written_
+from par_groups import Box, Sharding, agree, gradients, sendable, set_sharding, sharding_of, whole, written_
 
 
 class Shared:
@@ -145,8 +145,7 @@ class Shared:
         batch of them would be one of the whole group, which other ranks take no part in.
         """
         rank, device = dist.get_rank(self._group), mine.device
-        if not mine.is_cpu and backend_of(self._group, device.type) == "gloo":  # it sends from the CPU alone
-            mine = mine.cpu()
+        mine = sendable(mine, self._group)
         every = [mine if holder == rank else torch.empty_like(mine) for holder in self._holders]
         works: list[Any] = []
         for holder, theirs in zip(self._holders, every, strict=True):

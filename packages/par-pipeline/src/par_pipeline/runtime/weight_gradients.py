@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .add_product import add_product
+from par_groups import add_product
+
 from .deferred_layers import deferring_forward
 from .gradient_sync import FullyShardedModule, is_synchronised
 
@@ -32,9 +33,13 @@ class WeightGradient(Protocol):
     """
 
     @property
-    def weight(self) -> Tensor: ...
+    def weight(self) -> Tensor:
+        """The stand-in that the layer multiplied with."""
+
     @property
-    def operands(self) -> tuple[Tensor, Tensor] | None: ...
+    def operands(self) -> tuple[Tensor, Tensor] | None:
+        """(left, right) where the gradient is left.T @ right, else None."""
+
     def __call__(self) -> None:
         """Adds the gradient to the weight's."""
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from par_groups import Environment, ProcessGroups, Topology, agree, launch
+from par_groups import Environment, ProcessGroups, Topology, agree, launch, together
 from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
 
@@ -17,7 +17,6 @@ from ..run.files import RunFiles, writing
 from ..run.metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
 from ..run.report import make_progress, print_banner, print_summary
 from ..run.stop import Stop, StoppedEarly
-from ..strategy.agreement import together
 from .agree import Start, find_start
 from .checkpoint import TrainingState, save_checkpoint
 from .checks import check_config
@@ -69,7 +68,7 @@ def _set_threads(environment: Environment) -> None:
 def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Trainer:
     """The trainer; a precision that a device cannot work in, and sizes that cannot be cut, are the user's mistakes."""
     try:
-        with together("the precision"):
+        with together("the precision", None):
             _check_precision(options.precision, device)
         return Trainer(options, start.text, groups, device)
     except ValueError as error:

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from par_checkpoint import Checkpoints, Save, inspect, load, save
+from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
-from .agreement import check_alike, together
 from .pairs import Pair
 
 PLANS = ("huggingface", "torch")
@@ -28,7 +28,7 @@ def save_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, giga
         return
     staging = f"{os.fspath(path)}.saving"
     save(staging, **keywords, style="torch", overwrite=True)
-    with together(kind):  # the file is there when any rank returns
+    with together(kind, None):  # the file is there when any rank returns
         if dist.get_rank() == 0:
             _put_in_place(staging, kind, path)
 
@@ -116,7 +116,7 @@ def _described(pairs: Sequence[Pair], obj: Any, plan: str) -> tuple[str, dict[st
         kind, keywords = _kind_of(pairs, obj)
     except ValueError as error:
         problem = error
-    check_alike(problem, f"{kind} {plan}", "the object and plan")
+    check_alike(agree(problem, f"{kind} {plan}", None), "objects and plans")
     return kind, keywords
 
 
@@ -144,7 +144,7 @@ def _sums(path: PathLike) -> str:
 def _as_folder(path: PathLike, kind: str) -> Iterator[str]:
     """A torch file, and its checksums if it has some, as the folder that par-checkpoint reads. Collective."""
     folder = f"{os.fspath(path)}.loading"
-    with together(kind):
+    with together(kind, None):
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             Path(folder).mkdir()

@@ -7,9 +7,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from par_groups import together
 from par_precision import MixedOptimizer
 
-from .agreement import together
 from .handlers import DEFAULT, kinds_of, make_handlers
 from .pairs import Pair, pair
 from .plan import sizes_of
@@ -57,7 +57,7 @@ def wire(each: Pair, strategy: "Strategy") -> dict[int, Any]:
     for plugin in strategy.plugins:
         if plugin.name in ("zero", "precision") and each.sizes is None:
             each.sizes = sizes_of(model, strategy.options.stage)
-        with together(f"plugin {plugin.name!r}"):
+        with together(f"plugin {plugin.name!r}", None):
             model = plugin.setup_model(model, each.optimizer, strategy)
             if each.optimizer is not None:
                 each.optimizer = plugin.setup_optimizer(each.optimizer, model, strategy)
@@ -67,7 +67,7 @@ def wire(each: Pair, strategy: "Strategy") -> dict[int, Any]:
             one.__dict__["no_sync"] = model.__dict__["no_sync"]
     if isinstance(each.optimizer, MixedOptimizer) and each.optimizer.scaling.scale is not None:
         each.schedulers = [each.optimizer.schedule(scheduler) for scheduler in each.schedulers]
-    with together("gradient handlers"):
+    with together("gradient handlers", None):
         if each.optimizer is not None:
             _attach(each.optimizer, model, strategy)
     after = [*each.models, each.optimizer, *each.schedulers]

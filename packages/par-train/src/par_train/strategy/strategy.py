@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from par_checkpoint import Save
-from par_groups import Environment, ProcessGroups, Topology, launch
+from par_groups import Environment, ProcessGroups, Topology, agree, check_alike, launch, together
 from par_layers import LayerSet, layer_set
 from par_pipeline import Pipeline, Schedule, build_stage, schedule
 from par_precision import MixedOptimizer
@@ -20,7 +20,6 @@ from par_precision import MixedOptimizer
 from ..data.loader import GlobalDataLoader
 from ..data.place import placed
 from ..plan.options import Job
-from .agreement import check_alike, together
 from .execute import Batches, Criterion, Execution
 from .files import load_object, load_run, save_object, save_run
 from .handlers import kinds_of
@@ -78,7 +77,7 @@ class Strategy:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         try:
-            check_alike(problem, self.options.described(), "the options")
+            check_alike(agree(problem, self.options.described(), None), "options")
         except BaseException:
             self.environment.close()
             raise
@@ -140,7 +139,7 @@ class Strategy:
             layers: nn.Modules, `par_pipeline.Lazy`, or dict(type="Linear", ...), one after the other.
         """
         rank, seed = self.groups.rank("pipeline"), self.options.seed
-        with together("the layers"):
+        with together("the layers", None):
             if self.schedule is not None:
                 return build_stages(layers, self.schedule, rank, seed=seed)
             return build_stage(layers, schedule("1f1b", 1, 1), 0, seed=seed)[0]
@@ -181,14 +180,14 @@ class Strategy:
             loaders = {id(each): self._shared_out(each) for each in objects if isinstance(each, DataLoader)}
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        check_alike(problem, repr([type(each).__name__ for each in objects]), "the objects")
+        check_alike(agree(problem, [type(each).__name__ for each in objects], None), "objects")
         given: dict[int, Any] = {}
         for each in pairs:
             given.update(wire(each, self))
         for number, loader in loaders.items():
             given[number] = loader
             for plugin in self.plugins:
-                with together(f"plugin {plugin.name!r}"):
+                with together(f"plugin {plugin.name!r}", None):
                     given[number] = plugin.setup_dataloader(given[number], self)
         self._pairs += pairs
         self._loaders += loaders.values()
