@@ -13,7 +13,7 @@ from crc32c import crc32c
 from safetensors.torch import save_file
 
 import par_checkpoint as pc
-from par_checkpoint.tools.convert_files import convert_checkpoint
+from par_checkpoint.tools.convert import convert_checkpoint
 
 MANIFEST = "par_checkpoint.json"
 INDEX = "model.safetensors.index.json"

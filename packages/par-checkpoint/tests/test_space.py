@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 import par_checkpoint as pc
-from par_checkpoint import _save
-from par_checkpoint.storage import commit as _finish
+from par_checkpoint import _finish, _save
+from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.local import exchange
-from par_checkpoint.storage.storage import open_folder
 
 OLD, NEW = 1.0, 2.0
 

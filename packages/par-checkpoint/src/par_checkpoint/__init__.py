@@ -9,7 +9,8 @@ from ._save import save
 from .state.conversion import Convert, Part
 from .storage.steps import latest, prune
 from .storage.verify import verify
-from .tools.inspect import Contents, inspect, read
+from .tools.inspect import Contents, inspect
+from .tools.read import read
 
 __version__ = "0.1.0"
 

@@ -15,6 +15,11 @@ class ReplacedError(CheckpointError):
     """A checkpoint was replaced while it was read, again and again, or removed."""
 
 
+def corrupt(where: str, what: str) -> CorruptError:
+    """The error for a file that is not as it was written."""
+    return CorruptError(f"{where}: {what}. Copy or download the file again, or use another checkpoint")
+
+
 def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) -> str:
     """What is said of a block that is not what was written."""
     text = f"block {number} of {file!r} (from byte {begin}) is corrupt: its checksum is wrong"

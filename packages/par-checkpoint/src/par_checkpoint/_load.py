@@ -16,15 +16,16 @@ from ._errors import CheckpointError
 from ._options import LoadOptions, timeout_of, with_keywords
 from ._session import session_of
 from .format.index import STEMS
+from .format.pickled import is_extra_state
 from .plan.entry import key_of, name_of
 from .state.collect import LayoutNames, Model, check_layout, layout_names
-from .state.model import is_extra_state, model_state
+from .state.model import model_state
 from .state.optimizer import Naming
 from .state.restore import Restore
 from .state.targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets, ties_of
-from .storage.found import Found, look
-from .storage.storage import Folder, open_folder
-from .storage.unmixed import unmixed_by, version_of
+from .storage.consistent import retry_while_replaced, version_of
+from .storage.folder import Folder, open_folder
+from .storage.outline import Outline, read_outline
 from .storage.verify import check_blocks, check_same
 from .transfer.fill import Filling, fill_
 from .transfer.ranks import Ranks
@@ -133,7 +134,7 @@ def load(
 
     (chosen, folder), versions = ranks.share(opened)
     into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
-    report, _ = unmixed_by(
+    report, _ = retry_while_replaced(
         lambda: ranks.on_first(lambda: version_of(folder)),
         lambda: _load(into, folder, ranks, chosen),
         versions[0],
@@ -157,7 +158,9 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     """Loads what is there now, and tells whether all of it was compared with checksums."""
     model = into.model
     found = ranks.on_first(
-        lambda: look(folder, model=model is not None, optimizer=into.optimizer is not None, variant=options.variant)
+        lambda: read_outline(
+            folder, model=model is not None, optimizer=into.optimizer is not None, variant=options.variant
+        )
     )
 
     def match() -> tuple[_Wanted, _Word]:
@@ -175,7 +178,8 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     if same:
         ranks.on_first(lambda: check_same(folder, found, same))
     if options.verify == "full":
-        check_blocks(folder, found, ranks, options.threads)
+        share = (ranks.rank, ranks.size)
+        ranks.agree(lambda: check_blocks(folder, found, options.threads, share))
     filling = Filling(
         ranks=ranks, folder=folder, found=found, options=options, near=len({each.host for each in every}) == 1
     )
@@ -189,7 +193,7 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     return report, found.manifest is not None and options.verify != "off"
 
 
-def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
+def _match(found: Outline, options: LoadOptions, into: _Into) -> _Wanted:
     """What this rank fills, and with what."""
     model, optimizer, wanted = into.model, into.optimizer, _Wanted()
     if model is not None:
@@ -217,7 +221,7 @@ def _match(found: Found, options: LoadOptions, into: _Into) -> _Wanted:
     return wanted
 
 
-def _word(found: Found, wanted: _Wanted, layout: LayoutNames) -> _Word:
+def _word(found: Outline, wanted: _Wanted, layout: LayoutNames) -> _Word:
     used = wanted.model.used | wanted.optimizer.used
     return _Word(
         host=socket.gethostname(),
@@ -231,13 +235,13 @@ def _word(found: Found, wanted: _Wanted, layout: LayoutNames) -> _Word:
     )
 
 
-def _stored(found: Found) -> list[str]:
+def _stored(found: Outline) -> list[str]:
     """The keys of all tensors in the files, and of the extra state."""
     tensors = [key_of(section, name) for section in STEMS for name in found.places(section)]
     return [*tensors, *(key_of("model", name) for name in found.objects())]
 
 
-def _report(found: Found, every: Sequence[_Word]) -> Report:
+def _report(found: Outline, every: Sequence[_Word]) -> Report:
     """What is missing or too much, of all ranks together."""
     used = zip(*(each.used for each in every), strict=True)
     return Report(

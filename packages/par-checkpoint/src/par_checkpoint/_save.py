@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
 from ._options import SaveOptions, check_style, parse_size, timeout_of, with_keywords
 from ._progress import Bar
@@ -23,8 +24,7 @@ from .plan.claims import Claims, digest
 from .plan.prepare import Prepared, check_replicas, prepare_save
 from .state.collect import Content, LayoutNames, Model, check_layout, collect, layout_names
 from .state.state import agreed_state, state_digest
-from .storage.commit import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
-from .storage.storage import Folder, Staging, open_folder
+from .storage.folder import Folder, Staging, open_folder
 from .transfer.pieces import Local
 from .transfer.ranks import Ranks
 from .transfer.snapshot import Snapshot

@@ -3,28 +3,21 @@
 import io
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import IO, Any, cast
 
 import torch
 from crc32c import crc32c
 
-from ._errors import CheckpointError
 from .format.bytes import bytes_of
-from .format.manifest import BLOCK, FileRecord
-from .format.pickled import flat_tensors, load_outline, place_of
+from .format.manifest import BLOCK, OBJECTS, FileRecord
 from .format.tagged import decode
 from .plan.entry import name_of
 from .plan.prepare import Prepared
 from .state.collect import Content
-from .storage.directory import Place
-from .storage.storage import Folder, Writer
+from .storage.folder import Writer
 from .transfer.ranks import attempt
 from .transfer.write import Work, write_blocks
-
-OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
-"""By section: its file."""
 
 
 def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str, FileRecord]:
@@ -35,41 +28,6 @@ def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str,
     records, error = attempt(lambda: _write_all(prepared, work, content, memory))
     work.ranks.raise_first(error)
     return {name: record for each in work.ranks.gather(records or {}) for name, record in each.items()}
-
-
-def read_places(folder: Folder, section: str, name: str, record: FileRecord | None) -> dict[str, Place]:
-    """Where the tensors of a section lie in a file, without reading their data.
-
-    Args:
-        folder: The checkpoint's.
-        section: "model" or "optimizer".
-        name: The file.
-        record: What the manifest says of it; None: it is somebody else's.
-
-    Raises:
-        CheckpointError, CorruptError: It is not what was written.
-    """
-    path = f"{folder.url}/{name}"
-    with closing(folder.open(name)) as source:
-        outline, size = load_outline(source, record, path), source.size
-    tensors = flat_tensors(outline, path) if section == "model" else _slots(outline, path)
-    return {
-        key: Place(name, each.dtype, tuple(each.shape), *place_of(each, size, path)) for key, each in tensors.items()
-    }
-
-
-def _slots(outline: object, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer's state dict that has names in place of numbers."""
-    state = outline.get("state") if isinstance(outline, Mapping) else None
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} is no optimizer's state: it has no mapping 'state'; take another checkpoint")
-    return {
-        f"{parameter}.{slot}": value
-        for parameter, slots in state.items()
-        if isinstance(slots, Mapping)  # else it is of the optimizer as a whole
-        for slot, value in slots.items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memory") -> dict[str, FileRecord]:

@@ -10,7 +10,8 @@ from safetensors.torch import _SIZE, _TYPES, load, save, save_file
 
 from par_checkpoint._errors import CheckpointError, CorruptError
 from par_checkpoint.format.dtypes import _DTYPES
-from par_checkpoint.format.header import MAX_HEADER, Stored, decode_header, encode_header, parse_object
+from par_checkpoint.format.header import MAX_HEADER, Stored, decode_header, encode_header
+from par_checkpoint.format.strict_json import parse_object
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TENSORS = st.dictionaries(

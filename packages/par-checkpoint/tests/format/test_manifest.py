@@ -10,7 +10,7 @@ from par_checkpoint.format.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    blocks_of,
+    block_ranges,
     decode_manifest,
     encode_manifest,
     record_of,
@@ -172,7 +172,7 @@ def test_nan_is_never_written():
 @given(st.binary(max_size=50), st.integers(1, 12))
 def test_a_record_covers_every_byte_once(data, block):
     record = record_of(data, block)
-    ranges = list(blocks_of(record.size, record.data_begin, block))
+    ranges = list(block_ranges(record.size, record.data_begin, block))
     assert b"".join(data[begin:end] for begin, end in ranges) == data
     assert record.crcs == tuple(crc32c(data[begin:end]) for begin, end in ranges)
     assert record.header_crc == crc32c(b"")
@@ -180,5 +180,5 @@ def test_a_record_covers_every_byte_once(data, block):
 
 
 def test_blocks_begin_with_the_data():
-    assert list(blocks_of(25, 8, 10)) == [(8, 18), (18, 25)]
-    assert list(blocks_of(8, 8, 10)) == []
+    assert list(block_ranges(25, 8, 10)) == [(8, 18), (18, 25)]
+    assert list(block_ranges(8, 8, 10)) == []

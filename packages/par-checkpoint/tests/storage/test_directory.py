@@ -6,7 +6,6 @@ from crc32c import crc32c
 from safetensors.torch import save
 
 from par_checkpoint._errors import CheckpointError, CorruptError
-from par_checkpoint.format.header import decode_header
 from par_checkpoint.format.index import encode_index
 from par_checkpoint.format.manifest import FileRecord, Manifest, record_of
 from par_checkpoint.storage.directory import Place, read_directory
@@ -67,8 +66,6 @@ def test_a_single_file_is_found():
     begin = len(FIRST) - 16
     assert directory.places == {"a": Place("model.safetensors", torch.float32, (4,), begin, begin + 16)}
     assert (directory.pickles, directory.index) == ((), None)
-    header = decode_header(lambda begin, end: FIRST[begin:end], len(FIRST), "")
-    assert directory.headers == {"model.safetensors": header}
 
 
 def test_places_lead_to_the_bytes():

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from par_checkpoint._errors import CheckpointError, CorruptError
+from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.local import LocalFolder
-from par_checkpoint.storage.storage import open_folder
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from par_checkpoint._errors import CheckpointError, CorruptError
 from par_checkpoint.format.manifest import Manifest, encode_manifest
-from par_checkpoint.storage.storage import open_folder
+from par_checkpoint.storage.folder import open_folder
 
 EMPTY = encode_manifest(
     Manifest(style="huggingface", files={}, tied={}, model=None, optimizer=None, scheduler=None, extra=None)

@@ -7,8 +7,8 @@ from crc32c import crc32c
 
 from par_checkpoint._errors import CheckpointError
 from par_checkpoint.format.manifest import Manifest, encode_manifest
+from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.steps import latest, prune, read_manifest, step_name, step_of
-from par_checkpoint.storage.storage import open_folder
 
 SOUND = encode_manifest(
     Manifest(style="huggingface", files={}, tied={}, model=None, optimizer=None, scheduler=None, extra=None)

@@ -8,7 +8,7 @@ from torch import nn
 
 import par_checkpoint
 from par_checkpoint import inspect, read, save
-from par_checkpoint.tools.inspect import runs
+from par_checkpoint.tools.read import runs
 from par_groups import Box
 
 

@@ -3,10 +3,14 @@
 import json
 from collections.abc import Mapping
 
-from .header import corrupt, parse_object, text_map
+from .._errors import corrupt
+from .strict_json import parse_object, text_map
 
 STEMS = {"model": "model", "optimizer": "optimizer/optimizer"}
 """By section: how its files' names begin."""
+
+INDEX = {"model": "model.safetensors.index.json", "optimizer": "optimizer/optimizer.safetensors.index.json"}
+"""By section: the index of its files."""
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:

@@ -11,11 +11,21 @@ from typing import Any
 
 from crc32c import crc32c
 
-from .._errors import CheckpointError
-from .header import MAX_HEADER, corrupt, is_count, parse_object, text_map
+from .._errors import CheckpointError, corrupt
+from .header import MAX_HEADER
 from .index import is_base_name
+from .strict_json import is_count, parse_object, text_map
 
 MANIFEST = "par_checkpoint.json"
+
+SIDE_FILE = "par_checkpoint.safetensors"
+"""The tensors of scheduler, extra and param groups."""
+
+CONFIG = "config.json"
+"""The model's config."""
+
+OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
+"""In torch style, by section: its file."""
 
 BLOCK = 4 << 20
 """Bytes of a block: what is checksummed, written and read as one."""
@@ -130,11 +140,11 @@ def record_of(data: bytes, block: int) -> FileRecord:
         data: All of it.
         block: Bytes of a block.
     """
-    crcs = tuple(crc32c(data[begin:end]) for begin, end in blocks_of(len(data), 0, block))
+    crcs = tuple(crc32c(data[begin:end]) for begin, end in block_ranges(len(data), 0, block))
     return FileRecord(size=len(data), data_begin=0, header_crc=0, block=block, crcs=crcs)
 
 
-def blocks_of(size: int, data_begin: int, block: int) -> Iterator[tuple[int, int]]:
+def block_ranges(size: int, data_begin: int, block: int) -> Iterator[tuple[int, int]]:
     """First byte and one past the last of each block of a file, counted from the file's begin."""
     return ((begin, min(begin + block, size)) for begin in range(data_begin, size, block))
 

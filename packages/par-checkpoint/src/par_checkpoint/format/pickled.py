@@ -5,18 +5,24 @@ import pickle
 import sys
 import zipfile
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 from crc32c import crc32c
 
-from .._errors import CheckpointError, CorruptError, corrupt_block
-from ..state.model import is_extra_state
-from ..storage.storage import Source
-from .header import corrupt
+from .._errors import CheckpointError, CorruptError, corrupt, corrupt_block
 from .manifest import BLOCK, FileRecord
 
 _ZIP = b"PK\x03\x04"
+
+
+class Readable(Protocol):
+    """A file of `size` bytes that is read anywhere."""
+
+    size: int
+
+    def read_into(self, begin: int, view: memoryview) -> None:
+        """Fills the view with the bytes from `begin` on."""
 
 
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:
@@ -52,6 +58,11 @@ def flat_tensors(found: object, path: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether a state dict's key is that of a module's `get_extra_state`."""
+    return name == "_extra_state" or name.endswith("._extra_state")
+
+
 def load_object(path: Path) -> object:
     """Anything that torch.save wrote and weights_only permits.
 
@@ -66,7 +77,7 @@ def load_object(path: Path) -> object:
     return _load(path, str(path), map_location="cpu", mmap=zipped)
 
 
-def load_outline(source: Source, record: FileRecord | None, path: str) -> object:
+def load_outline(source: Readable, record: FileRecord | None, path: str) -> object:
     """What torch.save wrote into a zip file, its tensors on the meta device: none of their data is read.
 
     Args:
@@ -112,7 +123,7 @@ class _Checked(io.RawIOBase):
         path: Its name, for messages.
     """
 
-    def __init__(self, source: Source, record: FileRecord | None, path: str) -> None:
+    def __init__(self, source: Readable, record: FileRecord | None, path: str) -> None:
         self._source, self._path = source, path
         self._size, self._length = (source.size, BLOCK) if record is None else (record.size, record.block)
         self._crcs = None if record is None else record.crcs
@@ -120,19 +131,24 @@ class _Checked(io.RawIOBase):
         self._blocks: dict[int, memoryview] = {}
 
     def readable(self) -> bool:
+        """It is."""
         return True
 
     def seekable(self) -> bool:
+        """It is."""
         return True
 
     def tell(self) -> int:
+        """The byte that is read next."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Goes to another byte."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Fills the buffer with what follows, as far as there is so much."""
         view, done = memoryview(buffer).cast("B"), 0
         while done < len(view) and self._at < self._size:
             number, begin = divmod(self._at, self._length)

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from .._errors import CheckpointError
+from .._errors import CheckpointError, corrupt
 from .dtypes import safetensors_name
-from .header import corrupt
 from .manifest import MANIFEST
 
 _DEPTH = 100  # far below where reading JSON ends

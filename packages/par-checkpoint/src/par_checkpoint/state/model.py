@@ -8,7 +8,8 @@ from torch import nn
 
 from par_groups import Sharding, sharding_of
 
-_EXTRA = "_extra_state"
+from ..format.pickled import is_extra_state
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and activation checkpointing rename
 
 
@@ -52,11 +53,6 @@ def model_state(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelState:
         else:
             tied[name] = stored
     return ModelState(tensors=tensors, tied=tied, objects=objects)
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a state dict's key is that of a module's `get_extra_state`."""
-    return name == _EXTRA or name.endswith(f".{_EXTRA}")
 
 
 def copied(model: nn.Module, found: ModelState) -> list[str]:

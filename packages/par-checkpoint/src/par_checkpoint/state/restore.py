@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError
-from ..storage.found import Found
+from ..storage.outline import Outline
 from .model import clean, unwrapped
 from .optimizer import other_kind
 from .targets import OptimizerTargets
@@ -45,7 +45,7 @@ class Restore:
     @classmethod
     def of(
         cls,
-        found: Found,
+        found: Outline,
         *,
         model: object,
         optimizer: Optimizer | None,

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import MANIFEST, Manifest, decode_manifest
-from .found import check_sizes
+from .consistent import read_consistently
+from .folder import Folder, open_folder
+from .outline import check_sizes
 from .owned import remnant_of
-from .storage import Folder, open_folder
-from .unmixed import unmixed
 
 
 def step_name(step: int) -> str:
@@ -124,7 +124,9 @@ def read_manifest(folder: Folder) -> Manifest | None:
 def newest(root: str | os.PathLike[str]) -> str | None:
     """The same as `latest`, on this process alone."""
     for _, folder, _ in _steps(open_folder(root)):
-        manifest = unmixed(folder, partial(read_manifest, folder), checked=lambda manifest: manifest is not None)
+        manifest = read_consistently(
+            folder, partial(read_manifest, folder), checked=lambda manifest: manifest is not None
+        )
         if manifest is not None:
             return folder.url
     return None

@@ -11,13 +11,15 @@ import torch
 
 from .._errors import CheckpointError, ReplacedError
 from ..format.bytes import as_integers
+from ..storage.consistent import version_of
 from ..storage.directory import Place
+from ..storage.folder import open_folder
+from ..storage.outline import read_outline
 from ..storage.steps import prune, read_manifest, step_of
-from ..storage.storage import open_folder
-from ..storage.unmixed import version_of
-from ..storage.verify import look_closely, verify
-from .convert_files import FORMATS, convert_checkpoint
-from .inspect import Contents, inspect, reader_of
+from ..storage.verify import check_blocks, verify
+from .convert import FORMATS, convert_checkpoint
+from .inspect import Contents, inspect
+from .read import reader_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,7 +140,9 @@ def _verify(given: argparse.Namespace) -> int:
 def _diff(given: argparse.Namespace) -> int:
     folders = open_folder(given.a), open_folder(given.b)
     before = [version_of(each) for each in folders]
-    pair = [(folder, look_closely(folder)) for folder in folders]
+    pair = [(folder, read_outline(folder)) for folder in folders]
+    for folder, found in pair:
+        check_blocks(folder, found)
     readers = [reader_of(folder, found) for folder, found in pair]
     different = 0
     for section in ("model", "optimizer") if given.optimizer else ("model",):

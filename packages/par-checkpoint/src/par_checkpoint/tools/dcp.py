@@ -9,8 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from .._errors import CheckpointError
-from ..format.header import corrupt
+from .._errors import CheckpointError, corrupt
 
 FILE = ".metadata"
 """What tells such a folder."""

@@ -19,8 +19,8 @@ from ..plan.files import File, blocks_of, tensor_blocks
 from ..plan.plan import Block, Plan, Planner
 from ..plan.prepare import all_claims
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
-from ..storage.found import Found, tensors_of
-from ..storage.storage import Folder
+from ..storage.folder import Folder
+from ..storage.outline import Outline, tensors_of
 from .pieces import Local
 from .ranks import Ranks, attempt
 from .read import Reading, read_blocks, wrong_join
@@ -41,7 +41,7 @@ class Filling:
     ranks: Ranks
     near: bool
     folder: Folder
-    found: Found
+    found: Outline
     options: LoadOptions
 
 
@@ -86,7 +86,7 @@ def _holders(targets: Targets, filling: Filling) -> tuple[list[Entry], list[Held
     return made, merge(all_claims(filling.ranks, claims, digests))
 
 
-def _in_blocks(entries: Iterable[Entry], found: Found) -> Iterator[Entry]:
+def _in_blocks(entries: Iterable[Entry], found: Outline) -> Iterator[Entry]:
     """Those that are read block by block: all but those in files that torch.load opens."""
     return told_apart(each for each in entries if section_of(each.key) not in found.pickled)
 
@@ -118,7 +118,7 @@ def _undefined(error: BaseException) -> BaseException:
     return type(error)(f"{error}. What was being loaded is now undefined: load another checkpoint before going on")
 
 
-def _blocks(found: Found, tensors: Sequence[Held]) -> tuple[list[File], list[Block]]:
+def _blocks(found: Outline, tensors: Sequence[Held]) -> tuple[list[File], list[Block]]:
     """The files to read, and their blocks: those that were checksummed, or, in files of others, tensor by tensor."""
     placed: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for number, held in enumerate(tensors):
@@ -130,7 +130,7 @@ def _blocks(found: Found, tensors: Sequence[Held]) -> tuple[list[File], list[Blo
     return files, list(cut(files, tensors))
 
 
-def _file(found: Found, section: str, name: str, placed: Sequence[tuple[int, int, int]]) -> File:
+def _file(found: Outline, section: str, name: str, placed: Sequence[tuple[int, int, int]]) -> File:
     if found.manifest is None:  # nothing is compared that begins with the data
         begin, size, block = 0, max(end for _, _, end in placed), BLOCK
     else:

@@ -16,7 +16,7 @@ from ..format.manifest import BLOCK
 from ..plan.entry import name_of
 from ..plan.files import File, join_crcs
 from ..plan.plan import Block, Plan, Task
-from ..storage.storage import Folder, Source
+from ..storage.folder import Folder, Source
 from .buffers import Pool
 from .exchange import Room, by_peer, exchange, rounds
 from .pieces import Local

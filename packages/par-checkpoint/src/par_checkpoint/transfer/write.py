@@ -16,7 +16,7 @@ from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.files import File
 from ..plan.plan import Block, Piece, Plan, Task
-from ..storage.storage import Staging, Writer
+from ..storage.folder import Staging, Writer
 from .buffers import Pool
 from .exchange import Room, by_peer, exchange, rounds
 from .pieces import Local

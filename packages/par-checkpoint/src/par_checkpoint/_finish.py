@@ -9,22 +9,14 @@ from pathlib import PurePosixPath
 from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
-from ..format.crc import Crc
-from ..format.index import encode_index
-from ..format.manifest import BLOCK, MANIFEST, FileRecord, Manifest, encode_manifest, record_of
-from ..plan.entry import name_of, section_of
-from ..plan.files import File, join_crcs
-from ..plan.prepare import Prepared
-from ..state.collect import Content
-from .storage import Staging
-
-SIDE_FILE = "par_checkpoint.safetensors"
-"""Tensors of scheduler, extra and param groups."""
-
-CONFIG = "config.json"
-"""The model's config."""
-
-INDEX = {"model": "model.safetensors.index.json", "optimizer": "optimizer/optimizer.safetensors.index.json"}
+from .format.crc import Crc
+from .format.index import INDEX, encode_index
+from .format.manifest import BLOCK, CONFIG, MANIFEST, SIDE_FILE, FileRecord, Manifest, encode_manifest, record_of
+from .plan.entry import name_of, section_of
+from .plan.files import File, join_crcs
+from .plan.prepare import Prepared
+from .state.collect import Content
+from .storage.folder import Staging
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import par_checkpoint as pc
 from par_checkpoint import CheckpointError, CorruptError, ReplacedError, _load
-from par_checkpoint.storage.storage import open_folder
-from par_checkpoint.storage.unmixed import unmixed
+from par_checkpoint.storage.consistent import read_consistently
+from par_checkpoint.storage.folder import open_folder
 
 NAMES, SHAPE = "abcdef", (300, 123)
 
@@ -178,7 +178,7 @@ def test_other_errors_are_not_tried_again(path):
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
-        unmixed(open_folder(path), act)
+        read_consistently(open_folder(path), act)
     assert len(calls) == 1
 
 

@@ -9,10 +9,11 @@ import torch
 from .._errors import CheckpointError
 from .._save import save
 from ..format.pickled import load_object
-from ..storage.storage import Folder, open_folder
-from ..storage.unmixed import unmixed
-from ..storage.verify import look_closely
-from .inspect import reader_of
+from ..storage.consistent import read_consistently
+from ..storage.folder import Folder, open_folder
+from ..storage.outline import read_outline
+from ..storage.verify import check_blocks
+from .read import reader_of
 
 _MODELS = ("model", "state_dict", "model_state_dict")
 FORMATS = ("huggingface", "torch", "dcp")
@@ -69,12 +70,13 @@ def _tensors(source: str) -> dict[str, torch.Tensor]:
 
         return _of_model(read_dcp(source))
     folder = open_folder(source)
-    return unmixed(folder, lambda: _read(folder))
+    return read_consistently(folder, lambda: _read(folder))
 
 
 def _read(folder: Folder) -> dict[str, torch.Tensor]:
     """All tensors of the model in a checkpoint."""
-    found = look_closely(folder)  # corrupt bytes must not get new checksums
+    found = read_outline(folder)
+    check_blocks(folder, found)  # corrupt bytes must not get new checksums
     read = reader_of(folder, found)
     tensors = {name: read(name) for name in found.places("model")}
     return {**tensors, **{name: tensors[stored] for name, stored in found.tied.items()}}

@@ -1,0 +1,54 @@
+"""JSON from files of strangers, read more strictly than Python's module does by itself."""
+
+import json
+
+from .._errors import corrupt
+
+
+def parse_object(data: bytes, file: str) -> dict[str, object]:
+    """Reads a JSON object, strictly: UTF-8, no key twice, no NaN, no nesting without end.
+
+    Raises:
+        CorruptError: Anything else; the message names `file`.
+    """
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refused)
+    except RecursionError:
+        raise corrupt(file, "JSON that is nested too deep") from None
+    except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
+        raise corrupt(file, f"not the JSON that it should be ({error})") from error
+    if not isinstance(value, dict):
+        raise corrupt(file, f"holds a JSON {type(value).__name__} where an object belongs")
+    return value
+
+
+def text_map(value: object, where: str) -> dict[str, str]:
+    """A JSON object whose values are all texts.
+
+    Raises:
+        CorruptError: Anything else; the message names `where`.
+    """
+    if not isinstance(value, dict):
+        raise corrupt(where, f"{value!r:.80} is no map of texts")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise corrupt(where, f"{key!r} is {text!r:.80}, not a text")
+    return value
+
+
+def is_count(value: object) -> bool:
+    """Whether a JSON value is a whole number from 0 on, true and false excluded."""
+    return type(value) is int and value >= 0
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _refused(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,81 @@
+"""Reading a checkpoint that a save may replace meanwhile: what is read is wholly the old or wholly the new one.
+
+Readers take no locks. They note which checkpoint is there, read, and look whether it still is; if not, they read again.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from .._errors import CheckpointError, ReplacedError
+from .folder import Folder
+
+Value = TypeVar("Value")
+
+_TRIES = 5  # each reads all of it: who replaces a checkpoint faster than it is read must learn of it
+
+_UNDEFINED = "What was being loaded is now undefined"
+
+
+def read_consistently(
+    folder: Folder, read: Callable[[], Value], *, checked: Callable[[Value], bool] = lambda _: False
+) -> Value:
+    """Reads a checkpoint; if it is replaced in between, reads the new one from the beginning, a few times.
+
+    Args:
+        folder: The checkpoint's folder.
+        read: Reads it, from the beginning, and gives the result.
+        checked: Whether a result can only come from one checkpoint, as all of it was compared with checksums.
+
+    Raises:
+        ReplacedError: It was replaced every time.
+    """
+    before = version_of(folder)
+    return retry_while_replaced(lambda: version_of(folder), read, before, folder.url, checked)
+
+
+def retry_while_replaced(
+    version: Callable[[], str | None],
+    read: Callable[[], Value],
+    before: str | None,
+    url: str,
+    checked: Callable[[Value], bool],
+) -> Value:
+    """Reads a checkpoint on one rank or on several, which then all see the same version and the same error or none.
+
+    Args:
+        version: Gives the version that is there now, see `version_of`; the same on every rank.
+        read: Reads it, from the beginning, and gives the result.
+        before: The version that was there before.
+        url: The folder, for messages.
+        checked: Whether a result can only come from one checkpoint.
+
+    Raises:
+        ReplacedError: It was replaced every time.
+    """
+    for number in range(_TRIES):
+        failed: CheckpointError | FileNotFoundError | None = None
+        try:
+            value = read()
+        except (CheckpointError, FileNotFoundError) as error:
+            failed = error
+        if failed is None and checked(value):
+            return value
+        after = version()
+        if after != before:
+            before = after
+        elif failed is None:
+            return value
+        elif number == 0:
+            raise failed
+        else:
+            raise ReplacedError(f"{url!r} was replaced while it was read. {_UNDEFINED}. Now: {failed}") from failed
+    raise ReplacedError(
+        f"{url!r} was replaced while it was read, {_TRIES} times one after the other; read it when it rests, or save "
+        f"each to a path of its own. {_UNDEFINED}"
+    )
+
+
+def version_of(folder: Folder) -> str | None:
+    """A text that differs between the checkpoint that is there now and any later one; None if none of ours is there."""
+    folder.recover()
+    return folder.version()

@@ -1,0 +1,231 @@
+"""What a checkpoint's folder holds beside the tensors' data: one rank reads it, checks it and tells the others."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as from_safetensors
+
+from .._errors import CheckpointError, CorruptError
+from ..format.index import INDEX, STEMS
+from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, decode_manifest
+from ..format.pickled import flat_tensors, is_extra_state, load_outline, load_pickle, place_of
+from ..format.tagged import decode
+from .directory import Directory, Place, check_index, read_directory, read_small
+from .folder import Folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """All of a checkpoint but the data of its tensors.
+
+    Args:
+        manifest: Our manifest; None in a folder that others have written.
+        directories: For "model" and "optimizer", as far as they were asked for: which tensor lies where.
+        side: The tensors in scheduler, extra and param groups, by the names that the manifest refers to.
+    """
+
+    manifest: Manifest | None
+    directories: Mapping[str, Directory] = field(default_factory=dict)
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def places(self, section: str) -> Mapping[str, Place]:
+        """Where the tensors of "model" or "optimizer" lie, by name."""
+        return self.directories[section].places if section in self.directories else {}
+
+    @property
+    def pickled(self) -> Mapping[str, tuple[str, ...]]:
+        """The files that torch.load must map from a local disk, by section; of no section where blocks can be read."""
+        return {section: each.pickles for section, each in self.directories.items() if each.pickles}
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names of tensors that are not stored, and the name of the stored tensor that each of them shares."""
+        return {} if self.manifest is None else self.manifest.tied
+
+    def part(self, name: str) -> Any:
+        """The decoded "model", "scheduler" or "extra"; None where there is none."""
+        encoded = None if self.manifest is None else getattr(self.manifest, name)
+        return None if encoded is None else decode(encoded, self.side)
+
+    def objects(self) -> dict[str, Any]:
+        """The extra state of modules by its key in the state dict; nothing where the model is not wanted."""
+        saved = (self.part("model") or {}) if "model" in self.directories else {}
+        return {name: value for name, value in saved.items() if is_extra_state(name)}
+
+    def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """Parameter names and options of each saved param group."""
+        optimizer = None if self.manifest is None else self.manifest.optimizer
+        groups = [] if optimizer is None else optimizer["groups"]
+        return [(group["params"], decode(group["options"], self.side)) for group in groups]  # type: ignore[misc]
+
+    def slots(self) -> dict[str, object]:
+        """Slots of the optimizer that are no tensors, by "<parameter>.<slot>"."""
+        optimizer = None if self.manifest is None else self.manifest.optimizer
+        return {} if optimizer is None else {key: decode(slot, self.side) for key, slot in optimizer["slots"].items()}
+
+
+def read_outline(
+    folder: Folder, *, model: bool | None = None, optimizer: bool | None = None, variant: str | None = None
+) -> Outline:
+    """Reads everything but the tensors' data, and checks that all of it agrees.
+
+    Args:
+        folder: The checkpoint's folder.
+        model: Whether the model's files are wanted; None: if there are any.
+        optimizer: Whether the optimizer's files are wanted; None: if there are any.
+        variant: The variant of others' files to read, such as "fp16".
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it does not hold what is wanted.
+        CorruptError: Files that are missing, truncated or not what was written.
+    """
+    folder.recover()
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {folder.url!r}; give the folder that holds the checkpoint")
+    sizes = folder.sizes()
+    manifest = decode_manifest(folder.read(MANIFEST)) if MANIFEST in sizes else None
+    side = {}
+    if manifest is not None:
+        check_sizes(folder, manifest, sizes)
+        if SIDE_FILE in manifest.files:
+            side = from_safetensors(read_small(folder, SIDE_FILE, manifest.files[SIDE_FILE]))
+    if optimizer and manifest is None:
+        raise CheckpointError(
+            f"{folder.url!r} has no {MANIFEST}, so it was not saved here and has no optimizer state; pass no optimizer"
+        )
+    has_optimizer = manifest is not None and manifest.optimizer is not None
+    if optimizer and not has_optimizer:
+        raise CheckpointError(f"{folder.url!r} was saved without an optimizer; pass none")
+    wanted = []
+    if model or (model is None and (manifest is None or any(map(_is_of_model, manifest.files)))):
+        wanted.append("model")
+    if has_optimizer and optimizer is not False:
+        wanted.append("optimizer")
+    directories = {}
+    for section in wanted:
+        if manifest is not None and manifest.style == "torch":
+            directories[section] = _read_object(folder, manifest, section)
+        elif section == "model":
+            directories[section] = _with_pickles(folder, read_directory(folder, variant=variant, manifest=manifest))
+        elif INDEX[section] in sizes:  # an optimizer that has not stepped has no tensors
+            directories[section] = read_directory(folder, stem=STEMS[section], manifest=manifest)
+    return Outline(manifest=manifest, directories=directories, side=side)
+
+
+def tensors_of(folder: Folder, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The tensors in a model's files that torch.load opens, mapped from disk where they can be.
+
+    Args:
+        folder: A local folder.
+        names: The files.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        tensors.update(load_pickle(_local_path(folder, name)))
+    return tensors
+
+
+def check_sizes(folder: Folder, manifest: Manifest, sizes: Mapping[str, int]) -> None:
+    """Checks that every file of the manifest is there, and as long as it was written.
+
+    Args:
+        folder: The checkpoint's folder.
+        manifest: Its manifest.
+        sizes: The bytes of the files that are there.
+
+    Raises:
+        CorruptError: One is missing, truncated or longer.
+    """
+    for name, record in manifest.files.items():
+        text = wrong_size(folder, name, record, sizes)
+        if text is not None:
+            raise CorruptError(text)
+
+
+def wrong_size(folder: Folder, name: str, record: FileRecord, sizes: Mapping[str, int]) -> str | None:
+    """How a file differs from its record without a look into it, in words; None if it does not."""
+    if name not in sizes:
+        return f"{folder.url}/{name} is missing; bring it back, or take another checkpoint"
+    if sizes[name] != record.size:
+        return (
+            f"{folder.url}/{name} has {sizes[name]} bytes, but {record.size} were written; it is truncated or was "
+            "replaced: take another checkpoint"
+        )
+    return None
+
+
+def _is_of_model(name: str) -> bool:
+    return name.startswith(STEMS["model"])
+
+
+def _read_object(folder: Folder, manifest: Manifest, section: str) -> Directory:
+    """Where the tensors of a section lie in the one file that it has in torch style."""
+    name = OBJECTS[section]
+    if name not in manifest.files:
+        raise CheckpointError(f"{folder.url!r} has no {name}; it was saved without it")
+    places = _places_in_pickle(folder, section, name, manifest.files[name])
+    return Directory({key: place for key, place in places.items() if key not in manifest.tied})
+
+
+def _with_pickles(folder: Folder, directory: Directory) -> Directory:
+    """A directory to which the tensors in others' pickles are added.
+
+    On local disks torch.load maps these files, whatever they hold; elsewhere their tensors are read from their places.
+    """
+    if not directory.pickles:
+        return directory
+    local = "://" not in folder.url.removeprefix("file://")
+    by_file: dict[str, dict[str, Place]] = {}
+    for name in directory.pickles:
+        if local:
+            tensors = load_pickle(_local_path(folder, name))
+            by_file[name] = {key: Place("", each.dtype, tuple(each.shape), 0, 0) for key, each in tensors.items()}
+        else:
+            by_file[name] = _places_in_pickle(folder, "model", name, None)
+    if directory.weight_map is not None:
+        check_index(directory.weight_map, by_file, f"{folder.url}/{directory.index}")
+    places = {key: place for file in by_file.values() for key, place in file.items()}
+    return Directory(places, directory.pickles if local else (), directory.index)
+
+
+def _places_in_pickle(folder: Folder, section: str, name: str, record: FileRecord | None) -> dict[str, Place]:
+    """Where the tensors of a section lie in a file of torch.save, without reading their data.
+
+    Args:
+        folder: The checkpoint's folder.
+        section: "model" or "optimizer".
+        name: The file.
+        record: What the manifest says of the file; None where others have written it.
+
+    Raises:
+        CheckpointError, CorruptError: It is not what was written.
+    """
+    path = f"{folder.url}/{name}"
+    with closing(folder.open(name)) as source:
+        saved, size = load_outline(source, record, path), source.size
+    tensors = flat_tensors(saved, path) if section == "model" else _slots_in(saved, path)
+    return {
+        key: Place(name, each.dtype, tuple(each.shape), *place_of(each, size, path)) for key, each in tensors.items()
+    }
+
+
+def _slots_in(saved: object, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of an optimizer's state dict that has names in place of numbers."""
+    state = saved.get("state") if isinstance(saved, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} is no optimizer's state: it has no mapping 'state'; take another checkpoint")
+    return {
+        f"{parameter}.{slot}": value
+        for parameter, slots in state.items()
+        if isinstance(slots, Mapping)  # else it is of the optimizer as a whole
+        for slot, value in slots.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _local_path(folder: Folder, name: str) -> Path:
+    return Path(folder.url.removeprefix("file://")) / name
