@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -40,39 +41,48 @@ SMALL += ["--device=cpu", "--output=run", "--model.tied"]
 def site(tmp_path_factory):
     """A folder with the wheel in it, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, PROJECT]
-    subprocess.run(build, check=True, capture_output=True, text=True)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+    subprocess.run(build, cwd=PROJECT, check=True, capture_output=True, text=True)
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
+    shutil.unpack_archive(wheel, folder / "site", "zip")
     return str(folder / "site")
 
 
-def losses_of(folder, site, *arguments):
-    """The losses of a run of the main job, with the wheel installed as far as Python can tell."""
-    path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "par_train", "run", *map(str, arguments), *SMALL]
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """The losses of the command as its users start it, on one rank and without the wheel."""
+    folder = tmp_path_factory.mktemp("one")
+    command = [sys.executable, "-m", "par_train", "run", "--ranks=1", *SMALL]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def one_rank(site, tmp_path_factory):
-    losses = losses_of(tmp_path_factory.mktemp("one"), site, "--ranks=1")
+    losses = losses_in(folder)
     assert len(losses) == 20
     assert losses[-1] < losses[0]
     return losses
+
+
+def losses_in(folder):
+    return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 EXACT = '--gradient_handlers=[{type="YourGradientHandler", dtype="float32"}, {type="pipeline_shared"}]'
 
 
 @pytest.mark.parametrize("arguments", [["tensor.py"], ["pipeline.py", EXACT]], ids=["tensor", "pipeline"])
+@pytest.mark.ranks(4, init=False)
 def test_a_config_trains_as_one_rank_does(arguments, site, one_rank, tmp_path):
+    """The command on four ranks that somebody else has started, as torchrun does; it ends its process."""
+    from par_train.command.cli import main
+
     config, *flags = arguments
-    assert losses_of(tmp_path, site, PROJECT / config, *flags) == pytest.approx(one_rank, rel=TOLERANCE)
+    child = os.fork()
+    if not child:
+        sys.path.insert(0, site)
+        os.chdir(tmp_path)
+        os._exit(main(["run", str(PROJECT / config), *flags, *SMALL]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert losses_in(tmp_path) == pytest.approx(one_rank, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("config", "tolerance"), [("tensor.py", TOLERANCE), ("pipeline.py", BFLOAT16)])

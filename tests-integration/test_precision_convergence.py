@@ -67,9 +67,15 @@ def final_loss(precision):
     return losses[0], statistics.mean(losses[-10:])
 
 
+@pytest.fixture(scope="module")
+def fp32():
+    """The first loss in fp32, and the mean of the last ten."""
+    return final_loss("fp32")
+
+
 @pytest.mark.parametrize("precision", WITHIN)
-def test_a_precision_trains_to_the_loss_of_fp32(precision):
-    start, reference = final_loss("fp32")
+def test_a_precision_trains_to_the_loss_of_fp32(precision, fp32):
+    start, reference = fp32
     _, found = final_loss(precision)
     assert reference < 0.7 * start
     assert abs(found / reference - 1) < WITHIN[precision]
