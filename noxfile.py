@@ -95,7 +95,7 @@ def register_package_sessions(package: str) -> None:
 
     @nox.session(name=f"test-{package}-lowest")
     def lowest(session: nox.Session) -> None:
-        """The same with the oldest versions it declares, torch excepted."""
+        """One package with the oldest versions that it declares, torch excepted."""
         test_package(session, package, lowest=True)
 
 

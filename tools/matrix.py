@@ -78,8 +78,8 @@ def page(curves: Rows, resumed: Rows) -> str:
     """The whole page.
 
     Args:
-        curves: Of every configuration in every precision.
-        resumed: Of every change of configuration.
+        curves: Results of every configuration in every precision.
+        resumed: Results of every change of configuration.
     """
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     seconds = sum(row["seconds"] for row in curves)

@@ -48,15 +48,15 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is compared.
+    """A comparison: what several contenders are timed at.
 
     Args:
-        name: As the table says it.
+        name: The case's name in the table.
         contenders: The first one is what the others are compared with.
-        turns: Of each; a few of them are preceded by no warm-ups but the one that every contender begins with.
-        calls: In a turn.
-        until_return: Whether the time ends when the call returns, and not when the GPU is done.
-        gigabytes: That one call moves.
+        turns: Number of counted turns of each contender; the only warm-up is the one that a contender begins with.
+        calls: Number of calls in a turn.
+        until_return: Whether the clock stops when the call returns, rather than when the GPU is done.
+        gigabytes: Data that one call moves, in gigabytes.
     """
 
     name: str

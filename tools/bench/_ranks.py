@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 
 def spawned(ranks: int, measure: Callable[..., Any], *arguments: object, start_method: str = "spawn") -> Any:
-    """What the first of some ranks measures.
+    """Measures something on ranks started for it, and gives back what the first of them measured.
 
     Args:
-        ranks: How many.
-        measure: Called on every rank.
-        arguments: What it is called with.
-        start_method: Of multiprocessing.
+        ranks: Number of ranks.
+        measure: The function that every rank calls.
+        arguments: Its arguments.
+        start_method: How multiprocessing starts the ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"

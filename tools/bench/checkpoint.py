@@ -56,11 +56,11 @@ class Bench:
     """One case on one rank.
 
     Args:
-        state: What is saved, and loaded into: plain tensors or DTensors.
-        folder: Where to.
+        state: Tensors by name, plain or DTensors, that are saved and loaded into.
+        folder: The folder that takes the files.
         mirror: A second copy of this rank's bytes, for memcpy.
         step: A training step without the optimizer's part.
-        turns: Of every turn: seconds by contender.
+        turns: Seconds by contender, a dict a turn.
     """
 
     state: State
@@ -93,7 +93,7 @@ class Bench:
             self.clear(name)
 
     def savers(self, *, slow: bool) -> Mapping[str, Callable[[Path], float | None]]:
-        """What saves, by name; also what is not in every turn. It may give the seconds that count."""
+        """Savers by name, with those that are not in every turn if `slow`; one may give back the seconds that count."""
         found: dict[str, Callable[[Path], float | None]] = {
             "save: par-checkpoint": self.save,
             "save: pwrite + fsync": self.write_plainly,
@@ -111,7 +111,7 @@ class Bench:
         return found
 
     def loaders(self, *, slow: bool) -> Mapping[str, Callable[[Path], None]]:
-        """What loads, by name; also what is not in every turn."""
+        """Loaders by name, with those that are not in every turn if `slow`."""
         found: dict[str, Callable[[Path], None]] = {
             "par-checkpoint": self.load,
             "memcpy": self.copy,
@@ -170,7 +170,7 @@ class Bench:
         save(self.state, storage_writer=FileSystemWriter(path), no_dist=not dist.is_initialized())
 
     def save_hugging_face(self, path: Path) -> None:
-        """The same through its Hugging Face writer, up to files that transformers opens."""
+        """torch.distributed.checkpoint through its Hugging Face writer, up to files that transformers opens."""
         cut = not self.alone
         writer = HuggingFaceStorageWriter(str(path), save_distributed=cut, enable_consolidation=cut)
         save(self.state, storage_writer=writer, no_dist=not dist.is_initialized())
@@ -188,7 +188,7 @@ class Bench:
         sync([path / "all"])
 
     def read_plainly(self, path: Path) -> None:
-        """The same way back; of replicas each reads everything."""
+        """Every rank's bytes out of that one file; of replicas each reads everything."""
         self.each_chunk(path, os.O_RDONLY, lambda file, chunk, at: os.preadv(file, [chunk], at), whole=True)
 
     def each_chunk(
@@ -218,12 +218,12 @@ class Bench:
         load(self.state, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
 
     def fill_(self, loaded: State) -> None:
-        """What load_state_dict does."""
+        """Copies loaded tensors into those that are there, as load_state_dict does."""
         for name, tensor in self.state.items():
             tensor.copy_(loaded[name])
 
     def copy(self, _: Path) -> None:
-        """The same bytes from memory to warm memory."""
+        """As many bytes from memory to warm memory: the limit of any load."""
         for name, tensor in self.state.items():
             local(tensor).copy_(self.mirror[name])
 

@@ -40,12 +40,12 @@ STEPS, WARMUP, RATE, SMOOTH = 300, 30, 1e-3, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What became of a precision.
+    """A training in one precision.
 
     Args:
-        losses: Of each step, nats a byte.
+        losses: Loss of each step, in nats a byte.
         held_out: Loss on held-out bytes at the end.
-        skipped: Steps that were skipped.
+        skipped: Number of steps that were skipped.
         milliseconds: Median of a step.
     """
 

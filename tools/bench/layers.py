@@ -48,7 +48,7 @@ class PlainBlock(nn.Module):
 
 
 class FusedBlock(PlainBlock):
-    """The same with q, k and v in one product, as ours has them."""
+    """The plain block with q, k and v in one product, as ours has them."""
 
     def __init__(self, shards: int) -> None:
         super().__init__(shards)

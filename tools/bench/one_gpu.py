@@ -45,7 +45,7 @@ SCALE, LIMIT, MICROBATCHES = 2.0**10, 1.0, 8
 
 
 class Size(NamedTuple):
-    """Of a model and of a microbatch; a step without microbatches has twice the rows."""
+    """Sizes of a model and of a microbatch; a step without microbatches has twice the rows."""
 
     name: str
     width: int

@@ -46,11 +46,11 @@ class Case:
     """A model and how often it is measured.
 
     Args:
-        name: As the table says it.
-        blocks: MLPs in a row, each 4 times wider inside.
-        width: Of a block.
-        microbatches: A step.
-        rows: Of each.
+        name: The case's name in the table.
+        blocks: Number of MLPs in a row, each 4 times wider inside.
+        width: Features that go into a block and come out.
+        microbatches: Number of microbatches in a step.
+        rows: Rows of a microbatch.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Turn(NamedTuple):
     """One contender in a world of its own.
 
     Args:
-        milliseconds: Per step.
-        expected: Likewise, as simulated; None where it is not.
-        waits: Milliseconds in a step that ranks wait beyond that.
+        milliseconds: Time of a step.
+        expected: Milliseconds of a step as simulated; None where nothing is simulated.
+        waits: Milliseconds in a step that ranks wait beyond the simulation.
     """
 
     milliseconds: float
@@ -222,7 +222,7 @@ def torchs(name: str, case: Case) -> Contender:
 
 
 def timed(case: Case, name: str) -> tuple[float, ...]:
-    """What a `Turn` of a contender is made of, as plain numbers: no more is read back from another process."""
+    """The numbers of a contender's `Turn`; plain ones, since no more is read back from another process."""
     kind, _, schedule = name.partition(" ")
     contender = torchs(schedule, case) if kind == "torch" else ours(schedule, case)
     ranks, rows = dist.get_world_size(), case.microbatches * case.rows

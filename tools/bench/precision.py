@@ -35,12 +35,12 @@ class Contender:
     """Something to time.
 
     Args:
-        case: What it is compared in.
-        name: As the table says it.
-        run: What is timed.
+        case: The comparison that it takes part in.
+        name: The contender's name in the table.
+        run: The function that is timed.
         holders: The tensors whose gradients are put back before.
-        reference: Whether others are compared with it.
-        loss: Takes in the loss before, as a trainer does.
+        reference: Whether the others' ratios are to this one.
+        loss: Whether the loss is handed in first, as a trainer does.
     """
 
     case: str
@@ -145,7 +145,7 @@ def large() -> nn.Module:
 
 
 def placed(module: nn.Module) -> nn.Module:
-    """The same parameters as DTensors, cut by rows."""
+    """The module's parameters as DTensors, cut by rows."""
     mesh = init_device_mesh("cpu", (RANKS,))
     return nn.ParameterList(
         [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in module.parameters()]
@@ -153,7 +153,7 @@ def placed(module: nn.Module) -> nn.Module:
 
 
 def sharded() -> nn.Module:
-    """The same under FSDP2."""
+    """The small model under FSDP2."""
     module = small()
     fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
     return module

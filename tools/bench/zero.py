@@ -33,12 +33,12 @@ class Case:
     """A model and how often it is measured.
 
     Args:
-        name: As the table says it.
-        blocks: MLPs in a row, each 4 times wider inside.
-        width: Of a block.
+        name: The case's name in the table.
+        blocks: Number of MLPs in a row, each 4 times wider inside.
+        width: Features that go into a block and come out.
         batch: Rows on each rank.
-        turns: Of each contender, after one that warms up.
-        steps: In a turn.
+        turns: Number of counted turns of each contender, after one that warms up.
+        steps: Number of steps in a turn.
     """
 
     name: str
@@ -114,7 +114,7 @@ def quartiles(values: Sequence[float], digits: int) -> str:
 
 
 def contenders() -> dict[str, Callable[[nn.Module], Trained]]:
-    """What makes each."""
+    """Contenders by name: each is a function that makes one out of a model."""
     return {
         "no communication": lambda model: (model, adam(model)),
         "DDP": lambda model: (DistributedDataParallel(model), adam(model)),

@@ -24,7 +24,7 @@ class Collective:
         ranks: The global ranks of the group, in the group's order.
         elements: The size of the full tensor of the operation: what an all-gather has gathered, what goes into a
             reduce-scatter, what this rank puts into an all-to-all. 0 for a barrier.
-        bytes: The same in bytes.
+        bytes: The size of that tensor in bytes.
         dtype: The elements' type.
     """
 

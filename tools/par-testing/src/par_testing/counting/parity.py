@@ -27,7 +27,7 @@ def assert_equal_to_one_device(
 
     Args:
         parallel: The module of this rank, or its tensors by name.
-        whole: The same on one device, by the same names.
+        whole: The module on one device, or its tensors, by the same names.
         rtol: Tolerated difference, relative to the one device's value.
         atol: Tolerated difference, absolute.
         reason: Why the results may differ at all; needed when a tolerance is not 0.
