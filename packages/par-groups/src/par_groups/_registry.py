@@ -44,7 +44,7 @@ class Registry(Generic[T]):
         return name in self.names()
 
     def __getitem__(self, name: str) -> T:
-        """The entry of that name, loaded from its wheel where need be.
+        """The entry of that name; if a wheel that nobody has imported provides it, the wheel is imported.
 
         Raises:
             ValueError: Nobody provides the name, or two do.
@@ -82,5 +82,5 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     """The end of an error message: the nearest valid names, or all of them."""
     valid = list(valid)
     near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.6)
-    known = ", ".join(repr(each) for each in valid)
+    known = ", ".join(map(repr, valid))
     return f"did you mean {near[0]!r}? Known: {known}" if near else f"known: {known}"

@@ -28,7 +28,7 @@ def test_the_error_that_lists_modes_lists_ours():
 
 
 def test_a_taken_name_is_refused_and_names_both_owners():
-    with pytest.raises(ValueError, match=r"registered twice, by par_groups\._modes\._two_d and by .*another"):
+    with pytest.raises(ValueError, match=r"registered twice, by par_groups\.topology\.modes\._two_d and by .*another"):
 
         @register_mode("2d")
         def another(size: int) -> Split:

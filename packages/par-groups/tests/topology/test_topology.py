@@ -84,7 +84,6 @@ def test_megatron_orders(order, axis, expected):
         ("tp-xp", {}, "no axis 'xp'"),
         ("tp-dp", {"pp": 2}, "leaves out pp, whose size is 2"),
         ("tp-tp", {}, "given twice"),
-        ("tp-dp", {"tq": 2}, "no axis 'tq'"),
     ],
 )
 def test_a_wrong_order_is_named(order, sizes, message):

@@ -1,4 +1,4 @@
-"""Who am I among the ranks: reading what torchrun, SLURM or Open MPI left in the environment variables. Pure."""
+"""Who this process is among the ranks: what torchrun, SLURM or Open MPI left in the variables, read without torch."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ class Launch:
     """This process's place in the world, and where the ranks meet.
 
     Args:
-        launcher: Who said so: "torchrun", "slurm", "openmpi", "explicit", or "single" for a process of its own.
+        launcher: Who started the ranks: "torchrun", "slurm", "openmpi", "explicit" where arguments said it, or "single"
+            for a process of its own.
         rank: The global rank.
         world_size: The number of ranks.
         local_rank: The rank on this machine; it picks the device.
@@ -30,9 +31,9 @@ class Launch:
     port: int
 
     def __post_init__(self) -> None:
-        for what, value, limit in (("rank", self.rank, self.world_size), ("local rank", self.local_rank, None)):
-            if value < 0 or (limit is not None and value >= limit):
-                raise ValueError(f"{what} {value} does not lie in a world of {self.world_size} ranks ({self.launcher})")
+        for what, rank in (("rank", self.rank), ("local rank", self.local_rank)):
+            if rank < 0 or (what == "rank" and rank >= self.world_size):
+                raise ValueError(f"{what} {rank} does not lie in a world of {self.world_size} ranks ({self.launcher})")
 
 
 def read_environment(
@@ -49,15 +50,15 @@ def read_environment(
     With none of them the process is a world of its own.
 
     Args:
-        variables: Such as `os.environ`.
-        rank: With `world_size`, takes the place of what the launcher says.
+        variables: The environment variables, such as `os.environ`.
+        rank: The global rank; with `world_size` it takes the place of what the launcher says.
         world_size: The number of ranks.
         local_rank: The rank on this machine; default: LOCAL_RANK, else 0.
-        address: Where rank 0 listens; default: MASTER_ADDR.
-        port: Its port; default: MASTER_PORT.
+        address: The host on which rank 0 listens; default: MASTER_ADDR.
+        port: The port on which rank 0 listens; default: MASTER_PORT.
 
     Raises:
-        ValueError: A variable that is missing or no number, by name.
+        ValueError: A variable is missing or no number; the message names it.
     """
     get = _Variables(variables)
     if (rank is None) != (world_size is None):

@@ -16,7 +16,7 @@ from .environment import Launch, read_environment
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A rank's place in the running world. As a context manager it ends the world it started.
+    """A rank's place in the running world. As a context manager it ends what `launch` has started.
 
     Args:
         rank: The global rank.
@@ -70,20 +70,30 @@ def launch(
 ) -> Environment:
     """Starts torch.distributed, or joins it where it runs already.
 
-    Reads explicit arguments, else torchrun's, SLURM's or Open MPI's variables; without any, a world of one.
+    Who this rank is comes from explicit arguments, else from the variables of torchrun, SLURM or Open MPI. Without any
+    of them the process is a world of its own.
 
     Args:
-        backend: Default: gloo for the CPU, and NCCL (or what the accelerator has) beside it.
-        timeout: Of a collective, in seconds or as a timedelta; default: torch's.
-        device: Default: the accelerator of the local rank, else the CPU.
-        rank: With `world_size`, takes the place of what the launcher says.
+        backend: What torch.distributed runs on; default: gloo for tensors on the CPU, and NCCL (or what the accelerator
+            has) for those on the accelerator.
+        timeout: How long a collective may take, in seconds or as a timedelta; default: torch's own.
+        device: Where this rank computes; default: the accelerator of the local rank, else the CPU.
+        rank: The global rank; with `world_size` it takes the place of what the launcher says.
         world_size: The number of ranks.
-        local_rank: The rank on this machine.
-        address: Where rank 0 listens.
-        port: Its port.
+        local_rank: The rank on this machine, which picks the device; default: what the launcher says.
+        address: The host on which rank 0 listens; default: what the launcher says.
+        port: The TCP port on which rank 0 listens; default: what the launcher says.
+
+    Returns:
+        Who this rank is. As a context manager it ends torch.distributed, if this call has started it.
 
     Raises:
-        ValueError: A variable that is missing or malformed, by name, or a local rank that has no device.
+        ValueError: A variable is missing or malformed (the message names it), or the local rank has no device.
+        TimeoutError: Another rank does not come to the meeting.
+
+    Example:
+        with launch() as environment:
+            print(environment.rank, environment.world_size, environment.device)
     """
     if dist.is_initialized():
         return _running(device)
@@ -116,22 +126,22 @@ def launch(
 
 def accelerator_type() -> str | None:
     """The type of this machine's accelerator, such as "cuda", or None."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
 
 
 def default_backend(device: torch.device) -> str:
-    """Gloo for CPU tensors, and the accelerator's own backend for its tensors."""
+    """The default backend: gloo for tensors on the CPU, and the accelerator's own for tensors on it."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
-    """Seconds as a timedelta.
+    """A timeout in seconds, or already a timedelta, as a timedelta.
 
     Raises:
-        ValueError: A timeout that is not positive.
+        ValueError: The timeout is not positive.
     """
     if timeout is None:
         return None
@@ -152,36 +162,42 @@ def _meeting_point(place: Launch) -> dict[str, Any]:
 
 
 def _store_of_agent(place: Launch) -> Any:
-    """The store that torchrun keeps, under a name of this start's own.
+    """The store that torchrun keeps, below a prefix that belongs to this start of the ranks alone.
 
-    What the ranks of an earlier start left there, such as their addresses, is still in it when they are started again
-    (pytorch issue 135712), and machines count starts differently. So rank 0 invents a name, and welcomes each other
-    rank by a word that this one has just invented, until it has seen all of them.
+    When torchrun starts ranks again after a failure, its store still has everything that the ranks before them have
+    left there, such as their addresses (pytorch issue 135712), and machines do not count the starts alike. So rank 0
+    invents a prefix for this start. As a key that hands it out could be of an earlier start too, each other rank asks
+    with a word that only itself can know:
+
+        rank r    question/r := a new random word, in place of that of an earlier start
+        rank 0    answer/word := prefix, for the word that is in question/r
+        rank r    waits for the answer to its own word, then received/prefix/r := ""
+        rank 0    answers anew until that is there: the word it has seen may have been that of an earlier start
     """
     store: Any = dist.TCPStore(place.address, place.port, place.world_size, is_master=False)  # type: ignore[attr-defined]
-    name = uuid.uuid4().hex
+    word = uuid.uuid4().hex
     if place.rank == 0:
+        prefix = word
         deadline = time.monotonic() + store.timeout.total_seconds()
         for rank in range(1, place.world_size):
-            _welcome(store, rank, name, deadline)
+            while not store.check([f"par_groups/received/{prefix}/{rank}"]):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"rank {rank} has not come to the meeting of all ranks; look at its machine's log"
+                    )
+                if store.check([f"par_groups/question/{rank}"]):
+                    asked = store.get(f"par_groups/question/{rank}").decode()
+                    store.set(f"par_groups/answer/{asked}", prefix)
+                time.sleep(0.01)
     else:
-        store.set(f"par_groups/here/{place.rank}", name)
-        name = store.get(f"par_groups/welcome/{name}").decode()
-        store.set(f"par_groups/seen/{name}/{place.rank}", "")
-    return dist.PrefixStore(f"par_groups/start-{name}", store)  # type: ignore[attr-defined]
-
-
-def _welcome(store: Any, rank: int, name: str, deadline: float) -> None:
-    """Tells a rank the name; the word that it is found under may be that of an earlier start, so again and again."""
-    while not store.check([f"par_groups/seen/{name}/{rank}"]):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank {rank} has not come to the meeting of all ranks; look at its machine's log")
-        if store.check([f"par_groups/here/{rank}"]):
-            store.set(f"par_groups/welcome/{store.get(f'par_groups/here/{rank}').decode()}", name)
-        time.sleep(0.01)
+        store.set(f"par_groups/question/{place.rank}", word)
+        prefix = store.get(f"par_groups/answer/{word}").decode()
+        store.set(f"par_groups/received/{prefix}/{place.rank}", "")
+    return dist.PrefixStore(f"par_groups/start-{prefix}", store)  # type: ignore[attr-defined]
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device that was asked for, with the index of the local rank if it has none."""
     device = torch.device(device if device is not None else accelerator_type() or "cpu")
     index: int | None = device.index  # torch's stubs leave the None out
     if device.type == "cpu" or index is not None:
@@ -199,8 +215,12 @@ def _running(device: str | torch.device | None) -> Environment:
     """The environment of a world that somebody else started."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     backend = str(dist.get_backend_config())
-    on_cpu = device is None and not set(backend.replace(":", ",").split(",")) & {"nccl", "xccl", "hccl"}
-    chosen = torch.device("cpu") if on_cpu else _device(device, local_rank) if device is not None else _running_device()
+    if device is not None:
+        chosen = _device(device, local_rank)
+    elif {"nccl", "xccl", "hccl"} & set(backend.replace(":", ",").split(",")):
+        chosen = _running_device()
+    else:
+        chosen = torch.device("cpu")
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen)
     return Environment(
@@ -216,10 +236,14 @@ def _running(device: str | torch.device | None) -> Environment:
 
 
 def _running_device() -> torch.device:
-    """The accelerator that a world is bound to; else the one that was chosen; else that of the local rank."""
+    """The accelerator that the world is bound to; else the one that the process has chosen; else the local rank's.
+
+    Device 0 counts as not chosen where the local rank has a device, since every process begins with device 0.
+    """
     world = dist.group.WORLD
     if world is not None and world.bound_device_id is not None:
         return world.bound_device_id
-    current, local_rank = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK", "0"))
-    one_of_several = current == 0 and local_rank < torch.accelerator.device_count()
-    return torch.device(accelerator_type() or "cpu", local_rank if one_of_several else current)
+    index, local_rank = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK", "0"))
+    if index == 0 and local_rank < torch.accelerator.device_count():
+        index = local_rank
+    return torch.device(accelerator_type() or "cpu", index)

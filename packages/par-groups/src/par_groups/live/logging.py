@@ -35,12 +35,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, ranks: Collection[int] | None = (0,), file: str | Path | None = None) -> RankLogger:
-    """A logger that speaks on the given ranks.
+    """A logger that speaks on the given ranks only.
 
     Handlers, levels and formats stay the application's, as for any logger; only a per-rank file is set up here.
 
     Args:
-        name: As for `logging.getLogger`.
+        name: The name of the logger, as for `logging.getLogger`.
         ranks: The ranks that speak; None for all of them.
         file: A path with "{rank}" in it, such as "logs/rank{rank}.log"; every rank that speaks writes its own.
 
@@ -63,7 +63,7 @@ def current_rank() -> int:
 
 
 def _add_file(logger: logging.Logger, path: Path) -> None:
-    """Adds a file handler, once a path."""
+    """Adds a file handler, unless there is one for that path."""
     present = {handler.baseFilename for handler in logger.handlers if isinstance(handler, logging.FileHandler)}
     if str(path.absolute()) not in present:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The live groups of one topology: an object that is passed around, never a module global."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch_private import can_split, number_of_groups
 from ..topology.topology import Axes, Axis, Topology
 from .backends import backend_of
 from .launch import accelerator_type, as_timedelta
@@ -20,7 +22,12 @@ Key = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Channels:
-    """Declares private communicators over `axes`, for traffic that must not queue behind collectives."""
+    """Declares private communicators, for point-to-point traffic that must not queue behind collectives.
+
+    Args:
+        axes: The axes that the communicators are over.
+        count: The number of communicators.
+    """
 
     axes: Axes
     count: int
@@ -34,16 +41,17 @@ class ProcessGroups:
     size 1 is made when it is first asked for.
 
     Args:
-        topology: The same on every rank; the ranks compare it before anything else.
-        device: Where the collectives run; default: the device the running backend needs.
-        backend: Default: that of the running world.
-        timeout: Of each group's collectives, in seconds or as a timedelta; default: torch's.
-        declare: Further products of axes, such as `("data", "sequence")`, and `Channels(axes, count)`.
+        topology: The axes and their sizes; the ranks make sure that they have the same before anything else.
+        device: Where the collectives run; default: the device that the running backend needs.
+        backend: What the new groups run on; default: the backend of the running world.
+        timeout: How long a collective of these groups may take, in seconds or as a timedelta; default: torch's own.
+        declare: Further groups that are made with the others: products of axes, such as `("data", "sequence")`, and
+            `Channels(axes, count)`.
 
     Raises:
         RuntimeError: torch.distributed does not run.
-        ValueError: The topology is not of the world's size, an unknown axis, or ranks with different topologies: then
-            every rank raises, naming who differs.
+        ValueError: The topology is not of the world's size, an axis is unknown, or the ranks have different topologies.
+            Every rank raises, and the message says who has what.
 
     Example:
         with launch() as environment, ProcessGroups(topology) as groups:
@@ -69,23 +77,23 @@ class ProcessGroups:
         self._channels: dict[Key, tuple[dist.ProcessGroup, ...]] = {}
         self._shared_world = backend is None and timeout is None
         declared = tuple(declare)
-        _agree(topology, declared, self.device)
+        _check_topologies(topology, declared, self.device)
         for axes in (*topology.axes, *topology.products, *topology.declared):
             self._make(axes)
         for view in topology.views.values():
             for name in view.axes:
                 self._make(name)
-        for each in declared:
-            self._declare(each)
+        for wanted in declared:
+            self._declare(wanted)
         self._meet()
 
     # What a rank asks
 
     def __getitem__(self, axes: Axes) -> dist.ProcessGroup:
-        """The group of this rank over `axes`; no communication.
+        """The group of this rank over `axes`. No communication.
 
         Raises:
-            ValueError: An unknown axis, or a product that was not declared.
+            ValueError: An axis is unknown, or the product of axes was not declared.
         """
         key = self.topology.blocks(axes)
         if not key and key not in self._groups:
@@ -111,10 +119,14 @@ class ProcessGroups:
         return self.topology.group(axes, self.global_rank)
 
     def channels(self, axes: Axes, count: int) -> tuple[dist.ProcessGroup, ...]:
-        """The first `count` private communicators over `axes`.
+        """Private communicators over `axes`.
 
         A batched send that queues ahead of an all-reduce on one rank and behind it on another deadlocks NCCL; on a
         communicator of its own it cannot.
+
+        Args:
+            axes: The axes that they are over.
+            count: How many of those that were declared; the same ones are given at every call.
 
         Raises:
             ValueError: Fewer were declared.
@@ -128,12 +140,12 @@ class ProcessGroups:
         return channels[:count]
 
     def mesh(self, axes: Axes) -> DeviceMesh:
-        """A torch DeviceMesh over `axes`, one mesh dim each, made from these very groups.
+        """A torch DeviceMesh made from these very groups, with a mesh dim for each of `axes`.
 
         FSDP2 over tensor parallelism wants both meshes cut out of one: `mesh(("data", "tensor"))["tensor"]`.
 
         Args:
-            axes: One name, or several; a named product is one mesh dim.
+            axes: One name, or several, slowest first; a named product is one mesh dim.
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         in_order = [self.topology.leaves(name)[0] for name in names]
@@ -156,8 +168,8 @@ class ProcessGroups:
         """A seed of 63 bits that differs between ranks exactly where they differ along `axes`.
 
         Args:
-            axes: Where randomness should differ, such as "data"; () gives one seed for all ranks.
-            seed: The run's seed.
+            axes: The axes along which randomness should differ, such as "data"; () gives all ranks the same seed.
+            seed: The seed of the run.
         """
         leaves = self.topology.leaves(axes)
         text = f"{seed}/{'x'.join(leaves)}/{self.rank(axes)}"
@@ -166,7 +178,11 @@ class ProcessGroups:
     # What all ranks do together
 
     def add(self, axes: Axes | Channels) -> None:
-        """Makes a group that was not declared. Every rank of the world must call it, in the same order."""
+        """Makes a group that was not declared. Collective: every rank of the world must call it, in the same order.
+
+        Args:
+            axes: A product of axes, or `Channels(axes, count)`.
+        """
         self._declare(axes)
         self._meet()
 
@@ -189,48 +205,48 @@ class ProcessGroups:
 
     def _live(self) -> list[dist.ProcessGroup]:
         """Every communicator, in the order in which all ranks have made theirs."""
-        return [*self._groups.values(), *(group for each in self._channels.values() for group in each)]
+        return [*self._groups.values(), *itertools.chain.from_iterable(self._channels.values())]
 
     # Making groups
 
     def _meet(self) -> None:
-        """Waits until every rank has connected all its groups: destroyed earlier, one would be closed half-made.
+        """Waits until every rank has connected all its groups: destroyed before that, a group would be left half-made.
 
         NCCL connects a group when it is first used, and a batch of sends that only some of its ranks take part in must
-        not be the first use; so each is used once here.
+        not be the first use; so every group is used once here.
         """
         number = torch.zeros(1, device=self.device)
         for group in self._live() if self.device.type != "cpu" else ():
             dist.all_reduce(number, group=group)
         dist.all_reduce(number)  # over the world
 
-    def _declare(self, each: Axes | Channels) -> None:
-        if not isinstance(each, Channels):
-            self._make(each)
+    def _declare(self, wanted: Axes | Channels) -> None:
+        """Makes a group, or as many channels as are not there yet."""
+        if not isinstance(wanted, Channels):
+            self._make(wanted)
             return
-        key = self.topology.blocks(each.axes)
-        made = self._channels.get(key, ())
-        wanted = each.count - len(made)
-        self._channels[key] = made + tuple(self._new(each.axes) if key else self._alone() for _ in range(wanted))
+        key = self.topology.blocks(wanted.axes)
+        there = self._channels.get(key, ())
+        missing = range(wanted.count - len(there))
+        self._channels[key] = there + tuple(self._new(wanted.axes) if key else self._alone() for _ in missing)
 
     def _make(self, axes: Axes) -> None:
         """Makes the group over `axes`, unless an equal one is there. Size 1 waits until it is asked for."""
         key = self.topology.blocks(axes)
         if not key or key in self._groups:
             return
-        world = dist.group.WORLD
-        shared = self._shared_world and self.topology.size(axes) == self.topology.world_size and world is not None
-        self._groups[key] = world if shared and world is not None else self._new(axes)
+        is_world = self.topology.size(axes) == self.topology.world_size
+        self._groups[key] = _world() if is_world and self._shared_world else self._new(axes)
 
     def _new(self, axes: Axes) -> dist.ProcessGroup:
         """A new communicator over this rank's group; all ranks of the world make theirs in the same call."""
         mine = self.topology.group(axes, self.global_rank)
         if dist.get_backend() == "fake":  # it meets nobody, so the other groups need not be made here
             return _checked(dist.new_group(list(mine), self._timeout, self._backend), mine)
-        if self._backend is None and _can_split(self.device) and _are_names_alike(self.device):
-            every = [list(group) for group in self.topology.groups(axes)]
-            split = dist.split_group(split_ranks=every, timeout=self._timeout, group_desc=_label(axes))
-            return _checked(split, mine)
+        if self._backend is None and _is_splittable(self.device):
+            all_groups = [list(ranks) for ranks in self.topology.groups(axes)]
+            label = axes if isinstance(axes, str) else "x".join(axes)
+            return _checked(dist.split_group(split_ranks=all_groups, timeout=self._timeout, group_desc=label), mine)
         made = None
         for ranks in self.topology.groups(axes):
             group = dist.new_group(list(ranks), self._timeout, self._backend)
@@ -240,7 +256,7 @@ class ProcessGroups:
     def _alone(self) -> dist.ProcessGroup:
         """The group of this rank alone. Nobody else takes part, so it can be made at any time."""
         if self.topology.world_size == 1 and self._shared_world:
-            return _checked(dist.group.WORLD, (self.global_rank,))
+            return _world()
         mine = [self.global_rank]
         group = dist.new_group(mine, self._timeout, self._backend, use_local_synchronization=True)
         return _checked(group, mine)
@@ -254,59 +270,63 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _agree(topology: Topology, declared: Sequence[Axes | Channels], device: torch.device) -> None:
-    """Raises on every rank unless all of them are about to make the same groups."""
+def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], device: torch.device) -> None:
+    """Raises on every rank unless all of them are about to make the same groups.
+
+    An all-reduce of two numbers; only where the ranks differ, an all-gather of small objects says who has what.
+    """
     problem = _problem(topology, declared)
     text = problem or f"{topology.to_json()} {declared!r}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
     if not _is_same_everywhere(digest, device):
-        every: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, text)
-        raise ValueError(_disagreement(every))
+        texts = [text] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        holders: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(texts):
+            holders.setdefault(theirs, []).append(rank)
+        parts = [f"ranks {ranks[:4]}{'...' if len(ranks) > 4 else ''}: {theirs}" for theirs, ranks in holders.items()]
+        raise ValueError("the ranks have different topologies; give all of them the same. " + "; ".join(parts))
     if problem is not None:
         raise ValueError(problem)
 
 
 def _problem(topology: Topology, declared: Sequence[Axes | Channels]) -> str | None:
-    """What is wrong on this rank alone, or None; said only once all ranks have heard of it."""
-    world = dist.get_world_size()
-    if topology.world_size != world:
-        return f"{topology} is of {topology.world_size} ranks, but {world} run; change a size, or start as many ranks"
+    """What is wrong on this rank alone, or None; it is raised only when all ranks have heard of it."""
+    running = dist.get_world_size()
+    if topology.world_size != running:
+        size = topology.world_size
+        return f"{topology} is of {size} ranks, but {running} run; change a size, or start as many ranks"
     try:
-        for each in declared:
-            topology.blocks(each.axes if isinstance(each, Channels) else each)
+        for wanted in declared:
+            topology.blocks(wanted.axes if isinstance(wanted, Channels) else wanted)
     except ValueError as error:
         return f"declare: {error}"
     return None
 
 
-def _disagreement(every: Sequence[str | None]) -> str:
-    """Who has which topology, the first ranks of each."""
-    holders: dict[str | None, list[int]] = {}
-    for rank, text in enumerate(every):
-        holders.setdefault(text, []).append(rank)
-    parts = [f"ranks {ranks[:4]}{'...' if len(ranks) > 4 else ''}: {text}" for text, ranks in holders.items()]
-    return "the ranks have different topologies; give all of them the same. " + "; ".join(parts)
-
-
-def _can_split(device: torch.device) -> bool:
-    """Whether one call can split the world into all groups of an axis (NCCL), instead of one call a group."""
-    world = dist.group.WORLD
-    if world is None or device.type == "cpu" or world.bound_device_id is None:
+def _is_splittable(device: torch.device) -> bool:
+    """Whether one call can split the world into all groups of an axis (NCCL), instead of one call for each group."""
+    world = _world()
+    if device.type == "cpu" or world.bound_device_id is None or not can_split(world, device):
         return False
-    return bool(world._get_backend(device).supports_splitting)
+    return _are_names_alike(device)
 
 
 def _are_names_alike(device: torch.device) -> bool:
-    """Whether every rank has as many groups, which is what a split group's name is made of; ranks meet by the name."""
-    return _is_same_everywhere(len(dist.distributed_c10d._world.pg_names), device)
+    """Whether every rank has as many groups: torch makes the name of a split group, by which ranks meet, of that."""
+    return _is_same_everywhere(number_of_groups(), device)
 
 
 def _is_same_everywhere(number: int, device: torch.device) -> bool:
-    """Whether all ranks of the world have the same whole number; all-reduce of two."""
-    both = torch.tensor([number, -number], device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)  # the highest and the (negated) lowest
-    return bool(both[0] == -both[1])
+    """Whether all ranks of the world have the same number; all-reduce of two."""
+    highest_and_negated_lowest = torch.tensor([number, -number], device=device)
+    dist.all_reduce(highest_and_negated_lowest, op=dist.ReduceOp.MAX)
+    return bool(highest_and_negated_lowest[0] == -highest_and_negated_lowest[1])
+
+
+def _world() -> dist.ProcessGroup:
+    """The default group, which runs as long as there are live groups."""
+    return _checked(dist.group.WORLD, range(dist.get_world_size()))
 
 
 def _checked(group: object, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -315,7 +335,3 @@ def _checked(group: object, ranks: Sequence[int]) -> dist.ProcessGroup:
             f"torch.distributed made no group of ranks {tuple(ranks)}, although this rank is one of them"
         )
     return group
-
-
-def _label(axes: Axes) -> str:
-    return axes if isinstance(axes, str) else "x".join(axes)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from .._torch_private import split_factor
 from .sharding import Box, Shape, Sharding, recorded_sharding, row_major
 
 Span = tuple[int, int]
@@ -34,13 +34,13 @@ def sharding_of_placements(shape: Shape, mesh: DeviceMesh, placements: Sequence[
 
 
 def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
-    """A DTensor that shares memory with a local tensor of ours. One small all-reduce a mesh dim.
+    """A DTensor that shares memory with a local tensor of ours. One small all-reduce for each mesh dim.
 
     Args:
         tensor: A local tensor with a `Sharding` on it.
         mesh: The mesh, such as `groups.mesh(("data", "tensor"))`.
-        placements: One a mesh dim. None finds those that put the same boxes on every rank, which a rank with an empty
-            part alone cannot tell.
+        placements: The placement on each mesh dim. None looks for those that give every rank of the mesh the boxes
+            of its record.
 
     Raises:
         ValueError: The tensor has no record, or no placements on this mesh describe it (a fused q|k|v is three boxes,
@@ -48,36 +48,36 @@ def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     """
     record = recorded_sharding(tensor)
     candidates = list(_candidates(mesh, tensor.dim())) if placements is None else [tuple(placements)]
-    found = _common_placements(tensor, record, mesh, candidates)
+    chosen = _common_placements(tensor, record, mesh, candidates)
     if record is None:
         raise ValueError("the tensor has no Sharding on it; call set_sharding first, or DTensor.from_local yourself")
-    if found is None:
+    if chosen is None:
         which = "no placements give" if placements is None else f"placements {tuple(placements)} do not give"
         raise ValueError(
             f"{which} every rank of mesh {mesh.mesh_dim_names} {tuple(mesh.shape)} its boxes of a tensor of shape "
             f"{record.shape}, here {record.boxes}; use the record itself, or gather the tensor"
         )
     size, stride = torch.Size(record.shape), row_major(record.shape)
-    return DTensor.from_local(tensor, mesh, found, run_check=False, shape=size, stride=stride)
+    return DTensor.from_local(tensor, mesh, chosen, run_check=False, shape=size, stride=stride)
 
 
 def _common_placements(
     tensor: torch.Tensor, record: Sharding | None, mesh: DeviceMesh, candidates: Sequence[tuple[Placement, ...]]
 ) -> tuple[Placement, ...] | None:
     """The first placements that describe the tensor on every rank of the mesh. Collective over the mesh."""
-    fit = [record is not None and _fits(tensor, record, mesh, each) for each in candidates]
-    fits = torch.tensor(fit, dtype=torch.int32, device=mesh.device_type)
+    fits_here = [record is not None and _fits(tensor, record, mesh, placements) for placements in candidates]
+    fits = torch.tensor(fits_here, dtype=torch.int32, device=mesh.device_type)
     for dim in range(mesh.ndim):
-        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=mesh.get_group(dim))  # dim by dim: the whole mesh
-    return next((each for each, fit in zip(candidates, fits.tolist(), strict=True) if fit), None)
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=mesh.get_group(dim))  # dim by dim, so over all of the mesh
+    return next((placements for placements, fit in zip(candidates, fits.tolist(), strict=True) if fit), None)
 
 
 def _fits(tensor: torch.Tensor, record: Sharding, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
     """Whether these placements give this rank the very boxes of the record, in a local tensor of this shape."""
-    local_shape = tuple(sum(length for _, length in each) for each in _spans(record.shape, mesh, placements))
-    return local_shape == tuple(tensor.shape) and _geometry(
-        sharding_of_placements(record.shape, mesh, placements)
-    ) == _geometry(record)
+    spans = _spans(record.shape, mesh, placements)
+    if tuple(sum(length for _, length in along_dim) for along_dim in spans) != tuple(tensor.shape):
+        return False
+    return _geometry(sharding_of_placements(record.shape, mesh, placements)) == _geometry(record)
 
 
 def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[Span]]:
@@ -88,10 +88,10 @@ def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> l
     coordinate = mesh.get_coordinate() or ()
     spans: list[list[Span]] = [[(0, length)] for length in shape]
     for mesh_dim, (placement, index) in enumerate(zip(placements, coordinate, strict=True)):
-        parts = mesh.size(mesh_dim)
-        if isinstance(placement, _StridedShard):
-            dim = placement.dim % len(shape)
-            spans[dim] = _strided_chunk(spans[dim], int(placement.split_factor), parts, index)
+        parts, pieces = mesh.size(mesh_dim), split_factor(placement)
+        if pieces is not None:
+            dim = placement.dim % len(shape)  # type: ignore[attr-defined]  # a strided shard has one
+            spans[dim] = _strided_chunk(spans[dim], pieces, parts, index)
         elif isinstance(placement, Shard):
             dim = placement.dim % len(shape)
             spans[dim] = _chunk(spans[dim], parts, index)
@@ -106,8 +106,8 @@ def _spans(shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> l
 def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
     """The index-th of `parts` chunks of a list of spans, as torch.chunk cuts: equal but for the last ones."""
     total = sum(length for _, length in spans)
-    each = -(-total // parts)
-    return _take(spans, min(index * each, total), min((index + 1) * each, total))
+    share = -(-total // parts)
+    return _take(spans, min(index * share, total), min((index + 1) * share, total))
 
 
 def _strided_chunk(spans: list[Span], split_factor: int, parts: int, index: int) -> list[Span]:
@@ -139,8 +139,8 @@ def _joined(spans: Iterator[Span]) -> list[Span]:
 
 def _boxes(spans: list[list[Span]], copies: tuple[int, ...]) -> Iterator[Box]:
     """The products of the spans, each with its place in the contiguous local tensor."""
-    stride = row_major([sum(length for _, length in each) for each in spans])
-    placed = [_with_positions(each) for each in spans]
+    stride = row_major([sum(length for _, length in along_dim) for along_dim in spans])
+    placed = [_with_positions(along_dim) for along_dim in spans]
     for corner in itertools.product(*placed):
         start = tuple(first for _, first, _ in corner)
         size = tuple(length for _, _, length in corner)

@@ -8,7 +8,7 @@ from .segments import segments_of
 from .sharding import Box
 
 Written = Callable[[Sequence[torch.Tensor]], None]
-"""Called with the tensors that were written, of those it was registered for."""
+"""A callback of `on_written`: called with those of its tensors that were written."""
 
 
 def gradients(
@@ -30,7 +30,7 @@ def gradients(
     for name, tensor in _named(source):
         elsewhere = getattr(tensor, "par_gradient_elsewhere", None)
         if elsewhere is not None:
-            raise RuntimeError(f"the gradient of {name!r} lives in {elsewhere}; ask for that one's")
+            raise RuntimeError(f"the gradient of {name!r} lives in {elsewhere}; ask that one's optimizer for gradients")
         if tensor.grad is not None:
             yield from segments_of(tensor, name).views(_local(tensor.grad))
 
@@ -86,7 +86,15 @@ class Registration:
 
 
 def on_written(tensors: Iterable[torch.Tensor], callback: Written) -> Registration:
-    """Registers a refresh: `callback(written)` is called by `written_` for those of `tensors` that were written."""
+    """Asks for word of tensors that are written from outside the optimizer.
+
+    Args:
+        tensors: The tensors whose copies the caller keeps, such as the parameters of fp32 masters.
+        callback: Called by `written_`, with those of `tensors` that were written.
+
+    Returns:
+        The registration; its `remove()` ends it.
+    """
     return Registration(tensors, callback)
 
 
@@ -95,6 +103,9 @@ def written_(tensors: Iterable[torch.Tensor]) -> None:
 
     To be called after a checkpoint was loaded or weights were operated on: without it, old fp32 masters would overwrite
     the new weights at the next step. Each registered callback is called once.
+
+    Args:
+        tensors: What was written.
     """
     called: dict[Registration, list[torch.Tensor]] = {}
     for tensor in tensors:

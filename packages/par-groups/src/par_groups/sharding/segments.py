@@ -25,7 +25,7 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     if segments is not None:
         raise ValueError(f"this flat tensor packs {segments.names}; use segments_of(tensor)")
     if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only who has one pays the import
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only those who have one pay for the import
 
         from .dtensor import sharding_of_dtensor  # noqa: PLC0415
 
@@ -51,7 +51,7 @@ class Segments:
     """Everything that a flat buffer packs, in order.
 
     Args:
-        segments: At most one a name.
+        segments: The segments, each name once.
 
     Raises:
         ValueError: A name that is given twice.
@@ -87,14 +87,22 @@ class Segments:
         return tuple(self._by_name)
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Name, box and view of everything in a buffer that is laid out like this one."""
+        """Name, box and view of everything in a buffer.
+
+        Args:
+            flat: A buffer that is laid out as these segments say.
+        """
         for segment in self:
             for box in segment.sharding.boxes:
                 yield segment.name, box, box.of(flat)
 
 
 def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
-    """Notes what a flat tensor packs. Like `set_sharding`, it stays with this tensor object.
+    """Notes what a flat tensor packs. The record stays with this tensor object: a copy or a view has none.
+
+    Args:
+        tensor: The flat tensor.
+        segments: What it packs; the boxes point into the tensor.
 
     Raises:
         ValueError: A box reaches beyond the tensor, or the boxes hold more elements than it has.
@@ -103,14 +111,19 @@ def set_segments(tensor: torch.Tensor, segments: Segments) -> None:
         for box in segment.sharding.boxes:
             if box.last >= tensor.numel():
                 raise ValueError(f"{segment.name!r}: {box} ends at {box.last}, but the tensor has {tensor.numel()}")
-    held = sum(segment.sharding.local_numel for segment in segments)
-    if held > tensor.numel():
-        raise ValueError(f"the segments hold {held} elements, but the tensor has {tensor.numel()}")
+    elements = sum(segment.sharding.local_numel for segment in segments)
+    if elements > tensor.numel():
+        raise ValueError(f"the segments hold {elements} elements, but the tensor has {tensor.numel()}")
     tensor.par_segments = segments  # type: ignore[attr-defined]  # a tensor takes attributes
 
 
 def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
-    """What a flat tensor packs; an ordinary tensor packs itself, under `name`."""
+    """What a flat tensor packs; an ordinary tensor packs itself.
+
+    Args:
+        tensor: Any tensor.
+        name: The name of an ordinary tensor, which does not know its own.
+    """
     segments = _recorded_segments(tensor)
     return Segments([Segment(name, sharding_of(tensor))]) if segments is None else segments
 

@@ -26,10 +26,10 @@ class Box:
     Args:
         start: First global index on each dim.
         size: Extent on each dim.
-        offset: Local element of the first corner, in row-major elements of the local tensor.
-        stride: Local elements between neighbours on each dim.
-        copies: The global ranks that hold this very box, this one among them.
-        sum_over: Axes over which this box's gradient is still a partial sum after backward.
+        offset: The local element of the first corner, counted in row-major elements of the local tensor.
+        stride: The number of local elements between neighbours on each dim.
+        copies: The global ranks that hold this very box, this rank among them.
+        sum_over: The axes over which this box's gradient is still a partial sum after backward.
     """
 
     start: Shape
@@ -68,7 +68,7 @@ class Box:
 
         Args:
             rank: A global rank.
-            ranks: The global ranks that sum; a set or range makes this O(1) a copy.
+            ranks: The global ranks that sum; in a set or a range each copy is looked up in O(1).
         """
         return rank == min((copy for copy in self.copies if copy in ranks), default=-1)
 
@@ -127,6 +127,10 @@ class Sharding:
 def set_sharding(tensor: "torch.Tensor", sharding: Sharding) -> None:
     """Attaches the record to a tensor. It stays with this tensor object: a copy or a view has none.
 
+    Args:
+        tensor: The local tensor.
+        sharding: How it is cut out of the global one.
+
     Raises:
         ValueError: A box reaches beyond the local tensor, or two boxes hold more elements than it has.
     """
@@ -145,7 +149,12 @@ def recorded_sharding(tensor: "torch.Tensor") -> Sharding | None:
 
 
 def whole(shape: Sequence[int], copies: Sequence[int]) -> Sharding:
-    """The record of a tensor that is not cut, held by all of `copies`."""
+    """The record of a tensor that is not cut.
+
+    Args:
+        shape: The shape of the tensor.
+        copies: The global ranks that have it, this rank among them.
+    """
     shape = tuple(shape)
     if 0 in shape:
         return Sharding(shape, ())
@@ -155,18 +164,18 @@ def whole(shape: Sequence[int], copies: Sequence[int]) -> Sharding:
 def cut(
     sharding: Sharding, start: int, stop: int, *, offset: int = 0, holders: Container[int] | None = None
 ) -> Sharding:
-    """The share of local elements start .. stop - 1, now lying in another buffer from `offset` on.
+    """The record of a flat range of a local tensor, now lying in another buffer.
 
     This is what happens to a tensor-parallel shard whose row-major elements ZeRO deals out: a flat range of a box is a
     few boxes again (at most 2 * dims - 1 where rows do not interleave).
 
     Args:
         sharding: How the local tensor is cut out of the global one.
-        start: First local element taken.
-        stop: One past the last.
-        offset: Where the range begins in its new buffer.
-        holders: The ranks that hold this very range of their own local tensor. Copies elsewhere no longer count. None
-            leaves them as they are.
+        start: The first local element of the range.
+        stop: One past the last local element of the range.
+        offset: The element of the new buffer where the range begins.
+        holders: The global ranks that take this very range of their own local tensor; copies on other ranks no longer
+            count. None leaves the copies as they are.
 
     Raises:
         ValueError: A range that is not within 0 <= start <= stop, or a negative offset.

@@ -1,8 +1,8 @@
 """Weight gradients that are computed later: what a layer and a zero-bubble pipeline schedule agree on.
 
 A layer that can put off the gradient of its weight has an attribute `weight_grad_hook`, None at first. Whoever sets it
-is handed a `WeightGradient` in backward, in place of the gradient, and calls it when he likes. Where nobody waits for
-the gradient, the product that it consists of is added in place (`add_product`).
+is handed a `WeightGradient` in backward, in place of the gradient, and calls it at a time of its own choice. Where
+nobody waits for the gradient, the product that it consists of is added in place (`add_product`).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class WeightGradient:
     Args:
         weight: The parameter.
         compute: Gives the gradient, in the weight's shape and the product's dtype.
-        operands: Where the gradient is a single product, `(left, right)` with gradient = left.T @ right.
+        operands: (left, right) where the gradient is the single product left.T @ right.
     """
 
     weight: Tensor
@@ -28,7 +28,7 @@ class WeightGradient:
 
     @torch.no_grad()
     def __call__(self, *, listened: bool = True) -> None:
-        """Adds the gradient.
+        """Adds the gradient to the weight's.
 
         Args:
             listened: Whether anybody waits for the gradient: then tensor hooks, post-accumulate hooks and a
@@ -44,21 +44,21 @@ class WeightGradient:
 
 
 WeightGradHook = Callable[[WeightGradient], None]
-"""What a layer's `weight_grad_hook` is."""
+"""The type of a layer's attribute `weight_grad_hook`: called in backward with the gradient that is put off."""
 
 
 def weight_and_hook(layer: nn.Module, weight: Tensor | None = None) -> tuple[Tensor, WeightGradHook | None]:
     """The weight that a layer multiplies with, and the hook that backward calls in place of computing its gradient.
 
-    With a hook, autograd is given a stand-in that shares the weight's memory. Of the parameter itself it would call
-    the hooks in backward already, without a gradient, and a data-parallel reducer would take it for ready.
+    With a hook, autograd is given a stand-in that shares the weight's memory. The hooks of the parameter itself would
+    be called in backward already, without a gradient, and a data-parallel reducer would take it for ready.
 
     Args:
-        layer: One that has a `weight`, and a `weight_grad_hook` if it can put it off.
-        weight: What became of the weight, such as in another dtype; default: the parameter itself.
+        layer: A layer that has a `weight`, and a `weight_grad_hook` if it can put the gradient off.
+        weight: What has become of the weight, such as in another dtype; default: the parameter itself.
 
     Returns:
-        The weight and None where nothing is to be put off, as of a frozen weight. Else a stand-in, and a hook that
+        The weight and None where nothing is to be put off, as with a frozen weight. Else a stand-in, and a hook that
         takes the stand-in's `WeightGradient` and hands on the parameter's.
     """
     parameter: Tensor = layer.weight  # type: ignore[assignment]  # a linear has one

@@ -1,4 +1,4 @@
-"""The config grammar: from a `parallel` dict to axes, slowest first. Pure.
+"""The config grammar: from a `parallel` dict to axes, slowest first.
 
     parallel = dict(pipeline=2, tensor=dict(size=4, mode="2d"))
 
@@ -19,7 +19,13 @@ AXES = ("data", "pipeline", "sequence", "expert", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class AxisConfig:
-    """One axis as the user wrote it. A size of None is inferred, a mode of None leaves the axis whole."""
+    """One axis as the user wrote it.
+
+    Args:
+        size: The number of coordinates; None is inferred from the world size.
+        mode: The name of the mode that splits the axis; None leaves it in one piece.
+        options: The further keys of the axis, which are its mode's.
+    """
 
     size: int | None
     mode: str | None = None
@@ -28,7 +34,13 @@ class AxisConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a config means: sizes in layout order, and what the modes make of their axes."""
+    """What a config means.
+
+    Args:
+        sizes: The size of every axis, slowest first.
+        splits: What the modes make of the axes that have one.
+        modes: The name and the options of each of these modes.
+    """
 
     sizes: Mapping[str, int]
     splits: Mapping[str, Split]
@@ -52,9 +64,12 @@ def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
     sizes = _infer({name: axis.size for name, axis in axes.items()}, world_size)
     modes = {name: (axis.mode, axis.options) for name, axis in axes.items() if axis.mode is not None}
     splits = {name: split_by_mode(name, mode, sizes[name], options) for name, (mode, options) in modes.items()}
-    for name, axis in axes.items():
-        if name == "tensor" and axis.mode is None and sizes[name] > 1:
-            raise _mode_missing(sizes[name])
+    if sizes["tensor"] > 1 and "tensor" not in modes:
+        size, names = sizes["tensor"], ", ".join(map(repr, MODES["tensor"].names()))
+        raise ValueError(
+            f"parallel['tensor'] has size {size} but no mode; name one, as in tensor=dict(size={size}, mode='1d'). "
+            f"Modes: {names}"
+        )
     return Layout(sizes=sizes, splits=splits, modes=modes)
 
 
@@ -67,7 +82,7 @@ def check_size(what: str, size: object, *, inferred: bool = False) -> None:
 
 
 def _parse_axis(name: str, value: object) -> AxisConfig:
-    """An int, or a dict with a size and perhaps a mode with options of its own."""
+    """Reads the value of one axis: an int, or a dict with a size and perhaps a mode with options of its own."""
     if not isinstance(value, Mapping):
         return AxisConfig(size=_parse_size(name, value), options={})
     options = dict(value)
@@ -98,20 +113,9 @@ def _infer(sizes: Mapping[str, int | None], world_size: int) -> dict[str, int]:
     product = math.prod(known.values())
     formula = " * ".join(f"{name} {size}" for name, size in known.items() if size > 1) or "1"
     if world_size % product or (not unknown and product != world_size):
-        rule = "is not a multiple of" if unknown else "is not"
-        raise ValueError(f"the world of {world_size} ranks {rule} {formula} = {product}; {_remedy(product, unknown)}")
+        if unknown:
+            rule, remedy = "is not a multiple of", f"start {product} ranks or a multiple of it, or make an axis smaller"
+        else:
+            rule, remedy = "is not", f"start {product} ranks, or leave data out so that it is inferred"
+        raise ValueError(f"the world of {world_size} ranks {rule} {formula} = {product}; {remedy}")
     return {name: world_size // product if size is None else size for name, size in sizes.items()}
-
-
-def _remedy(product: int, unknown: list[str]) -> str:
-    if unknown:
-        return f"start {product} ranks or a multiple of it, or make an axis smaller"
-    return f"start {product} ranks, or leave data out so that it is inferred"
-
-
-def _mode_missing(size: int) -> ValueError:
-    names = ", ".join(repr(name) for name in MODES["tensor"].names())
-    return ValueError(
-        f"parallel['tensor'] has size {size} but no mode; name one, as in tensor=dict(size={size}, mode='1d'). "
-        f"Modes: {names}"
-    )

@@ -75,21 +75,24 @@ def split_by_mode(axis: str, mode: str, size: int, options: Mapping[str, Any]) -
     split = function(size, **options)
     product = math.prod(length for _, length in split.axes)
     if split.axes and product != size:
-        raise ValueError(f"mode {mode!r} split {size} ranks into {dict(split.axes)}, which is {product}: its own error")
+        raise ValueError(
+            f"mode {mode!r} split {size} ranks into {dict(split.axes)}, which is {product}; mend {function.__module__}"
+        )
     return split
 
 
 def _check_options(axis: str, mode: str, function: ModeFunction, options: Mapping[str, Any]) -> None:
     parameters = list(inspect.signature(function).parameters.values())[1:]
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
-    taken = [each.name for each in parameters]
+    taken = [parameter.name for parameter in parameters]
     for key in options:
         if key not in taken:
             raise ValueError(f"mode {mode!r} takes no option {key!r} ({axis}); {suggest(key, taken or ['none'])}")
-    for each in parameters:
-        if each.default is inspect.Parameter.empty and each.name not in options:
-            raise ValueError(f"mode {mode!r} needs the option {each.name!r}: {axis}=dict(..., {each.name}=...)")
+    for parameter in parameters:
+        name = parameter.name
+        if parameter.default is inspect.Parameter.empty and name not in options:
+            raise ValueError(f"mode {mode!r} needs the option {name!r}: {axis}=dict(..., {name}=...)")
 
 
 @register_mode("1d")
@@ -159,8 +162,6 @@ def _root(mode: str, rule: str, size: int, factor: int, power: int) -> int:
     if factor * q**power == size:
         return q
     below, above = factor * max(q - 1, 1) ** power, factor * (q + 1) ** power
-    near = sorted(
-        {each for each in (below, factor * max(q, 1) ** power, above) if each > 0}, key=lambda n: abs(n - size)
-    )
-    choices = " or ".join(str(each) for each in sorted(near[:2]))
+    nearest = sorted({below, factor * max(q, 1) ** power, above}, key=lambda choice: abs(choice - size))
+    choices = " or ".join(str(choice) for choice in sorted(nearest[:2]))
     raise ValueError(f"mode {mode!r} needs {rule} ranks, but the size is {size}; use {choices}")

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._registry import suggest
-from . import config as _config
-from .config import check_size
+from .config import check_size, parse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +25,7 @@ Mode = tuple[str, Mapping[str, Any]]
 """A mode's name and its options, as the config gave them."""
 
 _MEGATRON = {"tp": "tensor", "cp": "sequence", "ep": "expert", "dp": "data", "pp": "pipeline"}
+"""Our names for the axes of an order string."""
 
 
 class Axis(NamedTuple):
@@ -59,10 +59,12 @@ class Topology:
     __slots__ = ("_axes", "_declared", "_modes", "_parts", "_views")
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], world_size: int | None = None) -> None:
+        self._axes: dict[str, Axis] = {}
         pairs = _checked_pairs(axes, world_size)
-        strides = itertools.accumulate((size for _, size in reversed(pairs)), lambda a, b: a * b, initial=1)
-        self._axes = {name: Axis(size, stride) for (name, size), stride in zip(reversed(pairs), strides, strict=False)}
-        self._axes = dict(reversed(self._axes.items()))
+        stride = math.prod(size for _, size in pairs)
+        for name, size in pairs:
+            stride //= size
+            self._axes[name] = Axis(size, stride)
         self._parts: dict[str, tuple[str, ...]] = {}
         self._views: dict[str, Topology] = {}
         self._modes: dict[str, Mode] = {}
@@ -76,12 +78,12 @@ class Topology:
 
         Args:
             parallel: Such as `dict(pipeline=2, tensor=dict(size=4, mode="2d"))`; {} or None for data parallel alone.
-            world_size: The number of ranks. What the config leaves of it is the data size.
+            world_size: The number of ranks. What the other axes leave of it is the size of the data axis.
 
         Raises:
             ValueError: Anything wrong in the config, naming the value, the rule and a remedy.
         """
-        layout = _config.parse(parallel, world_size)
+        layout = parse(parallel, world_size)
         topology = cls(layout.sizes, world_size)
         for axis, split in layout.splits.items():
             topology = topology.split(axis, split.axes) if split.axes else topology
@@ -90,13 +92,27 @@ class Topology:
         return topology.alias("model", ("pipeline", "tensor"))
 
     @classmethod
-    def from_order(cls, order: str, *, world_size: int | None = None, **sizes: int) -> "Topology":
+    def from_order(
+        cls,
+        order: str,
+        *,
+        world_size: int | None = None,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        dp: int | None = None,
+        pp: int = 1,
+    ) -> "Topology":
         """The topology of an order string in Megatron's words, the leftmost axis fastest.
 
         Args:
-            order: Such as "tp-cp-ep-dp-pp"; tp, cp, ep, dp and pp become tensor, sequence, expert, data and pipeline.
-            world_size: The number of ranks; with it, dp may be left out.
-            **sizes: `tp=2, dp=2, ...`; what is left out is 1.
+            order: The axes that there are, such as "tp-cp-ep-dp-pp".
+            world_size: The number of ranks; it is checked.
+            tp: Size of the tensor axis.
+            cp: Size of the sequence axis, which Megatron calls context parallel.
+            ep: Size of the expert axis.
+            dp: Size of the data axis; default: what the others leave of `world_size`, or 1 without that.
+            pp: Size of the pipeline axis.
 
         Raises:
             ValueError: An unknown or repeated axis, or one with a size above 1 that the order leaves out.
@@ -104,15 +120,15 @@ class Topology:
         Source: Megatron-LM, `RankGenerator`, one factorisation. Its second one, for experts, is a `view` here.
         """
         names = order.split("-")
-        for name in [*names, *sizes]:
+        for name in names:
             if name not in _MEGATRON:
                 raise ValueError(f"order {order!r}: no axis {name!r}; {suggest(name, _MEGATRON)}")
+        inferred = -1 if world_size is not None and "dp" in names else 1
+        sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": inferred if dp is None else dp, "pp": pp}
         for name, size in sizes.items():
             if name not in names and size != 1:
                 raise ValueError(f"order {order!r} leaves out {name}, whose size is {size}; add it to the order")
-        inferred = {"dp": -1} if world_size is not None and "dp" in names else {}
-        sizes = {**inferred, **sizes}
-        return cls([(_MEGATRON[name], sizes.get(name, 1)) for name in reversed(names)], world_size)
+        return cls([(_MEGATRON[name], sizes[name]) for name in reversed(names)], world_size)
 
     # What there is
 
@@ -163,7 +179,7 @@ class Topology:
     def blocks(self, axes: Axes) -> tuple[Axis, ...]:
         """The canonical form of `axes`: neighbours merged, size 1 dropped, slowest first.
 
-        Two products of axes have the same groups exactly if their blocks are equal, in any factorisation.
+        Two products of axes have the same groups exactly if their blocks are equal, also where one is of a view.
         """
         merged: list[Axis] = []
         for axis in self._located(axes):
@@ -181,7 +197,12 @@ class Topology:
         return math.prod([axis.size for axis in self._located(axes)])
 
     def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
-        """The coordinates of a rank on every axis (of that view), slowest first."""
+        """The coordinates of a rank on every axis, slowest first.
+
+        Args:
+            rank: The global rank.
+            view: Which factorisation's axes; default: this topology's own.
+        """
         home = self if view is None else self._view(view)
         self._check_rank(rank)
         return {name: rank // axis.stride % axis.size for name, axis in home._axes.items()}
@@ -239,15 +260,15 @@ class Topology:
                 raise ValueError(
                     f"cannot split {axis!r} into a part called {name!r}: the name is taken; rename the part"
                 )
-        leaves: list[tuple[str, int]] = []
-        for name, each in self._axes.items():
-            leaves += list(inside.axes.items()) if name == axis else [(name, each.size)]
-        new = self._like(Topology(leaves))
-        expanded = {
-            name: tuple(part for leaf in parts for part in (inside.axes if leaf == axis else (leaf,)))
-            for name, parts in self._parts.items()
+        sizes: dict[str, int] = {}
+        for name, size in self.axes.items():
+            sizes |= inside.axes if name == axis else {name: size}
+        new = self._like(Topology(sizes))
+        products = {**self._parts, axis: (axis,)}
+        new._parts = {
+            product: tuple(part for leaf in leaves for part in (inside.axes if leaf == axis else (leaf,)))
+            for product, leaves in products.items()
         }
-        new._parts = {**expanded, axis: tuple(inside.axes)}
         new._check_views()
         return new
 
@@ -261,10 +282,9 @@ class Topology:
         return new
 
     def declare(self, *axes: Axes) -> "Topology":
-        """Notes products of axes that need a live group of their own."""
+        """Notes products of axes that need a live group of their own; `ProcessGroups` makes them with the others."""
         new = self._like(self)
-        wanted = dict.fromkeys(self.leaves(each) for each in axes)
-        new._declared = tuple(dict.fromkeys([*self._declared, *wanted]))
+        new._declared = tuple(dict.fromkeys([*self._declared, *map(self.leaves, axes)]))  # each product once
         return new
 
     def view(self, name: str, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> "Topology":
@@ -295,7 +315,7 @@ class Topology:
         if self._parts:
             record["products"] = {name: list(parts) for name, parts in sorted(self._parts.items())}
         if self._declared:
-            record["declared"] = [list(each) for each in self._declared]
+            record["declared"] = [list(product) for product in self._declared]
         if self._modes:
             record["modes"] = {axis: [mode, dict(options)] for axis, (mode, options) in sorted(self._modes.items())}
         if self._views:
@@ -327,13 +347,17 @@ class Topology:
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8]) >> 1
 
     def describe(self) -> str:
-        """A table a person reads: every axis, its size, and one of its groups."""
-        from .describe import describe  # noqa: PLC0415 - only who asks for text pays for it
+        """A table that a person reads: every axis, its size, and one of its groups."""
+        from .describe import describe  # noqa: PLC0415 - only those who ask for text pay for it
 
         return describe(self)
 
     def draw(self, path: "str | Path") -> None:
-        """Draws the ranks, coloured by group, one panel an axis; PNG, SVG or PDF by the ending. Needs matplotlib."""
+        """Draws the ranks, coloured by group, with one panel for each axis. Needs matplotlib.
+
+        Args:
+            path: The file to write; its ending decides the format (.png, .svg or .pdf).
+        """
         from .draw import draw  # noqa: PLC0415 - matplotlib is an extra
 
         draw(self, path)
@@ -354,7 +378,7 @@ class Topology:
         for name, view in self._views.items():
             for axis, located in view._axes.items():
                 if axis in self._names() and self.blocks(axis) != view.blocks(axis):
-                    mine = " x ".join(f"{each.size} ranks {each.stride} apart" for each in self.blocks(axis))
+                    mine = " x ".join(f"{block.size} ranks {block.stride} apart" for block in self.blocks(axis))
                     raise ValueError(
                         f"view {name!r}: its axis {axis!r} is {located.size} ranks {located.stride} apart, but "
                         f"{axis!r} of this topology is {mine or 'one rank'}; reorder or resize the axes, or rename one"
@@ -368,10 +392,10 @@ class Topology:
         for candidate in (self, *self._views.values()):
             if all(name in candidate._axes or name in candidate._parts for name in names):
                 return candidate
-        every = list(dict.fromkeys([*self._names(), *(name for view in self._views.values() for name in view._axes)]))
+        known = dict.fromkeys([*self._names(), *(name for view in self._views.values() for name in view._axes)])
         for name in names:
-            if name not in every:
-                raise ValueError(f"there is no axis {name!r}; {suggest(name, every)}")
+            if name not in known:
+                raise ValueError(f"there is no axis {name!r}; {suggest(name, known)}")
         raise ValueError(f"axes {names} belong to different factorisations; name axes of one view only")
 
     def _view(self, name: str) -> "Topology":

@@ -1,0 +1,38 @@
+"""What this package uses of torch that has no public name: the first file to look at when torch moves."""
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import Placement
+
+
+def can_split(group: dist.ProcessGroup, device: "torch.device") -> bool:
+    """Whether the group's backend for a kind of device can split a communicator, as NCCL can.
+
+    `ProcessGroup._get_backend` and `supports_splitting`, in torch 2.11 to 2.13. `split_group` itself is public, but
+    raises where the backend cannot do it.
+    """
+    return bool(group._get_backend(device).supports_splitting)
+
+
+def number_of_groups() -> int:
+    """The number of groups that this process has made and not destroyed.
+
+    `distributed_c10d._world.pg_names`, in torch 2.11 to 2.13. torch makes the name under which the ranks of a split
+    group meet from this number, so that ranks with different numbers would wait for each other for ever.
+    """
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def split_factor(placement: "Placement") -> int | None:
+    """The number of pieces of which a strided shard takes a part each; None for any other placement.
+
+    `placement_types._StridedShard`, in torch 2.11 to 2.13. FSDP2 places a parameter so when its dim 0 is also cut by
+    tensor parallelism: the placements' order is not the order in which the dim is cut.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - the groups need no DTensor
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None

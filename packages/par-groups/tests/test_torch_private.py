@@ -1,0 +1,23 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from par_groups import _torch_private
+
+
+@pytest.mark.ranks(2)
+def test_what_is_used_of_a_running_world_is_there():
+    assert _torch_private.can_split(dist.group.WORLD, torch.device("cpu")) in {True, False}  # newer gloos can
+    before = _torch_private.number_of_groups()
+    group = dist.new_group([0, 1])
+    assert _torch_private.number_of_groups() == before + 1
+    dist.destroy_process_group(group)
+    assert _torch_private.number_of_groups() == before
+
+
+def test_a_strided_shard_has_a_factor_and_others_have_none():
+    assert _torch_private.split_factor(_StridedShard(0, split_factor=3)) == 3
+    assert _torch_private.split_factor(Shard(0)) is None
+    assert _torch_private.split_factor(Replicate()) is None
