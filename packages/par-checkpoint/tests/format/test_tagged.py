@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from par_checkpoint._errors import CorruptError
-from par_checkpoint.format.tagged import _bits, check_round_trip, decode, encode
+from par_checkpoint.format.tagged import check_round_trip, decode, encode
 
 numbers = (
     st.none() | st.booleans() | st.integers() | st.integers(-(2**200), 2**200) | st.floats() | st.complex_numbers()
@@ -390,6 +390,9 @@ def test_the_check_names_where_a_value_changes(monkeypatch):
             check_round_trip(value, "extra")
 
 
-def test_bits_tell_zeros_apart():
-    assert _bits(0.0) != _bits(-0.0)
-    assert _bits(math.nan) == _bits(-math.nan)
+def test_the_check_tells_zeros_and_dtypes_apart(monkeypatch):
+    monkeypatch.setattr("par_checkpoint.format.tagged.decode", lambda value, tensors: [0.0, torch.zeros(1)])
+    check_round_trip([0.0, torch.ones(1)], "extra")
+    for value, where in (([-0.0, torch.zeros(1)], r"extra\[0\]"), ([0.0, torch.zeros(1).double()], r"extra\.1")):
+        with pytest.raises(TypeError, match=f"^{where} does not come back"):
+            check_round_trip(value, "extra")
