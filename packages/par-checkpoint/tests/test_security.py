@@ -1,8 +1,11 @@
 """Files of strangers: what they claim is never believed, links lead nothing astray, and only ours is removed."""
 
+import dataclasses
 import json
 import os
+import pathlib
 import pickle
+import sys
 import tracemalloc
 import zipfile
 
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import par_checkpoint as pc
 from par_checkpoint.tools.convert import convert_checkpoint
@@ -293,6 +297,42 @@ def test_code_in_the_metadata_of_dcp_is_never_run(tmp_path, broken):
         convert_checkpoint(str(tmp_path / "dcp"), str(tmp_path / "new"), to="huggingface")
     assert not (tmp_path / "hacked").exists()
     assert not (tmp_path / "new").exists()
+
+
+def dcp_folder(path):
+    """A folder of torch.distributed.checkpoint, and its metadata."""
+    save_dcp({"model": model()}, checkpoint_id=path, no_dist=True)
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_dcp_of_every_python_is_read(tmp_path, monkeypatch, module):
+    """Python 3.13 has the class of paths, one of which is in the metadata, in a module of its own."""
+    metadata = dcp_folder(tmp_path / "dcp")
+    assert isinstance(metadata.storage_meta.checkpoint_id, pathlib.Path)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(metadata.storage_meta.checkpoint_id), "__module__", module)
+        patch.setitem(sys.modules, module, pathlib)
+        data = pickle.dumps(metadata)
+    assert (b"pathlib._local" in data) == (module == "pathlib._local")
+    (tmp_path / "dcp" / ".metadata").write_bytes(data)
+    convert_checkpoint(str(tmp_path / "dcp"), str(tmp_path / "new"), to="huggingface")
+    assert torch.equal(pc.read(tmp_path / "new", "w"), model()["w"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["../secret.distcp", "{}/secret.distcp", ""])
+def test_dcp_names_only_files_beside_its_metadata(tmp_path, name):
+    metadata = dcp_folder(tmp_path / "dcp")
+    for index, info in metadata.storage_data.items():
+        (tmp_path / "secret.distcp").write_bytes((tmp_path / "dcp" / info.relative_path).read_bytes())
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path=name.format(tmp_path))
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pc.CheckpointError, match="which is not beside it"):
+        convert_checkpoint(str(tmp_path / "dcp"), str(tmp_path / "new"), to="huggingface")
 
 
 def test_prune_removes_only_real_step_directories_with_our_manifest(tmp_path):

@@ -1,18 +1,15 @@
 """The command `par-checkpoint`: ls, verify, diff, convert, prune."""
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
 from .._errors import CheckpointError, ReplacedError
 from ..format.bytes import as_integers
 from ..storage.consistent import version_of
-from ..storage.directory import Place
 from ..storage.folder import open_folder
 from ..storage.outline import read_outline
 from ..storage.steps import prune, read_manifest, step_of
@@ -130,8 +127,8 @@ def _verify(given: argparse.Namespace) -> int:
     code = 0
     for path in given.path:
         wrong = verify(path, deep=not given.shallow)
-        for each in wrong:
-            _say(each)
+        for fault in wrong:
+            _say(fault)
         _say(f"{path}: {'whole' if not wrong else f'{len(wrong)} wrong'}")
         code = code or int(bool(wrong))
     return code
@@ -139,42 +136,43 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _diff(given: argparse.Namespace) -> int:
     folders = open_folder(given.a), open_folder(given.b)
-    before = [version_of(each) for each in folders]
-    pair = [(folder, read_outline(folder)) for folder in folders]
-    for folder, found in pair:
-        check_blocks(folder, found)
-    readers = [reader_of(folder, found) for folder, found in pair]
+    before = [version_of(folder) for folder in folders]
+    outlines = [read_outline(folder) for folder in folders]
+    for folder, outline in zip(folders, outlines, strict=True):
+        check_blocks(folder, outline)
+    reads = [reader_of(folder, outline) for folder, outline in zip(folders, outlines, strict=True)]
     different = 0
     for section in ("model", "optimizer") if given.optimizer else ("model",):
-        mine, theirs = (found.places(section) for _, found in pair)
+        mine, theirs = (outline.places(section) for outline in outlines)
         for name in dict.fromkeys((*mine, *theirs)):
-            if name in mine and name in theirs:
-                line = _difference(mine[name], theirs[name], *(partial(read, name) for read in readers))
+            if name not in mine or name not in theirs:
+                line = f"only in {folders[name not in mine].url}"
+            elif (mine[name].shape, mine[name].dtype) != (theirs[name].shape, theirs[name].dtype):
+                a, b = mine[name], theirs[name]
+                line = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
             else:
-                line = f"only in {pair[name not in mine][0].url}"
-            if line is not None:
+                line = _difference(*(read(name) for read in reads))
+            if line:
                 _say(f"{name}: {line}")
                 different += 1
-    if before != [version_of(each) for each in folders]:
+    if before != [version_of(folder) for folder in folders]:
         raise ReplacedError("one of the two was replaced while it was read; compare them when they rest")
     _say(f"{different} tensors differ" if different else "equal, tensor by tensor")
     return int(bool(different))
 
 
-def _difference(mine: Place, theirs: Place, *read: Callable[[], torch.Tensor]) -> str | None:
-    """How a tensor differs, in words; None if it does not. A NaN equals a NaN."""
-    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-        return f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
-    a, b = (_exact(each()) for each in read)
+def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    """How two tensors of one dtype and shape differ, in words; empty if they do not. A NaN equals a NaN."""
+    a, b = _comparable(a), _comparable(b)
     count = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
     if count == 0:
-        return None
-    text = f"{count:,} of {math.prod(mine.shape):,} elements differ"
+        return ""
+    text = f"{count:,} of {a.numel():,} elements differ"
     most = float((a - b).abs().nan_to_num().max()) if a.is_floating_point() or a.is_complex() else 0
     return f"{text}, by {most:.3g} at most" if most else text
 
 
-def _exact(tensor: torch.Tensor) -> torch.Tensor:
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in a dtype that can be compared."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)

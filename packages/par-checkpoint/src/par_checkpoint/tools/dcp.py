@@ -1,8 +1,8 @@
 """Reading what torch.distributed.checkpoint wrote, without a process group, and without running what it may contain."""
 
 import pickle
-from pathlib import Path
-from typing import IO, Any
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from .._errors import CheckpointError, corrupt
+from ..format.index import is_base_name
 
 FILE = ".metadata"
-"""What tells such a folder."""
+"""The file by which such a folder is known."""
 
 _KINDS = {
     "torch": {"Size"},
@@ -29,19 +30,29 @@ _KINDS = {
         "_MEM_FORMAT_ENCODING",
     },
     "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
 }
-"""By module: what torch itself puts into that file, beside dtypes. torch reads it with all that pickle can do."""
+"""By module: what torch itself puts into that file, beside dtypes and a path; torch reads it with all that pickle can."""
+
+_PATHS = {
+    "PosixPath": PurePosixPath,
+    "PurePosixPath": PurePosixPath,
+    "PureWindowsPath": PureWindowsPath,
+    "WindowsPath": PureWindowsPath,
+}
+"""The path under which the folder was written, which any system can read as a name alone."""
 
 
 def read_dcp(source: str) -> dict[str, Any]:
-    """The state dict in a folder of torch.distributed.checkpoint.
+    """Reads the state dict in a folder of torch.distributed.checkpoint.
 
     Args:
         source: The folder.
 
+    Returns:
+        Tensors by name; where the names' parts are known, one mapping for each first part, such as "model".
+
     Raises:
-        CheckpointError: Its metadata is not what torch writes, or would run code.
+        CheckpointError: Its metadata is not what torch writes, would run code, or names files outside the folder.
         CorruptError: Its metadata is broken.
     """
     reader = _Reader(source)
@@ -67,27 +78,39 @@ class _Reader(FileSystemReader):
     """Torch's, but for the metadata, which it would unpickle as it comes."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The folder's metadata.
+
+        Raises:
+            CheckpointError: It would run code, or names files outside the folder.
+            CorruptError: It is broken.
+        """
         path = Path(self.path) / FILE
-        with path.open("rb") as file:
-            return _read_metadata(file, str(path))
-
-
-def _read_metadata(file: IO[bytes], path: str) -> Metadata:
-    try:
-        found = _Unpickler(file).load()
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:  # a broken pickle can fail in any way
-        raise corrupt(path, f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
-    if not isinstance(found, Metadata):
-        raise corrupt(path, f"holds a {type(found).__name__} where torch's Metadata belongs")
-    return found
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise corrupt(str(path), f"holds a {type(metadata).__name__} where torch's Metadata belongs")
+            for info in (metadata.storage_data or {}).values():
+                if not is_base_name(info.relative_path):
+                    raise CheckpointError(f"{path} names the file {info.relative_path!r:.80}, which is not beside it")
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:  # a broken pickle can fail in any way
+            raise corrupt(str(path), f"cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
+        return metadata
 
 
 class _Unpickler(pickle.Unpickler):
     """Makes nothing but what torch writes."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """The class or function that a pickle names.
+
+        Raises:
+            CheckpointError: It is none that torch writes.
+        """
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:  # the latter in Python 3.13
+            return _PATHS[name]
         if name in _KINDS.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
             return super().find_class(module, name)
         raise CheckpointError(
