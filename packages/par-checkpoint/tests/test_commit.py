@@ -17,8 +17,8 @@ STEPS = {
     "exchange": {"swept", "created", "made", "linked", "synced-staging", "exchanged", "synced", "removed"},
     "renames": {"swept", "created", "made", "linked", "synced-staging", "renamed-old", "renamed-new", "synced"}
     | {"retired", "removed"},
-    "remote": {"swept", "made", "copied-old", "marked", "cleared", "moved config.json", "moved par_checkpoint.json"}
-    | {"removed-old", "removed"},
+    "remote": {"swept", "made", "carried", "marked", "cleared", "copied config.json", "copied par_checkpoint.json"}
+    | {"removed"},
 }
 
 
@@ -109,7 +109,7 @@ def test_at_any_kill_the_old_or_the_new_is_whole(tmp_path, kind, before):
     new = content(clean)
     steps = list(dict.fromkeys(steps))
     if before == "foreign":
-        assert set(steps) >= STEPS[kind] - {"moved config.json"}
+        assert set(steps) >= STEPS[kind]
         assert new["config.json"] == b"{}"
     seen = []
     for step in steps:
@@ -128,12 +128,15 @@ def test_at_any_kill_the_old_or_the_new_is_whole(tmp_path, kind, before):
     assert new in seen
 
 
-@pytest.mark.parametrize("kind", ["renames", "remote"])
-def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kind):
-    folder = opened(kind, tmp_path / "run", die)
+@pytest.mark.parametrize(
+    ("kind", "step", "left"),
+    [("renames", "retired", 2), ("remote", "marked", 2), ("remote", "without manifest", 2), ("remote", "cleared", 0)],
+)
+def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kind, step, left):
+    folder = opened(kind, tmp_path / "run", lambda reached: die() if reached == step else None)
 
     def remove():
-        if kind == "remote":
+        if step == "without manifest":
             folder.fs.rm = die  # the manifest has gone, the other files have not
         folder.remove()
 
@@ -142,9 +145,31 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kind):
     after = opened(kind, tmp_path / "run")
     after.recover()
     assert not after.exists()
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    assert len(list(tmp_path.rglob("*.safetensors"))) == left
     after.sweep()
     assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["carried", "marked", "cleared", "copied model.safetensors", "removed"])
+def test_an_error_of_a_remote_commit_leaves_the_old_or_the_new(tmp_path, step):
+    """The saver lives on and discards its staging, unless that is the checkpoint already."""
+
+    def fail(reached):
+        if reached == step:
+            raise OSError("the network is gone")
+
+    save(opened("remote", tmp_path / "run"), "0")
+    staging = opened("remote", tmp_path / "run", fail).stage("1")
+    staging.create(["model.safetensors"], 0)
+    staging.write("model.safetensors", b"1")
+    with pytest.raises(OSError, match="the network is gone"):
+        staging.publish(overwrite=True)
+    staging.discard()
+    after = opened("remote", tmp_path / "run")
+    assert content(after)["model.safetensors"] == (b"0" if step == "carried" else b"1")
+    after.sweep()
+    assert content(after)["model.safetensors"] == (b"0" if step == "carried" else b"1")
+    assert entries(tmp_path) == ["run"]
 
 
 def test_an_error_between_the_two_renames_puts_the_old_back(tmp_path):

@@ -79,12 +79,12 @@ def test_short_and_missing_files_are_named(root):
         open_folder(f"{root}/other").sizes()
 
 
-def test_an_interrupted_replacement_is_read_around_and_undone_by_the_next_save(root):
+def test_an_interrupted_replacement_is_read_from_where_it_was_gathered_and_ended_by_the_next_save(root):
     class Died(Exception):
         pass
 
     def die(step):
-        if step == "moved a.model":
+        if step == "copied a.model":
             raise Died
 
     save(open_folder(f"{root}/run"), a=b"old", b=b"old")
@@ -92,9 +92,13 @@ def test_an_interrupted_replacement_is_read_around_and_undone_by_the_next_save(r
         save(open_folder(f"{root}/run", die), "n2", a=b"new", b=b"new")
     reader = open_folder(f"{root}/run")
     reader.recover()
-    assert reader.read("a.model") == reader.read("b.model") == b"old"
+    assert reader.read("a.model") == reader.read("b.model") == b"new"
     assert reader.sizes().keys() == {"a.model", "b.model", "par_checkpoint.json"}
-    assert sorted(open_folder(root).folders()) == [".run.old-n2", ".run.tmp-n2", "run"]
+    assert sorted(open_folder(root).folders()) == [".run.tmp-n2", "run"]
+    assert reader.sweep(dry_run=True) == reader.sweep() == []
+    assert open_folder(root).folders() == ["run"]
+    reader.recover()
+    assert reader.read("a.model") == reader.read("b.model") == b"new"
     save(open_folder(f"{root}/run"), "n3", a=b"newest", b=b"newest")
     reader.recover()
     assert reader.read("a.model") == b"newest"

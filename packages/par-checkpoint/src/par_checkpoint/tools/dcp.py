@@ -31,7 +31,7 @@ _KINDS = {
     },
     "collections": {"OrderedDict"},
 }
-"""By module: what torch itself puts into that file, beside dtypes and a path; torch reads it with all that pickle can."""
+"""By module: what torch itself puts into that file, beside dtypes and a path. torch lets pickle do anything."""
 
 _PATHS = {
     "PosixPath": PurePosixPath,
