@@ -17,8 +17,8 @@ from par_testing import count_collectives
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions, TrainOptions
 from par_train.jobs.trainer import make_optimizer
+from par_train.plan.inputs import NUMBERS
 from par_train.plan.memory import Sharing, chunks_of
-from par_train.plan.options import NUMBERS
 from par_train.plan.shape import Cut, Part, Shape, count
 from par_train.plan.traffic import data_traffic
 from par_zero import shard

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .data.loader import GlobalDataLoader
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
-    from .plan.options import Job, Machine
+    from .plan.inputs import Job, Machine
     from .plan.predict import Prediction, predict
     from .plan.shape import Shape
     from .strategy.handlers import GradientHandler, register_gradient_handler
@@ -45,7 +45,7 @@ _LATE = {
     "data.loader": ("GlobalDataLoader",),
     "jobs.gpt": ("GPT",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
-    "plan.options": ("Job", "Machine"),
+    "plan.inputs": ("Job", "Machine"),
     "plan.predict": ("Prediction", "predict"),
     "plan.shape": ("Shape",),
     "strategy.plugin": ("Plugin",),

@@ -1,29 +1,54 @@
 """Mistakes in the input: one line, exit code 2, and no torch imported for it."""
 
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from par_train.command.cli import main
-from par_train.command.flags import plan_flags
+from par_train.config.settings import settings
+from par_train.jobs.options import Options, PlanOptions
 
-NO_TORCH = (
-    "import sys; sys.modules['torch'] = None; from par_train.command.cli import main; sys.exit(main(sys.argv[1:]))"
-)
+# Runs one command line after another in a Python in which importing torch is an error.
+NO_TORCH = """
+import contextlib, io, json, os, sys, traceback
+sys.modules["torch"] = None
+from par_train.command.cli import main
+for line in sys.stdin:
+    folder, arguments, variables = json.loads(line)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as left:
+            code = left.code
+        except BaseException:
+            code = traceback.print_exc() or 1
+    print(json.dumps([code or 0, out.getvalue(), err.getvalue()]), flush=True)
+"""
+SOURCES = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
 
-def without_torch(folder, *arguments, **variables):
-    """Runs the command in a Python in which importing torch is an error."""
-    return subprocess.run(
-        [sys.executable, "-c", NO_TORCH, *arguments],
-        check=False,
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
+@pytest.fixture(scope="module", name="without_torch")
+def without_torch_fixture():
+    """Runs command lines, all in one process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NO_TORCH], env=SOURCES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+
+    def run(folder, *arguments, **variables):
+        process.stdin.write(json.dumps([str(folder), arguments, variables]) + "\n")
+        process.stdin.flush()
+        return subprocess.CompletedProcess(arguments, *json.loads(process.stdout.readline()))
+
+    with process:
+        yield run
+        process.stdin.close()
 
 
 def assert_one_line(done, *words):
@@ -45,7 +70,7 @@ def folder(tmp_path):
     ("flags", "words"),
     [
         (["none.toml"], ["cannot read the config file none.toml"]),
-        (["broken.toml"], ["broken.toml is not TOML", "mend that line"]),
+        (["broken.toml"], ["broken.toml is not TOML", "correct it there"]),
         (["typo.toml"], ["'train.step'", "did you mean 'train.steps'"]),
         (["--train.step=3"], ["'train.step'", "did you mean 'train.steps'"]),
         (["--resum=auto"], ["did you mean 'resume'"]),
@@ -75,7 +100,7 @@ def folder(tmp_path):
         (["--resume=auto", "--overwrite"], ["resume auto goes on, overwrite starts anew; give one"]),
     ],
 )
-def test_mistakes(folder, flags, words):
+def test_mistakes(without_torch, folder, flags, words):
     (folder / "broken.toml").write_text("steps =")
     (folder / "typo.toml").write_text("[train]\nstep = 3")
     for name in ("empty", "short", "old"):
@@ -93,13 +118,13 @@ def test_mistakes(folder, flags, words):
         (["--world=8"], ["--device-memory is missing", "80GB"]),
         (["--world=8", "--device-memory=lots"], ["--device-memory is 'lots'", "80GiB"]),
         (["--world=eight", "--device-memory=80GB"], ["--world is 'eight'", "a whole number"]),
-        (["--world=8", "--device-memory=80GB", "--top=0"], ["--top is 0", "above 0"]),
+        (["--world=8", "--device-memory=80GB", "--top=0"], ["--top is 0; it must be at least 1"]),
         (["--world=8", "--device-memry=80GB"], ["unknown flag --device-memry", "did you mean --device-memory"]),
         (["--world=8", "--device-memory=80GB", "--train.step=3"], ["did you mean 'train.steps'"]),
         (["none.toml", "--world=8", "--device-memory=80GB"], ["cannot read the config file none.toml"]),
     ],
 )
-def test_mistakes_of_a_plan(folder, flags, words):
+def test_mistakes_of_a_plan(without_torch, folder, flags, words):
     assert_one_line(without_torch(folder, "plan", *flags), *words)
 
 
@@ -124,7 +149,7 @@ import sys
 
 class CtrlC:
     def find_spec(self, name, path, target=None):
-        if name == "par_train.command.config":
+        if name == "par_train.config.settings":
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, CtrlC())
@@ -135,37 +160,35 @@ sys.exit(main())
 
 def test_ctrl_c_while_the_command_is_imported_is_one_line():
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=60, env={}
+        [sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=60, env=SOURCES
     )
     assert (done.returncode, done.stderr) == (130, "par-train: SIGINT: stopped before training began\n")
 
 
-def test_no_command():
+def test_no_command(without_torch):
     assert_one_line(without_torch("."), "par-train run")
 
 
-def test_an_unknown_command():
+def test_an_unknown_command(without_torch):
     assert_one_line(without_torch(".", "rum"), "'rum'", "run")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["plan", "--help"], ["--version"]])
-def test_help_needs_no_torch(arguments):
+def test_help_needs_no_torch(without_torch, arguments):
     done = without_torch(".", *arguments)
     assert done.returncode == 0, done.stderr
     assert "par-train" in done.stdout
 
 
-def test_help_names_every_key():
-    from par_train.command.config import settings
-
+def test_help_names_every_key(without_torch):
     for command in ("run", "plan"):
         text = without_torch(".", command, "--help").stdout
-        assert all(f"--{setting.key}" in text for setting in settings())
-    assert all(f"{name} " in text for name, _ in plan_flags())
+        assert all(f"{setting.flag} " in text or f"{setting.flag}, " in text for setting in settings(Options).values())
+    assert all(f"{setting.flag} " in text for setting in settings(PlanOptions).values())
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_of_joined_ranks_the_master_speaks(folder, rank):
+def test_of_joined_ranks_the_master_speaks(without_torch, folder, rank):
     world = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     done = without_torch(folder, "run", "--train.batch_size=3", **world)
     assert done.returncode == 2
@@ -173,11 +196,11 @@ def test_of_joined_ranks_the_master_speaks(folder, rank):
     assert "Traceback" not in done.stderr
 
 
-def test_a_number_of_ranks_that_others_have_not_started_is_refused(folder):
+def test_a_number_of_ranks_that_others_have_not_started_is_refused(without_torch, folder):
     world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert_one_line(without_torch(folder, "run", "--ranks=4", **world), "ranks is 4, but torchrun has started 2")
 
 
-def test_half_an_environment_is_named(folder):
+def test_half_an_environment_is_named(without_torch, folder):
     done = without_torch(folder, "run", RANK="0", WORLD_SIZE="2", MASTER_PORT="1")
     assert_one_line(done, "MASTER_ADDR")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from par_train.plan.inputs import NUMBERS
 from par_train.plan.memory import Chunks, Memory, Sharing, chunks_of, state_memory
-from par_train.plan.options import NUMBERS
 from par_train.plan.shape import Cut, Part, Shape, count
 
 

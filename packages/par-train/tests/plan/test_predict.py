@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from par_groups import Topology
-from par_train.plan.options import NUMBERS, Job, Machine
+from par_train.plan.inputs import NUMBERS, Job, Machine
 from par_train.plan.predict import MARGIN, predict, predict_parameters
 from par_train.plan.shape import Shape
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from par_groups import Topology
-from par_train.plan.options import Job, Machine
+from par_train.plan.inputs import Job, Machine
 from par_train.plan.predict import predict
 from par_train.plan.report import Report, as_dict, describe, table
 from par_train.plan.search import rank

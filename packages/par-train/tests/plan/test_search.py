@@ -7,7 +7,7 @@ import pytest
 from par_groups import Topology
 from par_train.jobs.checks import check_config
 from par_train.jobs.options import ModelOptions, Options, PipelineOptions, TrainOptions
-from par_train.plan.options import Job, Machine
+from par_train.plan.inputs import Job, Machine
 from par_train.plan.predict import predict
 from par_train.plan.search import configurations, rank, tensor_configs, variants
 from par_train.plan.shape import Shape

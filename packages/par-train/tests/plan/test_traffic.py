@@ -2,8 +2,8 @@
 
 import pytest
 
+from par_train.plan.inputs import NUMBERS
 from par_train.plan.memory import Chunks, Sharing
-from par_train.plan.options import NUMBERS
 from par_train.plan.pipeline import pipe
 from par_train.plan.shape import Cut, Part, Shape, make_cut
 from par_train.plan.traffic import data_traffic, pipeline_traffic, tensor_traffic

@@ -7,21 +7,21 @@ from par_groups import Topology
 
 from .._errors import UserError
 from ..jobs.checks import check_config
-from ..jobs.options import Options
-from ..plan.options import PEAKS, Job, Machine, shape_of
+from ..jobs.options import Options, PlanOptions
+from ..plan.inputs import PEAKS, Job, Machine
 from ..plan.predict import predict
 from ..plan.report import Report
 from ..plan.search import rank
+from ..plan.shape import Shape
 from ..strategy.schedules import microbatches_of
-from .flags import PlanFlags
 
 
-def plan(options: Options, flags: PlanFlags) -> int:
+def plan(options: Options, plan_options: PlanOptions) -> int:
     """Prints what the configuration takes, and the best of those that fit.
 
     Args:
-        options: As for a run; without a table `parallel` nothing is compared with the best.
-        flags: The machine, and what to print.
+        options: The options of a run; if they name no axes in `parallel`, nothing is compared with the best.
+        plan_options: The machine, and what to print.
 
     Returns:
         The exit code of the process.
@@ -30,54 +30,63 @@ def plan(options: Options, flags: PlanFlags) -> int:
         UserError: A configuration that the devices, the model or the batch do not divide, or a file that cannot be
             written.
     """
-    machine = _machine(options, flags)
-    topology = check_config(options, flags.world) if options.parallel else None
+    flops = plan_options.flops
+    machine = Machine(
+        memory=plan_options.device_memory,
+        flops=PEAKS.get(options.precision, Machine.flops) if flops == "auto" else flops,
+        efficiency=plan_options.efficiency,
+        bandwidth=plan_options.bandwidth,
+        network=plan_options.network,
+        latency=plan_options.latency,
+        devices_per_node=plan_options.devices_per_node,
+    )
     shape = shape_of(options)
+    configured = None
+    if options.parallel:
+        topology = check_config(options, plan_options.world)
+        try:
+            configured = predict(shape, topology, configured_job(options, topology), machine)
+        except ValueError as error:
+            raise UserError(str(error)) from None
     job = Job(batch=options.train.batch_size, precision=options.precision)
-    try:
-        configured = None if topology is None else predict(shape, topology, configured_job(options, topology), machine)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     report = Report(
         shape=shape,
-        world=flags.world,
+        world=plan_options.world,
         job=job,
         machine=machine,
         configured=configured,
-        ranking=rank(shape, flags.world, job, machine, flags.top),
+        ranking=rank(shape, plan_options.world, job, machine, plan_options.top),
     )
-    if flags.json:
-        _write(Path(flags.json), report)
+    if plan_options.json:
+        try:
+            Path(plan_options.json).write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"cannot write {plan_options.json}: {error.strerror}; name another file with --json"
+            ) from None
     print(report.text())
     return 0
 
 
-def _machine(options: Options, flags: PlanFlags) -> Machine:
-    return Machine(
-        memory=flags.device_memory,
-        flops=flags.flops or PEAKS.get(options.precision, Machine.flops),
-        efficiency=flags.efficiency,
-        bandwidth=flags.bandwidth,
-        network=flags.network,
-        latency=flags.latency,
-        devices_per_node=flags.devices_per_node,
+def shape_of(options: Options) -> Shape:
+    """The sizes of the byte-level GPT that these options train."""
+    model = options.model
+    return Shape(
+        layers=model.layers,
+        width=model.width,
+        heads=model.heads,
+        context=model.context,
+        tied=model.tied,
+        vocabulary=256,
     )
 
 
 def configured_job(options: Options, topology: Topology) -> Job:
-    """The job as the config has it; a pipeline takes two microbatches a rank unless it says otherwise."""
-    ranks = topology.size("pipeline")
+    """What these options say of batch, ZeRO stage, precision and schedule, as the planner takes it."""
     return Job(
         batch=options.train.batch_size,
         zero=options.zero,
         precision=options.precision,
         schedule=options.pipeline.schedule,
-        microbatches=microbatches_of(options.pipeline.microbatches, ranks),
+        microbatches=microbatches_of(options.pipeline.microbatches, topology.size("pipeline")),
     )
-
-
-def _write(path: Path, report: Report) -> None:
-    try:
-        path.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another file with --json") from None

@@ -20,7 +20,7 @@ from par_precision import MixedOptimizer, precision_of
 
 from .. import __version__
 from .._errors import UserError
-from ..command.config import build_options, to_tree
+from ..config.settings import build
 from .gpt import GPT
 from .options import Options
 
@@ -57,7 +57,7 @@ def save_checkpoint(
         options: Of the run.
         state: The same on every rank.
     """
-    config = {"format": _FORMAT, "par_train": __version__, "options": to_tree(options)}
+    config = {"format": _FORMAT, "par_train": __version__, "options": dataclasses.asdict(options)}
     extra = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     save(
         path,
@@ -107,7 +107,7 @@ def load_options_of(path: Path) -> Options:
         raise UserError(
             f"{str(file)!r} has format {version!r}, this par-train reads {_FORMAT}; use the one that wrote it"
         )
-    return build_options(config["options"])
+    return build(Options, config["options"])
 
 
 def find_state(path: Path) -> TrainingState | None:

@@ -1,20 +1,20 @@
-"""Everything the main job can be told: one frozen dataclass a section, each field with its help and its limits.
+"""Every flag of `par-train run` and `par-train plan`, and every key of a config file: declared here, once.
 
-Pure records. `_config.py` fills them from a config file and flags.
+A field of `Options` or of one of its tables is a key of a config file and a flag, such as `train.steps` and
+`--train.steps`; a field of `PlanOptions` is a flag of `par-train plan` alone. Pure records: `config` fills and checks
+them.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config.kinds import BYTES
+from ..config.settings import FlagsAlone, option
+from ..plan.inputs import Machine
 from ..run.files import RunFiles
-
-
-def option(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field with the help text and the limits (inclusive) that the command line shows and checks."""
-    return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,14 @@ class DataOptions:
     folder: str = option("", "folder of text; left empty, the Python standard library's own sources")
     patterns: tuple[str, ...] = option((), "file names to take, such as *.py,*.md; left empty, every text file")
     validation_fraction: float = option(0.05, "part of the bytes that is held out", low=0.0001, high=0.9)
-    validation_windows: int = option(128, "held-out windows in a validation loss, all that there are at most", low=1)
+    validation_windows: int = option(
+        128, "held-out windows that a validation loss is taken of; all of them if there are fewer", low=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The byte-level GPT; it rebuilds a model from a checkpoint."""
+    """The sizes of the byte-level GPT; a checkpoint keeps them, so that the model can be made again."""
 
     width: int = option(128, "width of the residual stream", low=1)
     layers: int = option(4, "transformer blocks", low=1)
@@ -40,7 +42,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How long and how fast."""
+    """How long to train, and how fast."""
 
     steps: int = option(800, "optimizer steps", low=1)
     batch_size: int = option(32, "windows a step over all ranks together, whatever their number", low=1)
@@ -56,7 +58,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How stages are run, where `parallel.pipeline` has a size."""
+    """How the stages of a pipeline are run, where `parallel.pipeline` has a size."""
 
     schedule: str = option("1f1b", "which rank does what when; a name that par-pipeline knows, such as zb_v")
     microbatches: int = option(0, "pieces of each replica's batch; 0: two for each pipeline rank", low=0)
@@ -64,7 +66,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One run of the main job.
+    """One run of the byte-level GPT that `par-train run` trains.
 
     `parallel` is the topology's own grammar, and is handed on to `par_groups.Topology.from_config`.
     """
@@ -99,17 +101,28 @@ class Options:
         return RunFiles(Path(self.output).expanduser())
 
 
-SECTIONS: Mapping[str, type] = {
-    "data": DataOptions,
-    "model": ModelOptions,
-    "train": TrainOptions,
-    "pipeline": PipelineOptions,
-}
-"""The tables of a config file, beside `parallel`."""
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(FlagsAlone):
+    """What `par-train plan` takes beside the options of a run: the machine to plan for, and what to print."""
+
+    world: int = option(MISSING, "number of devices, such as 1024; needed", low=1)
+    device_memory: float = option(MISSING, "memory of a device, such as 80GB or 80GiB; needed", above=0, kind=BYTES)
+    top: int = option(10, "topologies to show, each with its best schedule and stage", low=1)
+    json: str = option("", "file to write all figures to")
+    flops: float | Literal["auto"] = option(
+        "auto",
+        "peak operations a second of a device; auto: an H100's, 989e12, fp32 67e12, tf32 495e12, fp8 1979e12",
+        above=0,
+    )
+    efficiency: float = option(Machine.efficiency, "part of the peak that the model reaches", above=0, high=1)
+    bandwidth: float = option(Machine.bandwidth, "bytes a second into a device from its node", above=0, kind=BYTES)
+    network: float = option(Machine.network, "bytes a second into a device from other nodes", above=0, kind=BYTES)
+    latency: float = option(Machine.latency, "seconds that each operation takes before its first byte", above=0)
+    devices_per_node: int = option(Machine.devices_per_node, "ranks that follow one another share a node", low=1)
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
-    """The rate of step 1, 2, ...: linear warm-up, then half a cosine down to its final part."""
+    """The learning rate of step 1, 2, ...: linear warm-up, then half a cosine down to its final part."""
     if step <= options.warmup_steps:
         return options.learning_rate * step / options.warmup_steps
     progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)

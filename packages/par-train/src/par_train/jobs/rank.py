@@ -14,7 +14,7 @@ from typing import NoReturn
 from par_groups import read_environment
 
 from .._errors import TrainingError, UserError
-from ..command.config import build_options
+from ..config.settings import build
 from ..run.failure import Reported, one_traceback
 from ..run.output import say
 from ..run.stop import Stop, StoppedEarly, catch_signals, exit_code, follow_launcher
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> NoReturn:
     options, launcher = arguments
     stop = catch_signals()
     follow_launcher(stop, int(launcher))
-    _leave(_live(build_options(json.loads(options)), stop))
+    _leave(_live(build(Options, json.loads(options)), stop))
 
 
 def join(options: Options) -> NoReturn:

@@ -8,14 +8,13 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from par_groups import read_environment
 
 from .._errors import UserError
-from ..command.config import to_tree
 from ..run.output import say
 from ..run.stop import SIGNALS, exit_code, handled_signals, keep_signals_from_children, leave_terminal
 from .checks import check_config, check_files
@@ -93,7 +92,7 @@ def _start(options: Options, ranks: int) -> int:
 
     job = uuid.uuid4().hex
     # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
-    command = ("-P", "-m", "par_train.jobs.rank", json.dumps(to_tree(options)), str(os.getpid()))
+    command = ("-P", "-m", "par_train.jobs.rank", json.dumps(asdict(options)), str(os.getpid()))
     try:
         with _quiet_launcher(), keep_signals_from_children():
             elastic_launch(_launch_config(ranks, job), sys.executable)(*command)

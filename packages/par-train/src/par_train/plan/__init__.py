@@ -1,1 +1,5 @@
-"""TODO: what lives in plan."""
+"""The planner: from a model's sizes, a topology, a job and a machine to bytes, messages and seconds. Pure arithmetic.
+
+`shape` and `inputs` are what goes in; `memory`, `traffic` and `pipeline` each count one thing for one rank; `predict`
+adds them up for one configuration; `search` predicts every configuration of a world; `report` says it in words.
+"""

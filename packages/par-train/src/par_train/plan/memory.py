@@ -7,7 +7,7 @@ import torch
 
 from par_zero import ShardOptions, memory
 
-from .options import Numbers
+from .inputs import Numbers
 from .shape import Count, Cut, Part, Shape
 
 BUCKET = ShardOptions().bucket

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from par_groups import Topology
 
+from .inputs import Job, Machine, Numbers
 from .memory import Chunks, Memory, Sharing, chunks_of, saved_block, saved_ends, state_memory
-from .options import Job, Machine, Numbers
 from .pipeline import Pipe, Place, pipe, stage_size
 from .shape import Cut, Part, Shape, count, cut_of, misfit
 from .traffic import Move, data_traffic, pipeline_traffic, tensor_traffic

@@ -1,28 +1,36 @@
-"""A ranking in words: a table, why the first is first, and what is wrong with the configured one."""
+"""What the planner has found, in words: a table, why the first is first, and what is wrong with the configured one."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .options import Job, Machine
+from .._units import format_bytes, format_seconds
+from .inputs import Job, Machine
 from .predict import MARGIN, TERMS, Prediction
 from .search import Ranking
 from .shape import Shape, cut_of
 
-_HEAD = ("data", "pipeline", "tensor", "zero", "schedule", "micro", "memory", "traffic", "bubble", "step", "bound by")
+_TITLES = ("data", "pipeline", "tensor", "zero", "schedule", "micro", "memory", "traffic", "bubble", "step", "bound by")
+
+_TERMS_IN_WORDS = {
+    "compute": "arithmetic",
+    "tensor": "what tensor ranks send each other",
+    "pipeline": "what pipeline stages send each other",
+    "bubble": "waiting in the pipeline",
+    "data": "gradients and parameters that replicas exchange",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a plan says.
+    """Everything that `par-train plan` prints or writes.
 
     Args:
-        shape: The model.
-        world: Devices.
-        job: Batch and precision.
-        machine: What it is planned for.
-        configured: What the config says; None if it names no axes.
+        shape: The model's sizes.
+        world: Number of devices.
+        job: Batch and precision of the training job.
+        machine: The machine that is planned for.
+        configured: The prediction for what the config says; None if it names no axes.
         ranking: What the search found.
     """
 
@@ -34,31 +42,49 @@ class Report:
     ranking: Ranking
 
     def text(self) -> str:
-        """For people."""
-        parts = [self._given()]
+        """The report for people: what was given, tables, and sentences."""
+        shape, machine, ranking = self.shape, self.machine, self.ranking
+        given = [
+            f"model    {shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, "
+            f"{shape.heads} heads, context {shape.context}, vocabulary {shape.vocabulary}",
+            f"job      batch {self.job.batch:,} windows, precision {self.job.precision}, AdamW",
+            f"world    {self.world:,} devices of {format_bytes(machine.memory)}, of which {MARGIN:.0%} is left free, "
+            f"{machine.devices_per_node} a node; {ranking.frames:,} ways to divide it",
+            f"machine  {machine.flops:.4g} FLOP/s x {machine.efficiency:g}; {format_bytes(machine.bandwidth)}/s within "
+            f"a node, {format_bytes(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
+        ]
+        parts = [given]
         if self.configured is not None:
-            parts.append("\n".join(["Configured", *table([self.configured]), *moves(self.configured)]))
-        shown = self.ranking.best or ((self.ranking.nearest,) if self.ranking.nearest else ())
-        if shown:
-            title = "Best of each topology" if self.ranking.best else "Nothing fits; this takes the least memory"
-            parts.append("\n".join([title, *table(shown), "Of these the first", *moves(shown[0])]))
-        return "\n\n".join([*parts, "\n".join(self.reasons())])
+            parts.append(["Configured", *table([self.configured]), *moves(self.configured)])
+        if ranking.best:
+            best = ranking.best
+            parts.append(["Best of each topology", *table(best), "Of these the first", *moves(best[0])])
+        elif ranking.nearest is not None:
+            nearest = ranking.nearest
+            parts.append(["Nothing fits; this takes the least memory", *table([nearest]), *moves(nearest)])
+        return "\n\n".join("\n".join(lines) for lines in [*parts, self.reasons()])
 
     def reasons(self) -> list[str]:
-        """Sentences: why the first is first, and what the configured one lacks."""
+        """Sentences: why the first is first, what the configured one lacks, and what to change if nothing fits."""
+        mine, fits_not = self.configured, []
+        if mine is not None and not mine.fits(self.machine):
+            room = format_bytes((1 - MARGIN) * self.machine.memory)
+            fits_not = [f"The configured one does not fit into {room}: it needs {_memory_in_words(mine)}."]
         if not self.ranking.best:
-            return [*_configured_alone(self.configured, self.machine), *self._remedies()]
-        best = self.ranking.best[0]
-        said = [
-            f"{describe(best)} is fastest: {_seconds(best.seconds)} a step in {sized(best.memory.total)}.",
-            _shares(best),
-        ]
-        if len(self.ranking.best) > 1:
-            said.append(f"The next, {describe(self.ranking.best[1])}, {_behind(self.ranking.best[1], best)}")
-        return [*said, *self._against(best)]
+            return [*fits_not, *self._remedies()]
+        best, *others = self.ranking.best
+        step, memory = format_seconds(best.seconds), format_bytes(best.memory.total)
+        sentences = [f"{describe(best)} is fastest: {step} a step in {memory}.", _where_time_goes(best)]
+        if others:
+            sentences.append(f"The next, {describe(others[0])}, {_behind(others[0], best)}")
+        if mine is None or fits_not:
+            return [*sentences, *fits_not]
+        if mine.seconds <= best.seconds:
+            return [*sentences, "The configured one is the best there is."]
+        return [*sentences, f"The configured one {_behind(mine, best)}"]
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: plain values, bytes and seconds."""
+        """The report for programs: plain values, in bytes and seconds."""
         return {
             "model": {**vars(self.shape), "parameters": self.shape.parameters},
             "world": self.world,
@@ -66,80 +92,74 @@ class Report:
             "machine": {name: value for name, value in vars(self.machine).items() if name != "gloo"},
             "margin": MARGIN,
             "configured": None if self.configured is None else as_dict(self.configured),
-            "best": [as_dict(each) for each in self.ranking.best],
+            "best": [as_dict(prediction) for prediction in self.ranking.best],
             "nearest": None if self.ranking.nearest is None else as_dict(self.ranking.nearest),
             "reasons": self.reasons(),
         }
 
-    def _given(self) -> str:
-        shape, machine = self.shape, self.machine
-        return "\n".join(
-            [
-                f"model    {shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, "
-                f"{shape.heads} heads, context {shape.context}, vocabulary {shape.vocabulary}",
-                f"job      batch {self.job.batch:,} windows, precision {self.job.precision}, AdamW",
-                f"world    {self.world:,} devices of {sized(machine.memory)}, of which {MARGIN:.0%} is left free, "
-                f"{machine.devices_per_node} a node; {self.ranking.frames:,} ways to divide it",
-                f"machine  {machine.flops:.4g} FLOP/s x {machine.efficiency:g}; {sized(machine.bandwidth)}/s within a "
-                f"node, {sized(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
-            ]
-        )
-
-    def _against(self, best: Prediction) -> list[str]:
-        """The configured one beside the best."""
-        mine = self.configured
-        if mine is None:
-            return []
-        if not mine.fits(self.machine):
-            return _configured_alone(mine, self.machine)
-        if mine.seconds <= best.seconds:
-            return ["The configured one is the best there is."]
-        return [f"The configured one {_behind(mine, best)}"]
-
     def _remedies(self) -> list[str]:
+        """What to change where nothing fits."""
         nearest = self.ranking.nearest
         if nearest is None:
             return [
                 f"No configuration of {self.world:,} devices divides this model and a batch of {self.job.batch:,}: "
                 "change train.batch_size, model.heads, or the number of devices, to multiples of each other."
             ]
-        memory = nearest.memory
-        said = f"{describe(nearest)} comes nearest, with {_anatomy(nearest)}."
-        if memory.state > memory.total / 2:
-            return [said, "Most are parameters and the optimizer's state: take more devices, or fewer model.layers."]
-        return [said, "Most are activations: shorten model.context, or take more devices to cut them over."]
+        needs = f"{describe(nearest)} comes nearest, with {_memory_in_words(nearest)}."
+        if nearest.memory.state > nearest.memory.total / 2:
+            return [needs, "Most are parameters and the optimizer's state: take more devices, or fewer model.layers."]
+        return [needs, "Most are activations: shorten model.context, or take more devices to cut them over."]
 
 
 def table(predictions: Sequence[Prediction]) -> list[str]:
-    """One line each, below a line of titles."""
-    lines = [_HEAD, *(_cells(each) for each in predictions)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+    """A line of titles, and one line for each prediction; columns align."""
+    lines = [_TITLES]
+    for prediction in predictions:
+        topology, job = prediction.topology, prediction.job
+        cells = (
+            str(topology.size("data")),
+            str(topology.size("pipeline")),
+            cut_of(topology).label,
+            str(job.zero),
+            job.schedule if topology.size("pipeline") > 1 else "-",
+            str(job.microbatches),
+            format_bytes(prediction.memory.total),
+            format_bytes(sum(prediction.traffic.values())),
+            f"{prediction.bubble:.1%}",
+            format_seconds(prediction.seconds),
+            prediction.bound,
+        )
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
 def moves(prediction: Prediction) -> list[str]:
-    """What each axis moves in a step, of the busiest rank."""
+    """A line for each kind of traffic of the busiest rank in a step."""
     return [
-        f"  over {move.axis}: {sized(move.bytes)} of {move.what}, {move.operations:,.0f} operation"
+        f"  over {move.axis}: {format_bytes(move.bytes)} of {move.what}, {move.operations:,.0f} operation"
         f"{'' if move.operations == 1 else 's'}"
         for move in prediction.busiest.moves
     ]
 
 
 def describe(prediction: Prediction) -> str:
-    """A configuration in words."""
+    """A configuration in words, such as "data 2 x pipeline 2, zero 1, zb_h1, 4 microbatches"."""
     topology, job = prediction.topology, prediction.job
     axes = [f"{name} {topology.size(name)}" for name in ("data", "pipeline") if topology.size(name) > 1]
     cut = cut_of(topology)
-    axes += [f"tensor {cut.label}"] if cut.ranks > 1 else []
+    if cut.ranks > 1:
+        axes.append(f"tensor {cut.label}")
     words = [" x ".join(axes) or "one device", f"zero {job.zero}"]
-    words += [job.schedule] if topology.size("pipeline") > 1 else []
-    words += [f"{job.microbatches} microbatches"] if job.microbatches > 1 else []
+    if topology.size("pipeline") > 1:
+        words.append(job.schedule)
+    if job.microbatches > 1:
+        words.append(f"{job.microbatches} microbatches")
     return ", ".join(words)
 
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:
-    """Plain values; `parallel` as a config writes it."""
+    """A prediction as plain values; `parallel`, `zero`, `precision` and `pipeline` as a config writes them."""
     topology, job, busiest = prediction.topology, prediction.job, prediction.busiest
     mode, options = topology.modes.get("tensor", (None, {}))
     tensor = {"tensor": {"size": topology.size("tensor"), "mode": mode, **options}} if mode else {}
@@ -156,76 +176,28 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _cells(prediction: Prediction) -> tuple[str, ...]:
-    topology, job = prediction.topology, prediction.job
-    return (
-        str(topology.size("data")),
-        str(topology.size("pipeline")),
-        cut_of(topology).label,
-        str(job.zero),
-        job.schedule if topology.size("pipeline") > 1 else "-",
-        str(job.microbatches),
-        sized(prediction.memory.total),
-        sized(sum(prediction.traffic.values())),
-        f"{prediction.bubble:.1%}",
-        _seconds(prediction.seconds),
-        prediction.bound,
-    )
-
-
-def _shares(prediction: Prediction) -> str:
-    """Where the time goes."""
+def _where_time_goes(prediction: Prediction) -> str:
     seconds, total = prediction.busiest.seconds, prediction.seconds
     shares = ", ".join(f"{term} {seconds[term] / total:.1%}" for term in TERMS if seconds[term] >= 5e-4 * total)
-    others = [term for term in TERMS if term != "compute"]
-    lost = max(others, key=lambda term: seconds[term])
-    end = f"; beside computing, most goes to {_LONG[lost]}" if seconds[lost] > 0 else ""
-    return f"Its time is {shares}. The limit is {_LONG[prediction.bound]}{end if prediction.bound != lost else ''}."
-
-
-_LONG = {
-    "compute": "arithmetic",
-    "tensor": "what tensor ranks send each other",
-    "pipeline": "what pipeline stages send each other",
-    "bubble": "waiting in the pipeline",
-    "data": "gradients and parameters that replicas exchange",
-}
+    sentences = f"Its time is {shares}. The limit is {_TERMS_IN_WORDS[prediction.bound]}"
+    most = max((term for term in TERMS if term != "compute"), key=lambda term: seconds[term])
+    if seconds[most] > 0 and most != prediction.bound:
+        sentences += f"; beside computing, most goes to {_TERMS_IN_WORDS[most]}"
+    return f"{sentences}."
 
 
 def _behind(prediction: Prediction, best: Prediction) -> str:
-    """By how much one is slower, and by what most."""
+    """By how much a configuration is slower than the best, and which term of its time adds most."""
     mine, its = prediction.busiest.seconds, best.busiest.seconds
     most = max(TERMS, key=lambda term: mine[term] - its[term])
-    more = prediction.seconds / best.seconds - 1
     if mine[most] <= its[most]:
         return "takes as long."
-    return f"takes {more:.1%} longer: {_seconds(mine[most] - its[most])} more for {_LONG[most]}."
+    longer, more = prediction.seconds / best.seconds - 1, format_seconds(mine[most] - its[most])
+    return f"takes {longer:.1%} longer: {more} more for {_TERMS_IN_WORDS[most]}."
 
 
-def _configured_alone(mine: Prediction | None, machine: Machine) -> list[str]:
-    if mine is None or mine.fits(machine):
-        return []
-    room = sized((1 - MARGIN) * machine.memory)
-    return [f"The configured one does not fit into {room}: it needs {_anatomy(mine)}."]
-
-
-def _anatomy(prediction: Prediction) -> str:
+def _memory_in_words(prediction: Prediction) -> str:
     memory = prediction.memory
-    return (
-        f"{sized(memory.total)} ({sized(memory.parameters)} parameters, {sized(memory.gradients)} gradients, "
-        f"{sized(memory.optimizer)} optimizer, {sized(memory.buffers)} buffers, "
-        f"{sized(memory.activations)} activations)"
-    )
-
-
-def sized(count: float) -> str:
-    """Such as 12.5 GB."""
-    power = min(5, max(0, int(math.log10(max(1, count)) // 3)))
-    value = count / 1000**power
-    return f"{value:,.{0 if value >= 100 or not power else 1}f} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
-
-
-def _seconds(count: float) -> str:
-    if count >= 1:
-        return f"{count:,.{0 if count >= 1000 else 2}f} s"
-    return f"{count * 1e3:.1f} ms" if count >= 1e-3 else f"{count * 1e6:.1f} us"
+    kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
+    parts = ", ".join(f"{format_bytes(getattr(memory, kind))} {kind}" for kind in kinds)
+    return f"{format_bytes(memory.total)} ({parts})"

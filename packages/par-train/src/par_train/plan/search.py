@@ -13,7 +13,7 @@ from typing import Any
 
 from par_groups import Topology
 
-from .options import Job, Machine
+from .inputs import Job, Machine
 from .pipeline import SCHEDULES
 from .predict import Prediction, predict
 from .shape import Shape, cut_of, make_cut, misfit

@@ -9,8 +9,8 @@ from functools import lru_cache
 from par_layers import Cost, LinearShape, NormShape, TableShape, cost
 from par_zero import traffic
 
+from .inputs import Numbers
 from .memory import Chunks, Sharing
-from .options import Numbers
 from .pipeline import Place
 from .shape import Cut, Part, Shape, padded
 

@@ -7,10 +7,10 @@ from torch import nn
 
 from par_pipeline import Schedule, simulate
 
+from .._units import format_bytes
+from ..plan.inputs import Job
 from ..plan.memory import BUCKET, Memory
-from ..plan.options import Job
 from ..plan.predict import predict_parameters
-from ..plan.report import sized
 from ..plan.traffic import Move
 
 
@@ -46,10 +46,10 @@ class StrategyPlan:
         kinds = ("parameters", "gradients", "optimizer", "buffers")
         lines = ["".join(f"{word:>12}" for word in ("model", *kinds, "total"))]
         for number, each in enumerate(self.memory):
-            cells = [*(sized(getattr(each, kind)) for kind in kinds), sized(each.total)]
+            cells = [*(format_bytes(getattr(each, kind)) for kind in kinds), format_bytes(each.total)]
             lines.append("".join(f"{cell:>12}" for cell in (number, *cells)))
         lines += [
-            f"{move.axis}: {move.what}, {move.operations:g} operations, {sized(move.bytes)} a step"
+            f"{move.axis}: {move.what}, {move.operations:g} operations, {format_bytes(move.bytes)} a step"
             for move in self.moves
         ]
         return "\n".join(lines + ([] if self.bubble is None else [f"bubble of the pipeline: {self.bubble:.1%}"]))

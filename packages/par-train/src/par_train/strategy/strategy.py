@@ -19,7 +19,7 @@ from par_precision import MixedOptimizer
 
 from ..data.loader import GlobalDataLoader
 from ..data.place import placed
-from ..plan.options import Job
+from ..plan.inputs import Job
 from .execute import Batches, Criterion, Execution
 from .files import load_object, load_run, save_object, save_run
 from .handlers import kinds_of

@@ -1,11 +1,14 @@
+import dataclasses
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from par_train._errors import UserError
-from par_train.command.config import build_options, load_options, settings, to_tree
+from par_train.config.settings import build, load, settings
 from par_train.jobs.checks import check_config
-from par_train.jobs.options import Options, TrainOptions, learning_rate
+from par_train.jobs.options import Options, PlanOptions, TrainOptions, learning_rate
 
 
 def write(folder, text, name="config.toml"):
@@ -15,20 +18,20 @@ def write(folder, text, name="config.toml"):
 
 
 def test_defaults_come_without_file_and_flags():
-    assert load_options(None, {}) == Options()
+    assert load(Options, None, {}) == Options()
 
 
 def test_flags_win_over_the_file(tmp_path):
     path = write(tmp_path, 'seed = 3\n[train]\nsteps = 10\nbatch_size = 8\n[data]\npatterns = ["*.py"]')
-    options = load_options(path, {"train.steps": "20", "data.patterns": "*.md,*.txt", "ranks": "4"})
+    options = load(Options, path, {"train.steps": "20", "data.patterns": "*.md,*.txt", "ranks": "4"})
     assert (options.seed, options.train.steps, options.train.batch_size, options.ranks) == (3, 20, 8, 4)
     assert options.data.patterns == ("*.md", "*.txt")
 
 
 def test_options_survive_the_way_to_a_rank():
     flags = {"data.patterns": "*.py", "parallel.data": "2", "train.steps": "7", "plugins": "mine:Plugin,other"}
-    options = load_options(None, {**flags, "gradient_handlers": '[{type = "mine", weights = [1, 2]}]'})
-    assert build_options(json.loads(json.dumps(to_tree(options)))) == options
+    options = load(Options, None, {**flags, "gradient_handlers": '[{type = "mine", weights = [1, 2]}]'})
+    assert build(Options, json.loads(json.dumps(dataclasses.asdict(options)))) == options
 
 
 PYTHON = """
@@ -75,8 +78,8 @@ axes = ["row", "col"]
 
 def test_a_python_file_means_what_the_same_toml_means(tmp_path):
     python, toml = write(tmp_path, PYTHON, "config.py"), write(tmp_path, TOML)
-    options = load_options(python, {"train.steps": "20", "parallel.tensor.size": "4"})
-    assert options == load_options(toml, {"train.steps": "20", "parallel.tensor.size": "4"})
+    options = load(Options, python, {"train.steps": "20", "parallel.tensor.size": "4"})
+    assert options == load(Options, toml, {"train.steps": "20", "parallel.tensor.size": "4"})
     assert options.parallel["tensor"] == {"size": 4, "mode": "1d", "sequence_parallel": True}
     assert options.gradient_handlers == ({"type": "Mine", "axes": ["row", "col"]},)
     assert (options.plugins, options.train.steps) == (("package.module:Plugin",), 20)
@@ -100,7 +103,7 @@ def test_a_python_file_means_what_the_same_toml_means(tmp_path):
 )
 def test_wrong_python_files_name_the_line_or_the_key(tmp_path, text, words):
     with pytest.raises(UserError) as caught:
-        load_options(write(tmp_path, text, "config.py"), {})
+        load(Options, write(tmp_path, text, "config.py"), {})
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -121,12 +124,12 @@ def test_wrong_python_files_name_the_line_or_the_key(tmp_path, text, words):
 )
 def test_a_misspelt_key_of_parallel_is_refused_without_ranks(parallel, words):
     with pytest.raises(UserError) as caught:
-        check_config(build_options({"parallel": parallel}), 8)
+        check_config(build(Options, {"parallel": parallel}), 8)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_a_whole_number_is_a_number():
-    assert isinstance(load_options(None, {"train.learning_rate": "1"}).train.learning_rate, float)
+    assert isinstance(load(Options, None, {"train.learning_rate": "1"}).train.learning_rate, float)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_a_whole_number_is_a_number():
     ],
 )
 def test_parallel_is_a_free_dict(flags, parallel):
-    assert load_options(None, flags).parallel == parallel
+    assert load(Options, None, flags).parallel == parallel
 
 
 @pytest.mark.parametrize(
@@ -161,17 +164,19 @@ def test_parallel_is_a_free_dict(flags, parallel):
         ({"ranks": "0"}, ["ranks", "at least 1"]),
         ({"train.clip_norm": "0"}, ["train.clip_norm is 0.0; it must be at least 1e-12 and finite"]),
         ({"gradient_handlers": "Mine"}, ["gradient_handlers is 'Mine'", "a list of tables with a type"]),
+        ({"gradient_handlers": "[{type = 'a', day = 2026-01-01}]"}, ["gradient_handlers.day holds", "(date)"]),
+        ({"parallel": "2"}, ["parallel is a table", "parallel.data"]),
     ],
 )
 def test_wrong_flags_name_key_value_and_rule(flags, words):
     with pytest.raises(UserError) as caught:
-        load_options(None, flags)
+        load(Options, None, flags)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_a_whole_number_is_not_told_to_be_finite():
     with pytest.raises(UserError, match=r"^train\.steps is 0; it must be at least 1$"):
-        load_options(None, {"train.steps": "0"})
+        load(Options, None, {"train.steps": "0"})
 
 
 @pytest.mark.parametrize(
@@ -185,21 +190,22 @@ def test_a_whole_number_is_not_told_to_be_finite():
         ("[trian]\nsteps = 3", ["'trian'", "did you mean 'train'"]),
         ("train = 3", ["train", "3", "[train]"]),
         ("parallel = 3", ["parallel", "3", "a table"]),
+        (f"[train]\nlearning_rate = {'9' * 400}", ["train.learning_rate is 999", "a number"]),
     ],
 )
 def test_wrong_files_name_key_value_and_rule(tmp_path, text, words):
     with pytest.raises(UserError) as caught:
-        load_options(write(tmp_path, text), {})
+        load(Options, write(tmp_path, text), {})
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read the config file .*none\.toml: No such file"):
-        load_options(tmp_path / "none.toml", {})
+        load(Options, tmp_path / "none.toml", {})
 
 
 def test_every_key_has_help():
-    assert all(setting.help for setting in settings())
+    assert all(setting.help for setting in settings(Options).values())
 
 
 def test_learning_rate_warms_up_and_decays():
@@ -210,3 +216,59 @@ def test_learning_rate_warms_up_and_decays():
     assert rates[54] == pytest.approx(1.1)  # half of the cosine: the middle between 2.0 and 0.2
     assert rates[99] == pytest.approx(0.2)
     assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+GIVEN = {"world": "8", "device_memory": "80GB"}
+
+
+def test_defaults_of_a_plan():
+    expected = PlanOptions(
+        world=8,
+        device_memory=80e9,
+        top=10,
+        json="",
+        flops="auto",
+        efficiency=0.5,
+        bandwidth=400e9,
+        network=50e9,
+        latency=10e-6,
+        devices_per_node=8,
+    )
+    assert load(PlanOptions, None, GIVEN) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world": "many"}, "--world is 'many' .str.; it must be a whole number"),
+        ({"world": "0"}, "--world is 0; it must be at least 1"),
+        ({"device_memory": ""}, "--device-memory is '' .str.; it must be a size, such as 80GB or 80GiB"),
+        ({"flops": "fast"}, "--flops is 'fast'"),
+        ({"efficiency": "nan"}, "--efficiency is nan"),
+        ({"efficiency": "5"}, "--efficiency is 5.0; it must be above 0 and at most 1$"),
+        ({"latency": "-1"}, "--latency is -1"),
+    ],
+)
+def test_what_is_no_number_is_named(changes, words):
+    with pytest.raises(UserError, match=words):
+        load(PlanOptions, None, {**GIVEN, **changes})
+
+
+TEXTS = st.one_of(
+    st.text(),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(["auto", "no", "80GB", "[1, 2]", '[{type = "a"}]', "fp8", "{}", "true", "1e999", "-0"]),
+)
+
+
+@given(st.sampled_from([*settings(Options), "parallel.data", "parallel.tensor.mode"]), TEXTS)
+def test_whatever_a_flag_says_it_is_an_option_or_a_mistake_that_names_the_key(key, text):
+    try:
+        options = load(Options, None, {key: text})
+    except UserError as error:
+        message = str(error)
+    else:
+        again = build(Options, json.loads(json.dumps(dataclasses.asdict(options))))  # the way to a rank
+        message = key if again == options else repr(again)
+    assert message.startswith(key)

@@ -4,9 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..jobs.options import Options
-from .shape import Shape
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -119,16 +116,3 @@ NUMBERS: Mapping[str, Numbers] = {
 
 PEAKS: Mapping[str, float] = {"fp32": 67e12, "tf32": 495e12, "fp8": 1979e12}
 """Floating-point operations a second of an H100 in these precisions; 989e12 in the others."""
-
-
-def shape_of(options: Options) -> Shape:
-    """The shape of the main job's model."""
-    model = options.model
-    return Shape(
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-        context=model.context,
-        tied=model.tied,
-        vocabulary=256,
-    )

@@ -1,0 +1,105 @@
+"""The types that an option can have: how its flag is read, what a config file may hold, and how it is called."""
+
+import tomllib
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from .._units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One type of value.
+
+    Args:
+        words: What errors call it.
+        metavar: What the help of a flag calls it.
+        read: Turns a flag's text into what a config file would hold; ValueError: the text is no such value.
+        fit: Turns what a config file holds into the option's value; None: it is of another type.
+    """
+
+    words: str
+    metavar: str
+    read: Callable[[str], Any]
+    fit: Callable[[Any], Any]
+
+
+def kinds_of(hint: Any) -> tuple[Kind, ...]:
+    """The kinds of value that a type hint allows: several for a union such as `int | Literal["auto"]`."""
+    hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(_kind_of(one) for one in hints)
+
+
+def read_toml_value(text: str) -> Any:
+    """What a text means as a value of TOML, or the text itself: 2 is a number, true a bool, 2d a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _kind_of(hint: Any) -> Kind:
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return Kind(
+            words=" or ".join(repr(choice) for choice in choices),
+            metavar="|".join(choices),
+            read=str,
+            fit=lambda value: value if isinstance(value, str) and value in choices else None,
+        )
+    if get_origin(hint) is tuple:
+        return _STRINGS if get_args(hint)[0] is str else _TABLES
+    return _KINDS[hint]
+
+
+def _exactly(kind: type) -> Callable[[Any], Any]:
+    """Lets values of a type through and not those of its subclasses: True is no whole number."""
+    return lambda value: value if type(value) is kind else None
+
+
+def _fit_number(value: Any) -> float | None:
+    try:
+        return float(value) if type(value) in (int, float) else None
+    except OverflowError:  # a whole number of more than 308 digits
+        return None
+
+
+def _fit_bytes(value: Any) -> float | None:
+    try:
+        return parse_bytes(value) if isinstance(value, str) else _fit_number(value)
+    except ValueError:
+        return None
+
+
+def _fit_strings(value: Any) -> tuple[str, ...] | None:
+    return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
+
+
+def _fit_tables(value: Any) -> tuple[Mapping[str, Any], ...] | None:
+    is_list = isinstance(value, list)
+    typed = is_list and all(isinstance(item, dict) and isinstance(item.get("type"), str) for item in value)
+    return tuple(value) if typed else None
+
+
+BOOL = Kind(words="true or false", metavar="", read=read_toml_value, fit=_exactly(bool))
+BYTES = Kind(words="a size, such as 80GB or 80GiB", metavar="SIZE", read=str, fit=_fit_bytes)
+_STRINGS = Kind(
+    words="a list of strings",
+    metavar="A,B",
+    read=lambda text: [item for item in text.split(",") if item],
+    fit=_fit_strings,
+)
+_TABLES = Kind(
+    words='a list of tables with a type, [{type = "name"}]',
+    metavar='[{type="A"}]',
+    read=read_toml_value,
+    fit=_fit_tables,
+)
+_KINDS: Mapping[Any, Kind] = {
+    int: Kind(words="a whole number", metavar="N", read=int, fit=_exactly(int)),
+    float: Kind(words="a number", metavar="X", read=float, fit=_fit_number),
+    str: Kind(words="a string", metavar="TEXT", read=str, fit=_exactly(str)),
+    bool: BOOL,
+}
