@@ -23,7 +23,7 @@ from .schedules.zero_bubble import zb_h1, zb_h2
 from .stages.partition import partition
 
 if TYPE_CHECKING:
-    from .runtime.errors import PipelineError
+    from ._errors import PipelineError
     from .runtime.microbatches import Microbatches, split_rows
     from .runtime.offload import Offload
     from .runtime.pipeline import Pipeline, PipelineOptions, Result
@@ -67,7 +67,7 @@ __all__ = [
 
 _LATE = {
     "stages.build": ("build_stage",),
-    "runtime.errors": ("PipelineError",),
+    "_errors": ("PipelineError",),
     "stages.lazy": ("Lazy",),
     "runtime.microbatches": ("Microbatches", "split_rows"),
     "runtime.offload": ("Offload",),

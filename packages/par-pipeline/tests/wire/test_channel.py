@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_pipeline.runtime.compile import STATUS, Arrival
+from par_pipeline._program import STATUS, Arrival
 from par_pipeline.runtime.pipeline import _device_of
 from par_pipeline.wire import channel as _wire
 from par_pipeline.wire.channel import NOTHING, Channel

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from par_pipeline._errors import Failure
 from par_pipeline._structure import aligned, flatten
-from par_pipeline.runtime.errors import Failure
 from par_pipeline.wire import message as _message
 from par_pipeline.wire.message import HEADER, Header, encode, encode_failure, room_for
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .local_stage import arguments
 from .microbatches import Microbatches, Split, rows_of, split
-from .stage import arguments
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Weight = Callable[[Any], float | Tensor]

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from par_groups import agree, backend_of
 
+from .._errors import Failure, PeerFailed, PipelineError
+from .._program import Program, compile_program
 from ..analysis.timeline import Event, Timeline
 from ..schedules.actions import WEIGHT_GRAD
 from ..schedules.schedule import Schedule
 from ..wire.channel import Wire
 from .clock import clock_of
-from .compile import Program, compile_program
-from .errors import Failure, PeerFailed, PipelineError
 from .feed import Weight, make_feed, shares
 from .gradient_sync import GradientSync
+from .local_stage import Stage
 from .microbatches import Split, merge, split_rows
 from .offload import Activations, Offload
 from .run import Loss, Parts, Recorded, Run
 from .shared import Shared
-from .stage import Stage
 from .weight_gradients import SplitBackward, can_split
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .._program import Instruction, Message, Program
 from .._structure import flatten, tensors_of
 from ..schedules.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from ..wire.channel import Contents, Wire
 from .clock import Clock
-from .compile import Instruction, Message, Program
 from .feed import Feed
 from .gradient_sync import GradientSync
+from .local_stage import Gradients, Stage, arguments, border
 from .microbatches import check_visible, rows_of
 from .offload import Activations
-from .stage import Gradients, Stage, arguments, border
 from .weight_gradients import SplitBackward
 
 Loss = Callable[..., Tensor]

@@ -72,7 +72,7 @@ class Schedule:
         Raises:
             ValueError: With rank, position and action of what is wrong.
         """
-        from ..analysis.validate import validate  # noqa: PLC0415 - it takes a Schedule
+        from .validate import validate  # noqa: PLC0415 - it takes a Schedule
 
         validate(self)
 

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._errors import Failure, PeerFailed
+from .._program import STATUS, Arrival, Message, Program
 from .._structure import Signature, flatten
-from ..runtime.compile import STATUS, Arrival, Message, Program
-from ..runtime.errors import Failure, PeerFailed
 from .message import Header, Kind, encode, encode_failure, room_for
 
 Contents = tuple[Signature, list[Tensor]]

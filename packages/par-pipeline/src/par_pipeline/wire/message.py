@@ -19,8 +19,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .._errors import Failure
 from .._structure import ALIGNMENT, Signature, TensorSpec, aligned
-from ..runtime.errors import Failure
 
 HEADER = 512
 _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the first byte

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ..schedules.actions import Action
+from .schedules.actions import Action
 
 _LONGEST = 300  # bytes of text: a failure fits into the header of any message
 

@@ -3,7 +3,7 @@
 import pytest
 
 from par_pipeline import gpipe, one_f_one_b, zb_h1, zb_v
-from par_pipeline.runtime.compile import STATUS, Message, compile_program
+from par_pipeline._program import STATUS, Message, compile_program
 
 from ..runtime_helpers import SCHEDULES
 

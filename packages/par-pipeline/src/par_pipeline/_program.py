@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedules.actions import FORWARD, WEIGHT_GRAD, Action
-from ..schedules.schedule import Schedule
+from .schedules.actions import FORWARD, WEIGHT_GRAD, Action
+from .schedules.schedule import Schedule
 
 
 class Message(NamedTuple):

@@ -1,9 +1,9 @@
 """The check that a schedule is one training step, and that its ranks never wait for one another for ever."""
 
-from ..schedules.actions import check_action
-from ..schedules.schedule import Schedule
-from .costs import Costs
-from .simulate import Simulation
+from ..analysis.costs import Costs
+from ..analysis.simulate import Simulation
+from .actions import check_action
+from .schedule import Schedule
 
 # What a stage has done with a microbatch, and what it does next.
 _WAITS, _FORWARD, _INPUT, _DONE = range(4)
