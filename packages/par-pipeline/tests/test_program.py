@@ -5,7 +5,7 @@ import pytest
 from par_pipeline import gpipe, one_f_one_b, zb_h1, zb_v
 from par_pipeline._program import STATUS, Message, compile_program
 
-from ..runtime_helpers import SCHEDULES
+from .runtime_helpers import SCHEDULES
 
 
 def test_the_program_of_the_last_of_two_ranks_is_as_written_by_hand():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .analysis.costs import Costs
 from .analysis.simulate import simulate
-from .analysis.timeline import Event, Timeline
+from .analysis.timeline import Timeline
 from .schedules.actions import Action
 from .schedules.dualpipe import dualpipe_v
 from .schedules.gpipe import gpipe, looped_bfs
@@ -18,6 +18,7 @@ from .schedules.registry import register_schedule, schedule
 from .schedules.schedule import Schedule
 from .schedules.v_half import v_half
 from .schedules.v_min import v_min
+from .schedules.walk import Event
 from .schedules.zb_v import zb_v
 from .schedules.zero_bubble import zb_h1, zb_h2
 from .stages.partition import partition

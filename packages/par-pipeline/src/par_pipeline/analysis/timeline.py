@@ -1,61 +1,31 @@
 """When each rank did what: simulated, or recorded."""
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from ..schedules.actions import Action
+from ..schedules.actions import KEPT_ACTIVATIONS, OPERATION_NAMES
+from ..schedules.walk import Event, Track
+from .draw import draw_step
 
-KEEPS = {"F": 1, "B": -1, "I": 0, "W": -1}  # by how much an action changes the number of activations that are kept
-
-
-class Event(NamedTuple):
-    """One action as it ran.
-
-    Attributes:
-        rank: Within the pipeline.
-        action: What ran.
-        start: Seconds on a clock that all ranks share, or the simulator's unit.
-        end: Likewise.
-    """
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-class Track(NamedTuple):
-    """One rank's events in sum.
-
-    Args:
-        start: Of its first action.
-        end: Of its last.
-        busy: The sum of its actions' times.
-        peak: The most activations it kept at once, each of one stage and microbatch.
-    """
-
-    start: float
-    end: float
-    busy: float
-    peak: int
+_MICROSECONDS = 1e6  # the unit of traces; a simulated unit counts as a second
 
 
 class Timeline:
     """A step of all ranks.
 
     Args:
-        events: In any order.
-        tracks: One for each rank, if known; the events are then looked at only when asked for. Default: summed up
-            from the events.
+        events: What ran when, in any order.
+        tracks: The sum of every rank's events, where it is known already; the events are then looked at only when a
+            picture or a trace needs them. Default: summed up from the events.
 
     Raises:
-        ValueError: A rank without events.
+        ValueError: A rank has no events.
     """
 
     def __init__(self, events: Iterable[Event], tracks: Sequence[Track] | None = None) -> None:
         self.events = tuple(events) if tracks is None else events
-        self._tracks = sum_up(self.events) if tracks is None else tracks
+        self._tracks = _sum_up(self.events) if tracks is None else tracks
 
     def __repr__(self) -> str:
         return f"Timeline({self.ranks} ranks, makespan {self.makespan:g}, bubble {self.bubble:.1%})"
@@ -67,12 +37,12 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """The start of the first action."""
+        """When the first action started."""
         return min(track.start for track in self._tracks)
 
     @property
     def makespan(self) -> float:
-        """From the start of the first action to the end of the last, of all ranks."""
+        """The time from the start of the first action to the end of the last, over all ranks."""
         return max(track.end for track in self._tracks) - self.start
 
     @property
@@ -82,7 +52,7 @@ class Timeline:
         return 1 - max(track.busy for track in self._tracks) / longest if longest else 0.0
 
     def span(self, rank: int) -> float:
-        """From the start of a rank's first action to the end of its last."""
+        """The time from the start of a rank's first action to the end of its last."""
         return self._tracks[rank].end - self._tracks[rank].start
 
     def busy(self, rank: int) -> float:
@@ -101,44 +71,67 @@ class Timeline:
         return self._tracks[rank].peak
 
     def draw(self, path: str | Path, title: str = "") -> None:
-        """Draws the step, a row a rank.
+        """Draws the step, one row per rank.
 
         Args:
-            path: Where to; the ending decides the format (.png, .svg, .pdf).
-            title: In front of the figures in the title, such as the schedule's name.
+            path: The file to write; its ending decides the format (.png, .svg, .pdf).
+            title: What stands before the figures in the title, such as the schedule's name.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from .draw import draw  # noqa: PLC0415 - only who draws pays the import
-
-        draw(self, path, title)
+        begin, peaks = self.start, [track.peak for track in self._tracks]
+        figures = f"makespan {self.makespan:.4g}, bubble {self.bubble:.1%}, peak {max(peaks)} activations"
+        draw_step(
+            path,
+            [event._replace(start=event.start - begin, end=event.end - begin) for event in self.events],
+            makespan=self.makespan,
+            peaks=peaks,
+            title=f"{title}: {figures}" if title else figures,
+        )
 
     def trace(self, path: str | Path) -> None:
-        """Writes the step as JSON that ui.perfetto.dev and chrome://tracing open, a track a rank."""
-        from .trace import write_trace  # noqa: PLC0415 - it takes a Timeline
+        """Writes the step as JSON that ui.perfetto.dev and chrome://tracing open, one track per rank.
 
-        write_trace(self, path)
+        Source: Google, Trace Event Format, "Complete Events" and "Metadata Events".
+        """
+        begin = self.start
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(self.ranks)
+        ]
+        events = [
+            {
+                "ph": "X",
+                "name": str(action),
+                "cat": OPERATION_NAMES[action.op],
+                "pid": 0,
+                "tid": rank,
+                "ts": (start - begin) * _MICROSECONDS,
+                "dur": (end - start) * _MICROSECONDS,
+                "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }
+            for rank, action, start, end in self.events
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}), encoding="utf-8")
 
 
-def sum_up(events: Iterable[Event]) -> list[Track]:
-    """The tracks of all ranks."""
+def _sum_up(events: Iterable[Event]) -> list[Track]:
+    """The sum of every rank's events."""
     by_rank: dict[int, list[Event]] = {}
     for event in events:
         by_rank.setdefault(event.rank, []).append(event)
     if not by_rank:
         raise ValueError("a timeline needs events")
-    ranks = range(1 + max(by_rank))
-    for rank in ranks:
+    tracks = []
+    for rank in range(1 + max(by_rank)):
         if rank not in by_rank:
-            raise ValueError(f"rank {rank} of {len(ranks)} has no events; gather those of all ranks")
-    return [_track(sorted(by_rank[rank], key=lambda event: event.start)) for rank in ranks]
-
-
-def _track(events: Sequence[Event]) -> Track:
-    kept = peak = 0
-    for event in events:
-        kept += KEEPS[event.action.op]
-        peak = max(peak, kept)
-    busy = sum(event.end - event.start for event in events)
-    return Track(events[0].start, max(event.end for event in events), busy, peak)
+            raise ValueError(f"rank {rank} of {1 + max(by_rank)} has no events; gather those of all ranks")
+        mine = sorted(by_rank[rank], key=lambda event: event.start)
+        kept = peak = 0
+        for event in mine:
+            kept += KEPT_ACTIVATIONS[event.action.op]
+            peak = max(peak, kept)
+        busy = sum(event.end - event.start for event in mine)
+        tracks.append(Track(mine[0].start, max(event.end for event in mine), busy, peak))
+    return tracks

@@ -17,9 +17,10 @@ from par_groups import agree, backend_of
 
 from .._errors import Failure, PeerFailed, PipelineError
 from .._program import Program, compile_program
-from ..analysis.timeline import Event, Timeline
+from ..analysis.timeline import Timeline
 from ..schedules.actions import WEIGHT_GRAD
 from ..schedules.schedule import Schedule
+from ..schedules.walk import Event
 from ..wire.channel import Wire
 from .clock import clock_of
 from .feed import Weight, make_feed, shares

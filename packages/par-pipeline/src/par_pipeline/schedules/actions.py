@@ -8,6 +8,16 @@ BACKWARD: Final = "B"
 INPUT_GRAD: Final = "I"
 WEIGHT_GRAD: Final = "W"
 
+OPERATION_NAMES: Final = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRAD: "input gradient",
+    WEIGHT_GRAD: "weight gradient",
+}
+
+KEPT_ACTIVATIONS: Final = {FORWARD: 1, BACKWARD: -1, INPUT_GRAD: 0, WEIGHT_GRAD: -1}
+"""By how much an action changes the number of activations that its rank keeps."""
+
 _TEXT: Final = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 
@@ -16,8 +26,8 @@ class Action(NamedTuple):
 
     Attributes:
         op: "F" forward, "B" whole backward, or its two parts, "I" input gradient and "W" weight gradient.
-        stage: Counted over the whole pipeline, from 0.
-        microbatch: From 0.
+        stage: Number of the stage in the whole pipeline, from 0.
+        microbatch: Number of the microbatch in the step, from 0.
     """
 
     op: str
@@ -29,23 +39,23 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that `str` writes so.
+        """Reads an action from the text that `str` writes, such as "2F0".
 
         Raises:
-            ValueError: The text is not of the form "2F0".
+            ValueError: The text is not of that form.
         """
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise ValueError(f"{text!r} is no action; write stage, one of F B I W, and microbatch, such as '2F0'")
-        stage, op, microbatch = found.groups()
+        stage, op, microbatch = match.groups()
         return cls(op, int(stage), int(microbatch))
 
 
 def check_action(value: object, rank: int, position: int) -> None:
-    """Refuses what is no action.
+    """Refuses an entry of a schedule that is no `Action`.
 
     Raises:
-        ValueError: With its place.
+        ValueError: The message names the rank and the position of the entry.
     """
     if not isinstance(value, Action):
         raise ValueError(

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from .actions import Action
-from .generate import Generated, check_sizes, numbered, v_shaped
+from .generate import Generated, check_sizes, numbered
+from .placement import v_shaped
 from .registry import register_schedule
 from .schedule import Schedule
 
@@ -16,11 +17,11 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     Rank r holds the stages r and 2 `ranks` - 1 - r, and keeps at most 2 `ranks` + 1 activations.
 
     Args:
-        ranks: The ranks of the pipeline.
-        microbatches: In a step, at least 2 `ranks`.
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step, at least 2 `ranks`.
 
     Raises:
-        ValueError: Fewer microbatches.
+        ValueError: There are fewer than 2 `ranks` microbatches.
 
     Source: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, section 3.2.1; its cut in half is Sea AI Lab's.
     """
@@ -39,7 +40,7 @@ def _dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Operations and stages of one rank."""
+    """One rank's operations and stages, in the phases of the paper's figure: fill, steady state, drain."""
     down, up = v_shaped(ranks)[rank]
     below = ranks - 1 - rank
     yield from [("F", down)] * (2 * below)
@@ -52,7 +53,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]
 
 
 def _cool_down(down: int, up: int, rank: int, below: int) -> Iterator[tuple[str, int]]:
-    """Backwards in turn, whole ones, and from the middle on cut in two, their weight gradients last."""
+    """The last backwards of one rank, its stages in turn: whole ones first, then cut in two, weight gradients last."""
     turns = [up, down] * (rank + 1)
     later = deque(turns[rank + 1 :])
     yield from (("B", stage) for stage in turns[: rank + 1])

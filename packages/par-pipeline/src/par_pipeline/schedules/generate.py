@@ -1,12 +1,17 @@
-"""What the built-in schedules are made with: actions one by one, and where the stages lie."""
+"""What the built-in schedules are made with: actions that are generated one by one."""
 
 from collections.abc import Callable, Iterable, Iterator
 
-from .actions import Action
+from .actions import BACKWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 
 
 class Generated:
-    """The actions of one rank, made anew by a generator at each iteration."""
+    """The actions of one rank, made anew by a generator at each iteration.
+
+    Args:
+        generator: A function that yields the actions. A module's own function, so that the schedule can be pickled.
+        *args: The numbers that the generator is called with.
+    """
 
     def __init__(self, generator: Callable[..., Iterator[Action]], *args: int) -> None:
         self._generator, self._args = generator, args
@@ -15,38 +20,30 @@ class Generated:
         return self._generator(*self._args)
 
 
-def straight(ranks: int, chunks: int = 1) -> list[tuple[int, ...]]:
-    """Stages around the ranks, `chunks` times: rank 1 of 4 holds 1, 5, 9, ..."""
-    return [tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
-
-
-def v_shaped(ranks: int) -> list[tuple[int, int]]:
-    """Stages down the ranks and up again: rank 0 holds the first and the last."""
-    return [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-
-
 def numbered(order: Iterable[tuple[str, int]], microbatches: int) -> Iterator[Action]:
-    """Actions of these operations and stages: the n-th of a kind is for microbatch n, beyond the last it is left out.
+    """Gives operations their microbatches: the n-th of a kind is for microbatch n, and is left out beyond the last.
 
-    A whole backward counts as both of its parts.
+    Args:
+        order: Operations and stages; a whole backward counts as both of its parts.
+        microbatches: Number of microbatches in the step.
     """
     counts: dict[tuple[str, int], int] = {}
     for op, stage in order:
-        first = "I" if op == "B" else op
+        first = INPUT_GRAD if op == BACKWARD else op
         microbatch = counts.get((first, stage), 0)
         counts[first, stage] = microbatch + 1
-        if op == "B":
-            counts["W", stage] = microbatch + 1
+        if op == BACKWARD:
+            counts[WEIGHT_GRAD, stage] = microbatch + 1
         if microbatch < microbatches:
             yield Action(op, stage, microbatch)
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuses what is no size.
+    """Refuses a number of ranks, microbatches or chunks that is no positive whole number.
 
     Raises:
-        TypeError: A size that is no whole number.
-        ValueError: A size below 1.
+        TypeError: A size is no whole number.
+        ValueError: A size is below 1.
     """
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):

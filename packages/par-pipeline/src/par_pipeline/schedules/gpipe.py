@@ -1,9 +1,10 @@
-"""All forwards, then all backwards: GPipe, and its looped form over several stages a rank."""
+"""All forwards, then all backwards: GPipe, and its looped form over several stages per rank."""
 
 from collections.abc import Iterator
 
 from .actions import Action
-from .generate import Generated, check_sizes, straight
+from .generate import Generated, check_sizes
+from .placement import straight
 from .registry import register_schedule
 from .schedule import Schedule
 
@@ -13,8 +14,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards. Every rank keeps the activations of all microbatches.
 
     Args:
-        ranks: The ranks of the pipeline, with one stage each.
-        microbatches: In a step.
+        ranks: Number of ranks in the pipeline, with one stage each.
+        microbatches: Number of microbatches per step.
 
     Source: Huang et al., GPipe, arXiv:1811.06965, figure 2c.
     """
@@ -34,9 +35,9 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Breadth first: a stage runs all microbatches before the rank's next stage does.
 
     Args:
-        ranks: The ranks of the pipeline.
-        microbatches: In a step.
-        chunks: Stages of each rank; rank r holds r, r + ranks, ...
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step.
+        chunks: Number of stages on each rank; rank r holds the stages r, r + ranks, ...
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv:2211.05953.
     """

@@ -1,10 +1,11 @@
-"""One forward, one backward: 1F1B, and its interleaved form over several stages a rank."""
+"""One forward, one backward: 1F1B, and its interleaved form over several stages per rank."""
 
 from collections.abc import Iterator
 from itertools import islice
 
 from .actions import Action
-from .generate import Generated, check_sizes, straight
+from .generate import Generated, check_sizes
+from .placement import straight
 from .registry import register_schedule
 from .schedule import Schedule
 
@@ -14,8 +15,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """A backward after each forward, once the first microbatch has come back: rank r keeps at most `ranks` - r.
 
     Args:
-        ranks: The ranks of the pipeline, with one stage each.
-        microbatches: In a step.
+        ranks: Number of ranks in the pipeline, with one stage each.
+        microbatches: Number of microbatches per step.
 
     Source: Narayanan et al., PipeDream, arXiv:1806.03377, section 3.2, with a flush (arXiv:2006.09503).
     """
@@ -36,14 +37,14 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 @register_schedule("interleaved")
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over several stages a rank: `chunks` times less idle time, and `chunks` times the messages.
+    """1F1B over several stages per rank: `chunks` times less idle time, and `chunks` times the messages.
 
     Microbatches go round in groups, whose sizes differ by at most one, so that any number of them works.
 
     Args:
-        ranks: The ranks of the pipeline.
-        microbatches: In a step.
-        chunks: Stages of each rank; rank r holds r, r + ranks, ...
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step.
+        chunks: Number of stages on each rank; rank r holds the stages r, r + ranks, ...
 
     Source: Narayanan et al., Megatron-LM, arXiv:2104.04473, section 2.2.2.
     """
@@ -65,7 +66,7 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Itera
 
 
 def _in_groups(op: str, stages: range, microbatches: int, groups: int) -> Iterator[Action]:
-    """Each group of microbatches through all stages of the rank, then the next; the larger groups come first."""
+    """Takes one group of microbatches after the other through all stages of the rank; larger groups come first."""
     size, larger = divmod(microbatches, groups)
     start = 0
     for group in range(groups):

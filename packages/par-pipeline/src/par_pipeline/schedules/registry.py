@@ -1,4 +1,4 @@
-"""Schedules by name: ours, and those of other wheels."""
+"""Schedules by name: the built-in ones, and those that other wheels provide."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ def register_schedule(name: str) -> Callable[[F], F]:
     in the group `par_pipeline.schedules`.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: The name is taken; the message names both owners.
 
     Example:
         >>> @register_schedule("one at a time")
@@ -37,18 +37,22 @@ def register_schedule(name: str) -> Callable[[F], F]:
     return register
 
 
-def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
-    """The schedule of that name, such as "1f1b".
+def schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = None, **options: Any) -> Schedule:
+    """Makes the schedule of that name, such as "1f1b".
 
     Args:
-        name: As registered.
-        ranks: The ranks of the pipeline.
-        microbatches: In a step.
-        **options: Of that schedule, such as `chunks`.
+        name: The name under which it is registered.
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step.
+        chunks: Number of stages on each rank, for "interleaved", "looped_bfs" and others that let the caller choose.
+            Default: the schedule's own.
+        **options: Further keywords of a schedule that somebody else has registered.
 
     Raises:
         ValueError: Nobody provides the name, or the sizes do not fit the schedule.
-        TypeError: An option that it does not take.
+        TypeError: The schedule does not take one of the options.
     """
+    if chunks is not None:
+        options["chunks"] = chunks
     made = SCHEDULES[name](ranks, microbatches, **options)
     return made if isinstance(made, Schedule) else Schedule(made)

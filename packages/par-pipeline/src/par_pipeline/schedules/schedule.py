@@ -1,25 +1,31 @@
 """A schedule is data: for every rank, what it does in order."""
 
+import csv
+import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 
 from .actions import Action, check_action
+from .placement import Placement
+from .validate import validate
 
 Actions = Iterable[Action]
+
+_OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
 class Schedule:
     """What every rank does, in order. Only computation is listed; the sends and receives follow from it.
 
     Args:
-        ranks: For each rank its actions. Lists, or anything that can be iterated over again: the built-in schedules
+        ranks: For each rank, its actions: a list, or anything that can be iterated over again. The built-in schedules
             make their actions one by one, as a list of 10,000,000 of them would take a gigabyte.
-        placement: For each rank the stages it holds. Default: those that its actions name.
-        microbatches: Default: as many as the actions name.
+        placement: For each rank, the stages that it holds. Default: the stages that its actions name.
+        microbatches: Number of microbatches per step. Default: as many as the actions name.
 
     Raises:
-        ValueError: No ranks, no actions, what is no action, or a placement for another number of ranks.
+        ValueError: There are no ranks or no actions, an entry is no action, or the placement is for another number of
+            ranks.
     """
 
     def __init__(
@@ -29,28 +35,35 @@ class Schedule:
         placement: Iterable[Iterable[int]] | None = None,
         microbatches: int | None = None,
     ) -> None:
-        self.ranks: tuple[Actions, ...] = tuple(tuple(each) if isinstance(each, Iterator) else each for each in ranks)
+        self.ranks: tuple[Actions, ...] = tuple(
+            tuple(actions) if isinstance(actions, Iterator) else actions for actions in ranks
+        )
         if not self.ranks:
             raise ValueError("a schedule needs the actions of at least one rank")
-        seen = self._seen() if placement is None or microbatches is None else ((), 0)
-        self._placement = tuple(tuple(sorted(stages)) for stages in (seen[0] if placement is None else placement))
-        if len(self._placement) != len(self.ranks):
-            raise ValueError(f"placement is for {len(self._placement)} ranks, the actions are for {len(self.ranks)}")
-        self.microbatches = seen[1] if microbatches is None else microbatches
-        if self.microbatches < 1 or not any(self._placement):
+        if placement is None or microbatches is None:
+            named_stages, named_microbatches = self._named_in_actions()
+            placement = named_stages if placement is None else placement
+            microbatches = named_microbatches if microbatches is None else microbatches
+        self.placement = Placement(placement)
+        self.microbatches = microbatches
+        if len(self.placement.by_rank) != len(self.ranks):
+            raise ValueError(
+                f"placement is for {len(self.placement.by_rank)} ranks, the actions are for {len(self.ranks)}"
+            )
+        if self.microbatches < 1 or not any(self.placement.by_rank):
             raise ValueError("the schedule has no actions; give each rank a list of Action, forward and backward")
 
     def __repr__(self) -> str:
         return f"Schedule({len(self.ranks)} ranks, {self.stages} stages, {self.microbatches} microbatches)"
 
-    @cached_property
+    @property
     def stages(self) -> int:
         """The number of stages of the whole pipeline."""
-        return 1 + max(self._ranks_by_stage)
+        return self.placement.stages
 
     def stage_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, ascending."""
-        return self._placement[rank]
+        return self.placement.by_rank[rank]
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage.
@@ -58,48 +71,49 @@ class Schedule:
         Raises:
             ValueError: No rank holds it.
         """
-        if stage not in self._ranks_by_stage:
-            raise ValueError(f"no rank holds stage {stage}; there are the stages {sorted(self._ranks_by_stage)}")
-        return self._ranks_by_stage[stage]
+        return self.placement.rank_of(stage)
 
     def validate(self) -> None:
         """Checks that every rank can run its actions to the end, and that they are one training step.
 
-        Every stage runs one forward and one backward a microbatch, in that order, on one rank. The ranks, each in its
-        order, never wait for one another in a circle: sends do not stop a rank, receives are posted in the order in
+        Every stage runs one forward and one backward per microbatch, in that order, on one rank. The ranks, each in its
+        order, never wait for one another in a circle: sends do not stop a rank, and receives are posted in the order in
         which the peer sends.
 
         Raises:
-            ValueError: With rank, position and action of what is wrong.
+            ValueError: The message names the rank, the position and the action that is wrong.
         """
-        from .validate import validate  # noqa: PLC0415 - it takes a Schedule
-
-        validate(self)
+        validate(self.ranks, self.placement, self.microbatches)
 
     def to_csv(self, path: str | Path) -> None:
-        """Writes torch's compute-only form: a line a rank, a cell an action."""
-        from .csv import write_csv  # noqa: PLC0415 - it takes a Schedule
-
-        write_csv(self, path)
+        """Writes torch's compute-only form: a line per rank, a cell per action."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(map(str, actions) for actions in self.ranks)
 
     @classmethod
     def from_csv(cls, path: str | Path) -> "Schedule":
-        """Reads and validates torch's compute-only form: a line a rank, a cell an action, empty cells are skipped.
+        """Reads and validates torch's compute-only form: a line per rank, a cell per action; empty cells are skipped.
 
         Raises:
-            ValueError: With line, column and cell of what is no action, or as `validate` does.
+            ValueError: A cell is no action; the message names its line and column. Or the schedule is not valid; the
+                message names the rank, the position and the action.
         """
-        from .csv import read_csv  # noqa: PLC0415 - it makes a Schedule
+        ranks: list[list[Action]] = []
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            for row in filter(None, reader):
+                where = f"{path}, line {reader.line_num}"
+                ranks.append([action for column, cell in enumerate(row, 1) for action in _parse(cell, where, column)])
+        schedule = cls(ranks)
+        schedule.validate()
+        return schedule
 
-        return read_csv(path)
+    def _named_in_actions(self) -> tuple[list[set[int]], int]:
+        """The stages that each rank's actions name, and the number of microbatches.
 
-    @cached_property
-    def _ranks_by_stage(self) -> dict[int, int]:
-        return {stage: rank for rank in reversed(range(len(self.ranks))) for stage in self._placement[rank]}
-
-    def _seen(self) -> tuple[tuple[tuple[int, ...], ...], int]:
-        """Placement and number of microbatches, as the actions name them. Of two ranks a stage is the first one's."""
-        placement: list[tuple[int, ...]] = []
+        A stage that two ranks name is the first one's; `validate` then complains about the other one's actions.
+        """
+        placement: list[set[int]] = []
         last, taken = -1, set[int]()
         for rank, actions in enumerate(self.ranks):
             stages = set[int]()
@@ -107,6 +121,17 @@ class Schedule:
                 check_action(action, rank, position)
                 stages.add(action.stage)
                 last = max(last, action.microbatch)
-            placement.append(tuple(stages - taken))
+            placement.append(stages - taken)
             taken |= stages
-        return tuple(placement), last + 1
+        return placement, last + 1
+
+
+def _parse(cell: str, where: str, column: int) -> list[Action]:
+    """The actions of a cell: one, none where torch lets the rank wait, two where torch runs them as one."""
+    text = cell.strip()
+    overlapped = _OVERLAPPED.fullmatch(text)
+    texts = overlapped[1].split(";") if overlapped else [text] if text else []
+    try:
+        return [Action.parse(part.strip()) for part in texts]
+    except ValueError as error:
+        raise ValueError(f"{where}, column {column}: cell {cell!r}: {error}") from error

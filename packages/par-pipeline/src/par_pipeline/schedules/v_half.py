@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import repeat
 
 from .actions import Action
-from .generate import check_sizes, v_shaped
+from .generate import check_sizes
+from .placement import v_shaped
 from .registry import register_schedule
 from .schedule import Schedule
 
@@ -14,12 +15,12 @@ from .schedule import Schedule
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Half of 1F1B's memory: `ranks` + 2 activations of stages half as large.
 
-    Rank r holds the stages r and 2 `ranks` - 1 - r. The order is found by running the ranks against each other with
-    actions of equal length, and is kept as a byte an action.
+    Rank r holds the stages r and 2 `ranks` - 1 - r. The order comes from running the ranks against each other with
+    actions of equal length, and is kept as one byte per action.
 
     Args:
-        ranks: The ranks of the pipeline.
-        microbatches: In a step.
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step.
 
     Source: the memory is that of Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; the
         order is our own.
@@ -31,7 +32,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 
 class _Listed:
-    """The actions of one rank, a byte each: a letter for the operation, a small one with the second stage."""
+    """The actions of one rank, one byte each: a letter for the operation, in lower case for the second stage."""
 
     def __init__(self, order: bytearray, stages: tuple[int, int], microbatches: int) -> None:
         self._order, self._stages, self._microbatches = order, stages, microbatches
@@ -47,7 +48,10 @@ class _Listed:
 
 
 class _Run:
-    """All ranks in lockstep: in each unit of time, all choose by what was done before it, and then do it."""
+    """All ranks in lockstep: in each unit of time, all choose by what was done before it, and then do it.
+
+    The counters say how often each stage has run an operation.
+    """
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         self.ranks, self.last = ranks, 2 * ranks - 1
@@ -61,12 +65,12 @@ class _Run:
         while left:
             chosen = [(rank, *choice) for rank in range(ranks) if (choice := self._choose(rank))]
             assert chosen, "v_half: no rank can go on"  # noqa: S101 - our own error
-            for each in chosen:
-                self._do(*each)
+            for rank, op, stage in chosen:
+                self._do(rank, op, stage)
             left -= len(chosen)
 
     def _choose(self, rank: int) -> tuple[str, int] | None:
-        """Forwards as far as memory goes, then input gradients, then weight gradients."""
+        """What a rank does next: forwards as far as memory goes, then input gradients, then weight gradients."""
         down, up = self.placement[rank]
         forward, inputs = self._forward, self._input
         kept_down, kept_up = forward[down] - self._weight[down], forward[up] - self._weight[up]

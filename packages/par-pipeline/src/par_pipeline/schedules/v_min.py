@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from .actions import Action
-from .generate import Generated, check_sizes, v_shaped
+from .generate import Generated, check_sizes
+from .placement import v_shaped
 from .registry import register_schedule
 from .schedule import Schedule
 
@@ -17,8 +18,8 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     Rank r holds the stages r and 2 `ranks` - 1 - r.
 
     Args:
-        ranks: The ranks of the pipeline.
-        microbatches: In a step.
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
     """
@@ -28,7 +29,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 
 
 def _v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The building block of one microbatch, repeated every six units, whatever is due at a unit of time."""
+    """Repeats the building block of one microbatch every six units, and runs what is due at each unit of time."""
     block = {start % INTERVAL: (start, op, stage) for start, op, stage in _block(rank, ranks)}
     last = max(start for start, _, _ in block.values()) + INTERVAL * (microbatches - 1)
     for time in range(rank, last + 1):

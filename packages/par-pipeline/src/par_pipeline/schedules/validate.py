@@ -1,52 +1,68 @@
 """The check that a schedule is one training step, and that its ranks never wait for one another for ever."""
 
-from ..analysis.costs import Costs
-from ..analysis.simulate import Simulation
-from .actions import check_action
-from .schedule import Schedule
+from collections.abc import Iterable, Sequence
+
+from .actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, check_action
+from .placement import Placement
+from .walk import StageCosts, walk
 
 # What a stage has done with a microbatch, and what it does next.
 _WAITS, _FORWARD, _INPUT, _DONE = range(4)
-_NEXT = {("F", _WAITS): _FORWARD, ("B", _FORWARD): _DONE, ("I", _FORWARD): _INPUT, ("W", _INPUT): _DONE}
+_NEXT = {
+    (FORWARD, _WAITS): _FORWARD,
+    (BACKWARD, _FORWARD): _DONE,
+    (INPUT_GRAD, _FORWARD): _INPUT,
+    (WEIGHT_GRAD, _INPUT): _DONE,
+}
 _MISSING = {_WAITS: "F", _FORWARD: "B (or I and W)", _INPUT: "W"}
 
 
-def validate(schedule: Schedule) -> None:
-    """See `Schedule.validate`.
+def validate(ranks: Sequence[Iterable[Action]], placement: Placement, microbatches: int) -> None:
+    """Checks a schedule; `Schedule.validate` says for what.
 
-    Sends do not stop a rank, and a channel's receives stand ready in the sender's order. So ranks wait for ever only
-    where actions need each other in a circle, which the simulator finds.
+    Sends do not stop a rank, and receives stand ready in the order in which the peer sends. So ranks wait for ever only
+    where actions need each other in a circle, which a walk through them finds.
+
+    Args:
+        ranks: For each rank, its actions in order.
+        placement: Which rank holds which stage.
+        microbatches: Number of microbatches in the step.
+
+    Raises:
+        ValueError: The message names the rank, the position and the action that is wrong.
     """
-    _check_placement(schedule)
-    missing = [_check_rank(schedule, rank) for rank in range(len(schedule.ranks))]
+    _check_placement(placement)
+    missing = [
+        _check_rank(rank, actions, placement.by_rank[rank], range(microbatches)) for rank, actions in enumerate(ranks)
+    ]
     for line in filter(None, missing):
         raise ValueError(line)
-    Simulation(schedule, Costs()).run()
+    stages = placement.stages
+    walk(ranks, placement, microbatches, StageCosts(*[[1.0] * stages] * 3, [0.0] * stages))
 
 
-def _check_placement(schedule: Schedule) -> None:
-    """Every stage on one rank, and none left out."""
+def _check_placement(placement: Placement) -> None:
+    """Every stage is on one rank, and none is left out."""
     holders: dict[int, int] = {}
-    for rank in range(len(schedule.ranks)):
-        for stage in schedule.stage_of(rank):
+    for rank, stages in enumerate(placement.by_rank):
+        for stage in stages:
             if stage < 0:
                 raise ValueError(f"rank {rank} has stage {stage}; stages are counted from 0")
             if stage in holders:
                 raise ValueError(f"stage {stage} is on rank {holders[stage]} and on rank {rank}; give it to one")
             holders[stage] = rank
-    for stage in range(schedule.stages):
-        schedule.rank_of(stage)
+    for stage in range(placement.stages):
+        placement.rank_of(stage)
 
 
-def _check_rank(schedule: Schedule, rank: int) -> str:
+def _check_rank(rank: int, actions: Iterable[Action], stages: tuple[int, ...], microbatches: range) -> str:
     """Checks each action of one rank by those before it. Returns what is missing at the end, in words.
 
-    A wrong action explains a missing one, so that all ranks are looked through before anything is missed.
+    A wrong action explains a missing one, so all ranks are looked through before anything is reported as missing.
     """
-    stages, microbatches = schedule.stage_of(rank), range(schedule.microbatches)
     begins = {stage: index * len(microbatches) for index, stage in enumerate(stages)}
     progress = bytearray(len(stages) * len(microbatches))
-    for position, action in enumerate(schedule.ranks[rank]):
+    for position, action in enumerate(actions):
         check_action(action, rank, position)
         where = f"rank {rank}, position {position}"
         op, stage, microbatch = action
@@ -66,12 +82,12 @@ def _check_rank(schedule: Schedule, rank: int) -> str:
 
 
 def _complaint(op: str, state: int) -> str:
-    if op not in ("F", "B", "I", "W"):
+    if op not in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD):
         return "has an unknown operation; use F, B, I or W"
-    if op == "F":
+    if op == FORWARD:
         return "is a second forward"
     if state == _WAITS:
         return "comes before its forward"
-    if op == "W" and state == _FORWARD:
+    if op == WEIGHT_GRAD and state == _FORWARD:
         return "comes before its input gradient"
     return "is a second backward"

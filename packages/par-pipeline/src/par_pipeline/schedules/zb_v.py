@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from .actions import Action
-from .generate import Generated, check_sizes, numbered, v_shaped
+from .generate import Generated, check_sizes, numbered
+from .placement import v_shaped
 from .registry import register_schedule
 from .schedule import Schedule
 
@@ -13,11 +14,11 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """No rank waits, with 1F1B's memory: 2 `ranks` activations of stages half as large.
 
     Rank r holds the stages r and 2 `ranks` - 1 - r. Fewer than 2 `ranks` - 1 microbatches take the places of the first
-    of so many.
+    ones in the order for 2 `ranks` - 1.
 
     Args:
-        ranks: The ranks of the pipeline.
-        microbatches: In a step.
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 6.
     """
@@ -31,7 +32,7 @@ def _zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Operations and stages of one rank: warm-up until all ranks run the second stage, steady state, cool-down."""
+    """One rank's operations and stages: warm-up until all ranks run the second stage, steady state, cool-down."""
     down, up = v_shaped(ranks)[rank]
     ahead = 2 * ranks - rank - 1
     yield from [("F", down)] * (ahead - rank)

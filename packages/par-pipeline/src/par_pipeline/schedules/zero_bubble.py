@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from .actions import Action
-from .generate import Generated, check_sizes, straight
+from .generate import Generated, check_sizes
+from .placement import straight
 from .registry import register_schedule
 from .schedule import Schedule
 
@@ -15,8 +16,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     Rank r runs a weight gradient r microbatches after its input gradient.
 
     Args:
-        ranks: The ranks of the pipeline, with one stage each.
-        microbatches: In a step.
+        ranks: Number of ranks in the pipeline, with one stage each.
+        microbatches: Number of microbatches per step.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
     """
@@ -32,8 +33,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     Ranks finish at different times, so what they all wait for at the end of a step still costs ZB-H1's idle time.
 
     Args:
-        ranks: The ranks of the pipeline, with one stage each.
-        microbatches: In a step.
+        ranks: Number of ranks in the pipeline, with one stage each.
+        microbatches: Number of microbatches per step.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
     """

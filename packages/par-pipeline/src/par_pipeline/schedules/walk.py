@@ -1,0 +1,217 @@
+"""A walk through all actions: every rank starts each of them as soon as it is free and its input is there.
+
+The simulator walks with costs, to learn how long a step takes. The validator walks to learn whether ranks wait for one
+another for ever.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import add
+from typing import NamedTuple
+
+from .actions import BACKWARD, FORWARD, INPUT_GRAD, KEPT_ACTIVATIONS, WEIGHT_GRAD, Action
+from .placement import Placement
+
+
+class Event(NamedTuple):
+    """One action as it ran.
+
+    Attributes:
+        rank: The rank that ran it, within the pipeline.
+        action: The action that ran.
+        start: When it started: seconds on a clock that all ranks share, or the simulator's unit.
+        end: When it ended, on the same clock.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Track(NamedTuple):
+    """The events of one rank, summed up.
+
+    Args:
+        start: When its first action started.
+        end: When its last action ended.
+        busy: The time in which it ran actions.
+        peak: The most activations that it kept at once, each of one stage and microbatch.
+    """
+
+    start: float
+    end: float
+    busy: float
+    peak: int
+
+
+class StageCosts(NamedTuple):
+    """How long the actions of every stage take.
+
+    Args:
+        forward: Time of a forward, by stage.
+        input_grad: Time of an input gradient, by stage.
+        weight_grad: Time of a weight gradient, by stage.
+        communication: Time from a stage to the next one, either way, by stage; the last stage's is not used.
+    """
+
+    forward: list[float]
+    input_grad: list[float]
+    weight_grad: list[float]
+    communication: list[float]
+
+
+def walk(
+    ranks: Sequence[Iterable[Action]],
+    placement: Placement,
+    microbatches: int,
+    costs: StageCosts,
+    record: Callable[[Event], None] | None = None,
+) -> list[Track]:
+    """Runs every rank until it waits for a message that is not sent yet, and goes on with it when the message is.
+
+    Args:
+        ranks: For each rank, its actions in order.
+        placement: Which rank holds which stage.
+        microbatches: Number of microbatches in the step.
+        costs: How long each action takes.
+        record: Called with every action that has run; the ranks' events come interleaved.
+
+    Returns:
+        The sum of every rank's events.
+
+    Raises:
+        ValueError: Ranks that wait for ever; the message says who waits for whom.
+    """
+    links = _links(placement, microbatches, costs)
+    messages = _Messages(ready=list(range(len(ranks))))
+    walkers = [_walk_rank(rank, actions, links, messages, record) for rank, actions in enumerate(ranks)]
+    tracks: dict[int, Track] = {}
+    while messages.ready:
+        rank = messages.ready.pop()
+        try:
+            messages.waiting[next(walkers[rank])] = rank
+        except StopIteration as stop:
+            tracks[rank] = stop.value
+    if messages.waiting:
+        raise ValueError(_describe_deadlock(ranks, placement, microbatches, messages.waiting))
+    return [tracks[rank] for rank in range(len(ranks))]
+
+
+class _Link(NamedTuple):
+    """What an operation of one stage takes and gives, whatever the microbatch.
+
+    A message is a number: stage * microbatches + microbatch into a forward, the complement of it into a backward. The
+    message for microbatch k is `sign` * k away from that for microbatch 0.
+
+    Args:
+        seconds: The time that the operation takes.
+        sign: 1 or -1, see above.
+        needs: The message that it waits for, for microbatch 0; None where the input is on this stage.
+        gives: The message that it sends, for microbatch 0; None where the output stays on this stage.
+        delay: The time from the end of the operation to the arrival of what it gives.
+    """
+
+    seconds: float
+    sign: int
+    needs: int | None
+    gives: int | None
+    delay: float
+
+
+def _links(placement: Placement, microbatches: int, costs: StageCosts) -> dict[str, list[_Link]]:
+    """For each operation, the link of every stage."""
+    ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
+    delays = [
+        0.0 if here == there else delay
+        for here, there, delay in zip(ranks, ranks[1:], costs.communication, strict=False)
+    ]
+    ahead = [(stage + 1) * microbatches for stage in range(len(delays))]  # from each stage to the next
+    back = [~(stage * microbatches) for stage in range(len(delays))]  # from the next stage to each
+
+    def backward(seconds: Iterable[float]) -> list[_Link]:
+        return list(map(_Link, seconds, repeat(-1), [*back, None], [None, *back], [0.0, *delays]))
+
+    return {
+        FORWARD: list(map(_Link, costs.forward, repeat(1), [None, *ahead], [*ahead, None], [*delays, 0.0])),
+        BACKWARD: backward(map(add, costs.input_grad, costs.weight_grad)),
+        INPUT_GRAD: backward(costs.input_grad),
+        WEIGHT_GRAD: [_Link(seconds, 1, None, None, 0.0) for seconds in costs.weight_grad],
+    }
+
+
+@dataclass(slots=True)
+class _Messages:
+    """What is under way between stages.
+
+    Args:
+        arrival: When a message that is sent arrives; it leaves this table when it is taken.
+        waiting: The rank that waits for a message.
+        ready: Ranks that can go on.
+    """
+
+    arrival: dict[int, float] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    ready: list[int] = field(default_factory=list)
+
+
+def _walk_rank(
+    rank: int,
+    actions: Iterable[Action],
+    links: dict[str, list[_Link]],
+    messages: _Messages,
+    record: Callable[[Event], None] | None,
+) -> Generator[int, None, Track]:
+    """Walks through one rank's actions; yields a message whenever the rank has to wait for it."""
+    arrival, waiting = messages.arrival, messages.waiting
+    begin = None
+    clock = busy = 0.0
+    kept = peak = 0
+    for op, stage, microbatch in actions:
+        seconds, sign, needs, gives, delay = links[op][stage]
+        if needs is not None:
+            message = needs + sign * microbatch
+            while message not in arrival:
+                yield message
+            clock = max(clock, arrival.pop(message))
+        start = clock
+        begin = start if begin is None else begin
+        busy += seconds
+        clock += seconds
+        if gives is not None:
+            message = gives + sign * microbatch
+            arrival[message] = clock + delay
+            if message in waiting:
+                messages.ready.append(waiting.pop(message))
+        kept += KEPT_ACTIVATIONS[op]
+        peak = max(peak, kept)
+        if record is not None:
+            record(Event(rank, Action(op, stage, microbatch), start, clock))
+    return Track(begin or 0.0, clock, busy, peak)
+
+
+def _describe_deadlock(
+    ranks: Sequence[Iterable[Action]], placement: Placement, microbatches: int, waiting: dict[int, int]
+) -> str:
+    """Says who waits for whom, from the lowest waiting rank on until the circle closes."""
+    message_of = {rank: message for message, rank in waiting.items()}
+    rank, lines, seen = min(message_of), [], set[int]()
+    while rank in message_of and rank not in seen:
+        seen.add(rank)
+        message = message_of[rank]
+        stage, microbatch = divmod(message if message >= 0 else ~message, microbatches)
+        is_forward = message >= 0
+        ops, other = (FORWARD, stage - 1) if is_forward else (BACKWARD + INPUT_GRAD, stage + 1)
+        position, action = next(
+            (position, action)
+            for position, action in enumerate(ranks[rank])
+            if action.op in ops and action[1:] == (stage, microbatch)
+        )
+        lines.append(
+            f"rank {rank} waits at position {position}, {action}, for the {'forward' if is_forward else 'backward'} "
+            f"of stage {other}, microbatch {microbatch}, on rank {placement.rank_of(other)}"
+        )
+        rank = placement.rank_of(other)
+    end = "" if rank in message_of else f"; rank {rank} never runs it"
+    return f"the ranks wait for one another for ever: {'; '.join(lines)}{end}"
