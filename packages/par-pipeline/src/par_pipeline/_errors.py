@@ -15,10 +15,10 @@ class Failure(NamedTuple):
     """The cause of a failed step, as every rank hears of it.
 
     Args:
-        rank: Within the pipeline.
+        rank: The rank where it happened, within the pipeline.
         action: What that rank was about, as text; "" if it had not begun.
         kind: The name of the exception's type.
-        text: Its message.
+        text: The exception's message.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, rank: int, action: Action | None) -> "Failure":
-        """What an exception becomes."""
+        """What an exception on this rank becomes for the others; news of a peer's failure stays as it is."""
         if isinstance(error, PeerFailed):
             return error.failure
         text = str(error).encode()[:_LONGEST].decode(errors="ignore").rstrip(".")

@@ -1,4 +1,4 @@
-"""From what a rank computes to what it sends and receives. Pure arithmetic."""
+"""From what a rank computes to what it sends and receives. Pure arithmetic, which wire and runtime share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Message(NamedTuple):
 
     Args:
         gradient: Whether it is the gradient of a stage's outputs, or else a stage's inputs.
-        stage: The one that takes it.
-        microbatch: From 0.
+        stage: The stage that takes it.
+        microbatch: Number of the microbatch, from 0.
     """
 
     gradient: bool
@@ -34,7 +34,7 @@ class Instruction(NamedTuple):
         takes: What it needs from a neighbouring stage.
         source: The rank of that stage; it may be this one.
         gives: What a neighbouring stage needs from it.
-        target: The rank of that stage.
+        target: The rank of that stage; it may be this one.
     """
 
     action: Action
@@ -48,8 +48,8 @@ class Arrival(NamedTuple):
     """A message that another rank sends.
 
     Args:
-        message: Which.
-        position: The place, in that rank's actions, of the one that sends it.
+        message: Which message it is.
+        position: The place, in that rank's actions, of the action that sends it.
     """
 
     message: Message
@@ -61,14 +61,14 @@ class Program:
     """What one rank does in a step.
 
     Args:
-        instructions: In order.
-        arrivals: By rank, what it sends to this one, in its order; its status is the last.
-        departures: By rank, what it is sent, in this one's order; the status is the last.
-        consumed: By message that this rank sends: the place, in the receiver's actions, of the one that takes it.
-            Whatever the receiver sends from there on says that the message has arrived.
-        final: By stage, the place of the action after which its gradients are complete, if its backward is split, and
-            if it is not.
-        forwards: How many there are.
+        instructions: The rank's actions, in order.
+        arrivals: For each neighbouring rank, what it sends to this one, in its order; its status is the last.
+        departures: For each neighbouring rank, what this rank sends to it, in this one's order; the status is the last.
+        consumed: For each message that this rank sends, the place, in the receiver's actions, of the action that takes
+            it. Whatever the receiver sends from there on says that the message has arrived.
+        final: For each stage, two places in this rank's actions after which its gradients are complete: the one if its
+            backward is split, and the one if it is not.
+        forwards: The number of forwards.
     """
 
     instructions: tuple[Instruction, ...]
@@ -80,21 +80,21 @@ class Program:
 
 
 def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False) -> Program:
-    """The program of a rank.
+    """Compiles one rank's part of a schedule.
 
     Args:
-        schedule: A valid one.
-        rank: Within the pipeline.
-        forward_only: Leaves the backward out.
+        schedule: A valid schedule.
+        rank: The rank, within the pipeline.
+        forward_only: Whether the backward is left out.
     """
     instructions = tuple(_instructions(schedule, rank, forward_only))
-    peers = {each for one in instructions for each in (one.source, one.target)} - {rank}
+    peers = {peer for instruction in instructions for peer in (instruction.source, instruction.target)} - {rank}
     arrivals: dict[int, tuple[Arrival, ...]] = {}
     departures: dict[int, tuple[Message, ...]] = {}
     consumed: dict[Message, int] = {}
     for peer in sorted(peers):
-        given = [each.gives for each in instructions if each.gives is not None and each.target == peer]
-        departures[peer] = (*given, STATUS)
+        sent = [mine.gives for mine in instructions if mine.gives is not None and mine.target == peer]
+        departures[peer] = (*sent, STATUS)
         coming = []
         for position, theirs in enumerate(_instructions(schedule, peer, forward_only)):
             if theirs.gives is not None and theirs.target == rank:
@@ -108,7 +108,7 @@ def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False
         departures=departures,
         consumed=consumed,
         final=_final(instructions),
-        forwards=sum(each.action.op == FORWARD for each in instructions),
+        forwards=sum(instruction.action.op == FORWARD for instruction in instructions),
     )
 
 
@@ -136,10 +136,11 @@ def _instructions(schedule: Schedule, rank: int, forward_only: bool) -> Iterable
 
 
 def _final(instructions: Iterable[Instruction]) -> dict[int, tuple[int, int]]:
+    """`Program.final`. A weight gradient is the last one only of a stage whose backward is split."""
     final: dict[int, tuple[int, int]] = {}
     for position, instruction in enumerate(instructions):
         op, stage, _ = instruction.action
         if op != FORWARD:
-            _, whole = final.get(stage, (-1, -1))
-            final[stage] = (position, whole if op == WEIGHT_GRAD else position)
+            _, if_whole = final.get(stage, (-1, -1))
+            final[stage] = (position, if_whole if op == WEIGHT_GRAD else position)
     return final

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ._torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 ALIGNMENT = 64  # bytes, so that a part of a message can be viewed as any dtype
 
@@ -16,12 +17,12 @@ class TensorSpec(NamedTuple):
     """What a tensor looks like.
 
     Args:
-        dtype: Any.
-        shape: Its sizes.
+        dtype: The tensor's dtype.
+        shape: The tensor's shape.
         device: The type of its device, such as "cpu".
         requires_grad: Whether a gradient is wanted for it.
         sent: The dtype in which it is sent.
-        bytes: Of its elements in that dtype.
+        bytes: The size of its elements in the dtype in which it is sent.
     """
 
     dtype: torch.dtype
@@ -33,7 +34,7 @@ class TensorSpec(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """Anything else, pickled."""
+    """A leaf that is no tensor, pickled."""
 
     data: bytes
 
@@ -44,8 +45,8 @@ class Signature(NamedTuple):
     Args:
         structure: None: the value is the only leaf. A number: a plain tuple of so many leaves. Bytes: the value with
             numbers in place of its leaves, pickled.
-        leaves: In order.
-        specs: Those of the tensors.
+        leaves: What each leaf looks like, in order.
+        specs: What each tensor looks like, in order.
         size: Bytes of all tensors, each aligned.
     """
 
@@ -55,30 +56,33 @@ class Signature(NamedTuple):
     size: int
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        """The value that has these tensors."""
+        """Makes the value that has these tensors."""
         if self.structure is None and tensors:
             return tensors[0]
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, TensorSpec) else pickle.loads(leaf.data) for leaf in self.leaves]  # noqa: S301 - from a rank of ours
+        remaining = iter(tensors)
+        leaves = [
+            next(remaining) if isinstance(leaf, TensorSpec) else pickle.loads(leaf.data)  # noqa: S301 - from a rank of ours
+            for leaf in self.leaves
+        ]
         if self.structure is None:
             return leaves[0]
         if isinstance(self.structure, int):
             return tuple(leaves)
-        return pytree.tree_map(leaves.__getitem__, pickle.loads(self.structure))  # noqa: S301 - from a rank of ours
+        return tree_map(leaves.__getitem__, pickle.loads(self.structure))  # noqa: S301 - from a rank of ours
 
 
 def flatten(
     value: Any, like: Signature | None = None, border: torch.dtype | None = None
 ) -> tuple[list[Tensor], Signature]:
-    """The tensors of a value, in order, and its signature.
+    """Takes a value apart into its tensors, in order, and its signature.
 
     Args:
-        value: Any.
-        like: A signature that it may have, which is then quicker.
-        border: The widest dtype in which real floating-point tensors are sent; None: as they are.
+        value: Tensors, plain values and any nesting of them.
+        like: A signature that the value may well have: that is quick to see, and saves making a new one.
+        border: The widest dtype in which real floating-point tensors are sent. None: they are sent as they are.
 
     Raises:
-        TypeError: An object that holds tensors where nobody can see them.
+        TypeError: An object in the value holds tensors where nobody can see them.
     """
     if like is not None:
         if like.structure is None and _looks_like(value, like.leaves[0]):
@@ -89,31 +93,28 @@ def flatten(
     leaves: list[Any]
     if isinstance(value, Tensor):
         leaves = [value]
-    elif type(value) is tuple and all(each is None or isinstance(each, Tensor) for each in value):
+    elif type(value) is tuple and all(item is None or isinstance(item, Tensor) for item in value):
         leaves, structure = list(value), len(value)
     else:
-        leaves, tree = pytree.tree_flatten(value)
-        structure = pickle.dumps(pytree.tree_unflatten(range(len(leaves)), tree))
+        leaves, tree = tree_flatten(value)
+        structure = pickle.dumps(tree_unflatten(range(len(leaves)), tree))
     described: list[TensorSpec | Plain] = []
     tensors: list[Tensor] = []
     size = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            sent = border if border is not None and _is_wider(leaf.dtype, border) else leaf.dtype
-            held = leaf.numel() * sent.itemsize
+            narrowed = border is not None and leaf.is_floating_point() and leaf.dtype.itemsize > border.itemsize
+            sent = border if border is not None and narrowed else leaf.dtype
+            bytes_sent = leaf.numel() * sent.itemsize
             described.append(
-                TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.device.type, leaf.requires_grad, sent, held)
+                TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.device.type, leaf.requires_grad, sent, bytes_sent)
             )
             tensors.append(leaf)
-            size += aligned(held)
+            size += aligned(bytes_sent)
         else:
             described.append(Plain(_pickled(leaf)))
-    specs = tuple(each for each in described if isinstance(each, TensorSpec))
+    specs = tuple(leaf for leaf in described if isinstance(leaf, TensorSpec))
     return tensors, Signature(structure, tuple(described), specs, size)
-
-
-def _is_wider(dtype: torch.dtype, border: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > border.itemsize
 
 
 def _looks_like(value: Any, leaf: TensorSpec | Plain) -> bool:
@@ -128,12 +129,12 @@ def _looks_like(value: Any, leaf: TensorSpec | Plain) -> bool:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a value, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    """The tensors of a nested value, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def aligned(size: int) -> int:
-    """The next multiple of the alignment."""
+    """The next multiple of the alignment, in bytes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -141,6 +142,7 @@ class _Pickler(pickle.Pickler):
     """Refuses tensors: they would lose their gradients."""
 
     def reducer_override(self, value: Any) -> Any:
+        """Called for every object that is pickled."""
         if isinstance(value, Tensor):
             raise TypeError(
                 "an object with a tensor in it is passed between stages, which loses its gradient; pass tuples, lists "

@@ -55,7 +55,7 @@ def test_outputs_that_are_no_alike_are_given_one_by_one():
 
 def test_a_part_of_a_batch_may_be_split_already():
     feed = make_feed((torch.ones(4), Microbatches(["a", "b"])), {"mask": Microbatches([None, 1])}, None, 2, split_rows)
-    assert [given[0][1] for given in feed.inputs] == ["a", "b"]
+    assert [args[1] for args in feed.inputs] == ["a", "b"]
     assert feed.kwargs == [{"mask": None}, {"mask": 1}]
     with pytest.raises(ValueError, match="Microbatches gave 3 microbatches, but the schedule has 2"):
         split_rows({"mask": Microbatches([1, 2, 3])}, 2)
@@ -77,13 +77,13 @@ def test_a_custom_split_is_used_for_inputs_keywords_and_target():
     x = torch.ones(4)
     feed = make_feed((x,), {"mask": x}, x, 2, halves)
     assert len(calls) == 3
-    assert len(feed.inputs[0][0]) == 1
+    assert len(feed.inputs[0]) == 1
     assert torch.equal(feed.kwargs[1]["mask"], torch.ones(2))
 
 
 def test_items_of_given_microbatches_that_are_tuples_are_several_arguments():
     feed = make_feed((Microbatches([(1, 2), 3]),), {}, Microbatches(["a", "b"]), 2, split_rows)
-    assert feed.inputs == [((1, 2), {}), ((3,), {})]
+    assert feed.inputs == [(1, 2), (3,)]
     assert feed.targets == ["a", "b"]
 
 

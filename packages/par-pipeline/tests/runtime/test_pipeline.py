@@ -431,15 +431,16 @@ def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(na
             loss = run.evaluate(x, target=y).loss
         if run.is_last:
             torch.testing.assert_close(loss, expected.to(loss))
-        (channel,) = run._parts.wire._channels.values()
+        wire = run._equipment.wire
+        (inbox,), (outbox,) = wire._inboxes.values(), wire._outboxes.values()
         known: list = [None, None]
-        dist.all_gather_object(known, list(channel._rooms))
-        posted = [len(buffer) for buffer, *_ in channel._posted]
-        coming = [*posted, *channel._planned][len(channel._coming) :]  # but the word that the last step is done
+        dist.all_gather_object(known, list(outbox._rooms))
+        posted = [len(buffer) for buffer, *_ in inbox._posted]
+        coming = [*posted, *inbox._planned][len(inbox._coming) :]  # but the word that the last step is done
         assert coming == known[1 - dist.get_rank()]
         assert coming  # at least that word
         assert len(posted) == 1 or ahead > 1
-        assert not channel._planned or ahead < 1 << 28
+        assert not inbox._planned or ahead < 1 << 28
     send_tensors_apart(apart=False)
 
 
@@ -692,7 +693,10 @@ def test_a_step_that_would_train_nothing_is_refused():
     schedule = one_f_one_b(2, 4)
     x, y = data(8)
     run = pipeline(stages_of(schedule), schedule, loss_fn=lambda output, target: mse(output.detach(), target))
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"would train nothing; leave it, or call evaluate"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"would train nothing; call it outside, or call evaluate"),
+    ):
         run.step(x, target=y)
     with pytest.raises(PipelineError, match="the loss has no gradient, though the outputs do"):
         run.step(x, target=y)

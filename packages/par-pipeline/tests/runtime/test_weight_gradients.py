@@ -77,7 +77,7 @@ def halves(module, batches, order):
                 split.begin()
                 losses[each].backward()
                 split.keep(0, each)
-                assert all(stand_in.grad is None for stand_in, _ in split._pairs[0]) or not split._heard
+                assert all(stand_in.grad is None for stand_in, _ in split._pairs[0]) or not split._is_heard
             else:
                 split.finish(0, ~each, last=each == order[-1])
 

@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 from par_pipeline._program import STATUS, Arrival
 from par_pipeline.runtime.pipeline import _device_of
-from par_pipeline.wire import channel as _wire
-from par_pipeline.wire.channel import NOTHING, Channel
-from par_pipeline.wire.message import HEADER, encode
+from par_pipeline.wire import inbox as _inbox
+from par_pipeline.wire.inbox import Inbox
+from par_pipeline.wire.lanes import Lane
+from par_pipeline.wire.message import HEADER, NOTHING, encode
+from par_pipeline.wire.outbox import Outbox
 
 
-class Lane:
+class Communicator:
     """A communicator that notes what was begun and what was waited for."""
 
     def __init__(self):
@@ -32,51 +34,57 @@ class Lane:
 
 
 class Work:
-    def __init__(self, lane, what):
-        self.lane, self.what = lane, what
+    def __init__(self, communicator, what):
+        self.communicator, self.what = communicator, what
 
     def wait(self, timeout):
-        self.lane.waited.append(self.what)
+        self.communicator.waited.append(self.what)
+
+
+def lane():
+    """A lane to rank 1, and the communicator that it uses."""
+    communicator = Communicator()
+    return Lane(1, communicator, communicator, timedelta(seconds=1)), communicator
 
 
 def test_a_rank_stays_until_its_word_is_sent_to_who_waits_for_it_and_not_for_who_may_have_left():
-    up, down = Lane(), Lane()
-    channel = Channel(1, (up, up), (down, down), device=torch.device("cpu"), timeout=timedelta(seconds=1), room=1)
-    for heard, waited in ((True, 1), (False, 1), (False, 2), (True, 4)):  # what was not waited for is, a step later
-        channel.begin((STATUS,), (Arrival(STATUS, -1),), {})
-        channel.expect()
-        channel.tell(heard=heard)
-        assert len(up.waited) == waited
-    assert len(up.begun) == 4
-    assert (down.begun, down.waited) == (["recv"], [])
+    up, communicator = lane()
+    outbox = Outbox(up, torch.device("cpu"))
+    for awaited, waited in ((True, 1), (False, 1), (False, 2), (True, 4)):  # what was not waited for is, a step later
+        outbox.begin((STATUS,), {})
+        outbox.give_status(awaited=awaited)
+        assert len(communicator.waited) == waited
+    assert len(communicator.begun) == 4
 
 
 @pytest.mark.parametrize(("comes", "looks"), [(0, 0), (3, 3), (9, 5)])
 def test_a_rank_that_waits_looks_for_a_while_before_it_sleeps(monkeypatch, comes, looks):
-    up, down = Lane(), Lane()
-    channel = Channel(1, (up, up), (down, down), device=torch.device("cpu"), timeout=timedelta(seconds=1), room=1)
-    channel.begin((STATUS,), (Arrival(STATUS, -1),), {})
-    channel.expect()
+    down, communicator = lane()
+    inbox = Inbox(down, torch.device("cpu"), 1, lambda position: None)
+    inbox.begin((Arrival(STATUS, -1),))
+    inbox.expect()
+    inbox.expect()  # which posts no other one
+    assert (communicator.begun, communicator.waited) == (["recv"], [])
     (message,) = encode(NOTHING, [], NOTHING, HEADER, torch.device("cpu"))
     looked = []
 
     def write():
-        down.buffers[0][:] = message
+        communicator.buffers[0][:] = message
 
     def let_others_run():
-        looked.append(list(down.waited))
+        looked.append(list(communicator.waited))
         if len(looked) == comes:
             write()
 
     if comes == 0:
         write()
-    monkeypatch.setattr(_wire, "_let_others_run", let_others_run)
-    monkeypatch.setattr(_wire, "_AWAKE", 5.0)
-    monkeypatch.setattr(_wire.time, "perf_counter", lambda: float(len(looked)))
-    monkeypatch.setattr(Work, "wait", lambda work, timeout: (work.lane.waited.append(work.what), write()))
-    assert channel.take(STATUS) == (NOTHING, [])
+    monkeypatch.setattr(_inbox, "_let_others_run", let_others_run)
+    monkeypatch.setattr(_inbox, "_AWAKE", 5.0)
+    monkeypatch.setattr(_inbox.time, "perf_counter", lambda: float(len(looked)))
+    monkeypatch.setattr(Work, "wait", lambda work, timeout: (work.communicator.waited.append(work.what), write()))
+    assert inbox.take(STATUS) == (NOTHING, [])
     assert looked == [[]] * looks
-    assert down.waited == ["recv"]
+    assert communicator.waited == ["recv"]
 
 
 @pytest.mark.ranks(1)

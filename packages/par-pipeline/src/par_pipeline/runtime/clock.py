@@ -12,33 +12,33 @@ class Clock(Protocol):
     """Notes moments of a step, and says afterwards when they were."""
 
     def now(self) -> Any:
-        """This moment. It costs no wait."""
+        """Notes this moment, without waiting for anything."""
 
     def seconds(self, moments: Sequence[Any]) -> list[float]:
-        """When they were, as the host's `perf_counter` has it. Waits until they are over."""
+        """When the moments were, as the host's `perf_counter` has it. Waits until they are over."""
 
 
 class HostClock:
-    """Of stages on a CPU."""
+    """The clock of stages on a CPU: a moment is a number of seconds."""
 
     now = staticmethod(perf_counter)
 
     def seconds(self, moments: Sequence[float]) -> list[float]:
-        """Themselves."""
+        """The moments themselves."""
         return list(moments)
 
 
 class StreamClock:
-    """Of stages on a GPU: a moment is when the current stream comes to it."""
+    """The clock of stages on a GPU: a moment is when the current stream comes to it."""
 
     def now(self) -> torch.cuda.Event:
-        """An event."""
+        """Puts an event into the stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, moments: Sequence[torch.cuda.Event]) -> list[float]:
-        """Counted back from now, when the stream has run dry."""
+        """When the moments were, counted back from now, when the stream has run dry."""
         last = self.now()
         last.synchronize()
         here = perf_counter()
@@ -46,6 +46,6 @@ class StreamClock:
 
 
 def clock_of(modules: Iterable[nn.Module]) -> Clock:
-    """The clock of what runs some modules."""
+    """The clock of the device that the modules' parameters are on."""
     on_gpu = any(parameter.is_cuda for module in modules for parameter in module.parameters())
     return StreamClock() if on_gpu else HostClock()

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._torch_private import are_saved_tensors_hooked, parameters_of, version_of
+
 PutOff = Callable[["Product"], None]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Product(NamedTuple):
-    """A weight gradient that is computed later.
+    """A weight gradient that is computed later: par_groups' `WeightGradient` as a tuple, which is quicker to make.
 
     Args:
-        weight: A leaf.
-        compute: Gives the gradient, in the weight's shape.
-        operands: `(left, right)` where the gradient is left.T @ right.
+        weight: The weight that the layer multiplied with, a leaf.
+        compute: Computes the gradient, in the weight's shape.
+        operands: `(left, right)` where the gradient is left.T @ right, else None.
     """
 
     weight: Tensor
@@ -33,7 +35,13 @@ class Product(NamedTuple):
 
     @classmethod
     def of_linear(cls, weight: Tensor, x: Tensor, gradient: Tensor) -> "Product":
-        """That of x [..., k] and the gradient of the output [..., n]."""
+        """The weight gradient of a linear layer.
+
+        Args:
+            weight: The layer's weight [n, k].
+            x: The layer's input [..., k].
+            gradient: The gradient of the layer's output [..., n].
+        """
         left = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
         right = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if right.dtype != left.dtype:  # under autocast they differ
@@ -42,7 +50,12 @@ class Product(NamedTuple):
 
 
 def deferring_forward(module: nn.Module, put_off: PutOff) -> Callable[[Tensor], Tensor] | None:
-    """A `forward` for a layer that runs torch's own; None for any other."""
+    """A `forward` that puts off the weight's gradient, for a layer that runs torch's own; None for any other.
+
+    Args:
+        module: The layer.
+        put_off: Called in backward with the product that gives the weight's gradient.
+    """
     if "forward" in module.__dict__:
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
@@ -53,26 +66,27 @@ def deferring_forward(module: nn.Module, put_off: PutOff) -> Callable[[Tensor], 
 
 
 def _is_plain(module: nn.Module) -> bool:
-    forwards = [each.forward for each in _CONVOLUTIONS]
+    """Whether a convolution runs torch's own forward with padding by numbers."""
+    forwards = [kind.forward for kind in _CONVOLUTIONS]
     return type(module).forward in forwards and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 def _linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
-    own: dict[str, Any] = module._parameters  # looking them up through the module takes longer
+    own = parameters_of(module)  # looking them up through the module takes longer
     weight, bias = own["weight"], own["bias"]
     if not torch.is_grad_enabled():
         return functional.linear(x, weight, bias)
     has_node = x.requires_grad or (bias is not None and bias.requires_grad)
-    if not has_node or _are_saved_tensors_hooked():
+    if not has_node or are_saved_tensors_hooked():
         return _Linear.apply(x, weight, bias, put_off)  # type: ignore[no-any-return, no-untyped-call]
     y = functional.linear(x, weight.detach(), bias)
     x, node = x.detach(), y.grad_fn
     if node is None:
         raise RuntimeError("the output of a linear layer has no gradient, though its input or bias has one")
-    version = x._version
+    version = version_of(x)
 
     def before(gradients: tuple[Tensor, ...]) -> None:
-        if x._version != version:  # autograd, which has not saved it, cannot tell
+        if version_of(x) != version:  # autograd, which has not saved it, cannot tell
             raise RuntimeError(
                 f"the input of a linear layer, {tuple(x.shape)}, was written into after its forward, so that its "
                 "weight's gradient would be wrong; write into a copy"
@@ -84,11 +98,6 @@ def _linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
     return y
 
 
-def _are_saved_tensors_hooked() -> bool:
-    """Whether somebody, such as activation checkpointing, decides where saved tensors are kept."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def _convolution(module: Any, put_off: PutOff, x: Tensor) -> Tensor:
     if x.dim() != module.weight.dim():  # one sample, without a batch
         return type(module).forward(module, x)  # type: ignore[no-any-return]
@@ -97,30 +106,32 @@ def _convolution(module: Any, put_off: PutOff, x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """[..., k] to [..., n]."""
+    """A linear layer, [..., k] to [..., n], for inputs that autograd has no node for or that are kept elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: PutOff) -> Tensor:
+        """Runs the layer."""
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.put_off = weight, put_off  # the saved one is another object
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        """Puts off the weight's gradient and computes the others."""
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
-        product = Product.of_linear(ctx.weight, x, gradient)
-        ctx.put_off(product)
-        of_x = gradient.matmul(weight.to(gradient.dtype)).to(x.dtype) if needs_x else None
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
-        return of_x, None, of_bias, None
+        ctx.put_off(Product.of_linear(ctx.weight, x, gradient))
+        x_gradient = gradient.matmul(weight.to(gradient.dtype)).to(x.dtype) if needs_x else None
+        bias_gradient = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        return x_gradient, None, bias_gradient, None
 
 
 class _Convolution(torch.autograd.Function):
-    """[batch, channels, ...] to the same."""
+    """A convolution, [batch, channels, ...] to [batch, channels, ...]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any, put_off: PutOff) -> Tensor:
+        """Runs the layer; `how` is what torch.convolution takes after the bias."""
         y: Tensor = torch.convolution(x, weight, bias, *how)
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.how, ctx.put_off = weight, how, put_off
@@ -128,6 +139,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        """Puts off the weight's gradient and computes the others."""
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias, _, _ = ctx.needs_input_grad
         cast_x, cast_weight, how = x.to(gradient.dtype), weight.to(gradient.dtype), ctx.how
@@ -137,5 +149,5 @@ class _Convolution(torch.autograd.Function):
             return torch.ops.aten.convolution_backward(gradient, cast_x, cast_weight, biases, *how, mask)  # type: ignore[no-any-return]
 
         ctx.put_off(Product(ctx.weight, lambda: gradients(False, True, False)[1]))
-        of_x, _, of_bias = gradients(needs_x, False, needs_bias)
-        return of_x.to(x.dtype) if needs_x else None, None, of_bias if needs_bias else None, None, None
+        x_gradient, _, bias_gradient = gradients(needs_x, False, needs_bias)
+        return x_gradient.to(x.dtype) if needs_x else None, None, bias_gradient if needs_bias else None, None, None

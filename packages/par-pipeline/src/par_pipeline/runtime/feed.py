@@ -8,26 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .local_stage import arguments
+from .local_stage import as_arguments
 from .microbatches import Microbatches, Split, rows_of, split
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Weight = Callable[[Any], float | Tensor]
 """What a microbatch's loss weighs, from its target: such as its number of tokens that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """A batch, split.
+    """A batch, split into microbatches.
 
     Args:
-        inputs: Of the first stage, by microbatch; empty on ranks that do not run it.
-        kwargs: Of every stage of this rank, by microbatch.
-        targets: Of the loss, by microbatch; empty without.
-        rows: Of each microbatch, as far as this rank can tell.
+        inputs: The positional arguments of the first stage, by microbatch; empty on ranks that are not given any.
+        kwargs: Keywords for every stage of this rank, by microbatch.
+        targets: What the loss is called with, by microbatch; empty if there are none.
+        rows: The number of rows of each microbatch, as far as this rank can tell.
     """
 
-    inputs: list[Arguments] = field(default_factory=list)
+    inputs: list[tuple[Any, ...]] = field(default_factory=list)
     kwargs: list[dict[str, Any]] = field(default_factory=list)
     targets: list[Any] = field(default_factory=list)
     rows: list[int | None] = field(default_factory=list)
@@ -36,49 +35,59 @@ class Feed:
 def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, how: Split) -> Feed:
     """Splits what was given to a step.
 
+    Args:
+        inputs: The positional arguments of the step; none on ranks that are not given any.
+        kwargs: The keyword arguments of the step.
+        target: What the loss is called with; None: nothing.
+        microbatches: Number of microbatches of the schedule.
+        how: The function that splits.
+
     Raises:
-        ValueError: What cannot be split into that many microbatches, or splits into different numbers of rows.
+        ValueError: Something cannot be split into that many microbatches, or splits into other numbers of rows.
     """
-    given: list[Arguments] = []
+    args: list[tuple[Any, ...]] = []
     if len(inputs) == 1 and isinstance(inputs[0], Microbatches):
-        given = [(arguments(each), {}) for each in split(inputs[0], microbatches, how)]
+        args = [as_arguments(item) for item in split(inputs[0], microbatches, how)]
     elif inputs:
-        given = [(each, {}) for each in split(inputs, microbatches, how)]
-    named = split(kwargs, microbatches, how) if kwargs else [{}] * microbatches
+        args = split(inputs, microbatches, how)
+    keywords = split(kwargs, microbatches, how) if kwargs else [{}] * microbatches
     targets = [] if target is None else split(target, microbatches, how)
-    rows = [rows_of(each) for each in given or named]
-    of_targets = [rows_of(each) for each in targets]
-    if given and isinstance(target, Tensor):
-        for number, (one, other) in enumerate(zip(rows, of_targets, strict=True)):
-            if one not in (None, other):
+    rows = [rows_of(part) for part in args or keywords]
+    target_rows = [rows_of(part) for part in targets]
+    if args and isinstance(target, Tensor):
+        for number, (of_inputs, of_target) in enumerate(zip(rows, target_rows, strict=True)):
+            if of_inputs not in (None, of_target):
                 raise ValueError(
-                    f"microbatch {number} has {one} rows of inputs, but {other} of the target; give inputs and target "
-                    "of one batch"
+                    f"microbatch {number} has {of_inputs} rows of inputs, but {of_target} of the target; give inputs "
+                    "and target of one batch"
                 )
-    if of_targets and rows:
-        rows = [other if other is not None else one for one, other in zip(rows, of_targets, strict=True)]
-    return Feed(inputs=given, kwargs=named, targets=targets, rows=rows or of_targets)
+    if target_rows and rows:
+        rows = [
+            of_inputs if of_target is None else of_target
+            for of_inputs, of_target in zip(rows, target_rows, strict=True)
+        ]
+    return Feed(inputs=args, kwargs=keywords, targets=targets, rows=rows or target_rows)
 
 
 def shares(
     feed: Feed, weight: Weight | None, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> list[float]:
-    """What each microbatch's loss counts, so that their sum is the loss of the batch.
+    """What each microbatch's loss counts, so that their sum is the mean loss of the batch.
 
     By default a microbatch counts by its rows, so that means over rows become the mean over the batch; where this rank
     knows of no rows, all count the same.
 
     Args:
-        feed: Of the rank with the last stage.
-        weight: Instead of rows.
+        feed: What was given to the rank with the last stage.
+        weight: What a microbatch counts instead of its rows.
         group: The ranks over which gradients are averaged. The weights are then summed over them (all-reduce of one
             number), so that the averaged gradient is that of one device with all batches.
-        device: That the group serves.
+        device: Where the group's collectives run.
     """
     if weight is not None:
-        weights = [float(weight(each)) for each in feed.targets]
+        weights = [float(weight(target)) for target in feed.targets]
     else:
-        weights = [1.0 if each is None else float(each) for each in feed.rows]
+        weights = [1.0 if rows is None else float(rows) for rows in feed.rows]
     total = torch.tensor(sum(weights), dtype=torch.float64)
     if group is not None:
         summed = total.to(device)

@@ -1,4 +1,4 @@
-"""Data-parallel stages: gradients are reduced once a step, in each stage's last backward."""
+"""Data-parallel stages: gradients are reduced once per step, in each stage's last backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,10 +13,10 @@ class FullyShardedModule(Protocol):
     """What FSDP2's `fully_shard` makes of a module. Importing its class would take most of a second."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of a step."""
+        """Says whether the next backward is the last of a step."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the next backward reduces gradients."""
+        """Says whether the next backward reduces gradients."""
 
 
 def is_synchronised(module: nn.Module) -> bool:
@@ -32,42 +32,49 @@ class GradientSync:
             alone.
 
     Raises:
-        ValueError: DDP with a static graph.
+        ValueError: The stage is under DDP with a static graph.
+
+    Attributes:
+        active: Whether the stage reduces gradients at all.
+        waits_for_all: Whether its reduction waits for a gradient of every parameter.
+        follows_graph: Whether it looks through the graph for parameters that are not used.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
+        is_ddp = isinstance(module, DistributedDataParallel)
+        if is_ddp and module.static_graph:
             raise ValueError(
-                "a stage is under DDP(static_graph=True), which wants a backward after each forward; leave it"
+                "a stage is under DDP(static_graph=True), which wants a backward after each forward; wrap it without "
+                "static_graph"
             )
         self._module = module
-        self._held = ExitStack()
+        self._undo = ExitStack()
         self.active = is_synchronised(module)
-        self.waits_for_all = isinstance(module, DistributedDataParallel)
-        self.follows_graph = isinstance(module, DistributedDataParallel) and module.find_unused_parameters
+        self.waits_for_all = is_ddp
+        self.follows_graph = bool(is_ddp and module.find_unused_parameters)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Nothing is reduced inside, up to `release`."""
+    def held_back(self) -> Iterator[None]:
+        """Inside, nothing is reduced before `release`."""
         module = self._module
         if isinstance(module, FullyShardedModule):
             _set_last(module, last=False)
-            self._held.callback(_set_last, module, last=True)
+            self._undo.callback(_set_last, module, last=True)
         elif self.active:
             no_sync: Callable[[], Any] = module.no_sync  # type: ignore[assignment]  # callable, as is asked above
-            self._held.enter_context(no_sync())
+            self._undo.enter_context(no_sync())
         try:
             yield
         finally:
-            self._held.close()
+            self._undo.close()
 
     def release(self, ends: Sequence[Tensor]) -> None:
-        """The next backward is the stage's last.
+        """Says that the next backward is the stage's last.
 
         Args:
-            ends: Where it begins; looked at if `follows_graph`.
+            ends: The tensors where that backward begins; looked at if `follows_graph`.
         """
-        self._held.close()
+        self._undo.close()
         if isinstance(self._module, DistributedDataParallel):
             # DDP makes ready for a backward in forward, but the last backward is not that of the last forward.
             self._module.require_forward_param_sync = True

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._structure import Signature
+from .._torch_private import run_backward
 
 Gradients = tuple[Tensor | None, ...]
-"""Of those tensors of a value that want one, in order."""
+"""Gradients of those tensors of a value that want one, in order."""
 
 
 class Saved(NamedTuple):
@@ -18,8 +19,8 @@ class Saved(NamedTuple):
     Outputs are kept as edges of the graph alone, so their memory is free once they are sent, unless autograd needs it.
 
     Args:
-        inputs: Those that want a gradient.
-        edges: Of the outputs that have one, or of the loss.
+        inputs: The inputs that want a gradient.
+        edges: Where the graph ends: an edge for each output that has a gradient, or for the loss.
         outputs: Those outputs themselves, where they are needed.
     """
 
@@ -28,26 +29,33 @@ class Saved(NamedTuple):
     outputs: list[Tensor]
 
 
-class Stage:
-    """A part of the model that this rank runs.
+class LocalStage:
+    """A stage on this rank: its module, and the graphs of the microbatches that wait for their backward.
 
     Args:
-        module: The part.
+        module: The part of the model that the stage runs. It is called as it is, never changed.
         keeps_outputs: Whether outputs are kept for the backward.
+
+    Attributes:
+        writes: Whether the module's first layer writes into its input.
+        output: The signature of the last microbatch's output: the next one's may be the same.
+        gradient: The signature of the last microbatch's input gradients: the next one's may be the same.
     """
 
     def __init__(self, module: nn.Module, *, keeps_outputs: bool = False) -> None:
         self.module, self._keeps_outputs = module, keeps_outputs
-        self.writes = _begins_in_place(module)
-        self.output: Signature | None = None  # of the last microbatch's output, and ...
-        self.gradient: Signature | None = None  # ... of its inputs' gradients: the next one's may be the same
+        # Autograd refuses a write into a leaf, so such a layer is given copies.
+        first_layer = next((layer for layer in module.modules() if not any(layer.children())), module)
+        self.writes = bool(getattr(first_layer, "inplace", False))
+        self.output: Signature | None = None
+        self.gradient: Signature | None = None
         self._saved: dict[int, Saved] = {}
 
     def keep(self, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Notes what the backward will need."""
-        wanted = [each for each in outputs if each.requires_grad]
-        edges = [get_gradient_edge(each) for each in wanted]
-        leaves = [each for each in inputs if each.requires_grad]
+        """Notes what the backward of a microbatch will need."""
+        wanted = [tensor for tensor in outputs if tensor.requires_grad]
+        edges = [get_gradient_edge(tensor) for tensor in wanted]
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
         self._saved[microbatch] = Saved(leaves, edges, wanted if self._keeps_outputs else [])
 
     def outputs(self, microbatch: int) -> list[Tensor]:
@@ -55,71 +63,64 @@ class Stage:
         return self._saved[microbatch].outputs
 
     def has_outputs(self, microbatch: int) -> bool:
-        """Whether any output, or the loss, has a gradient."""
+        """Whether any output of a microbatch, or its loss, has a gradient."""
         return bool(self._saved[microbatch].edges)
 
     def backward(
         self, microbatch: int, gradients: Gradients, ready: Callable[[Gradients], None] | None = None
     ) -> Gradients:
-        """From gradients of the outputs to those of the inputs; parameters' are added up.
+        """Goes from gradients of the outputs to those of the inputs; parameters' gradients are added up.
 
         Args:
-            microbatch: That ran forward.
-            gradients: Of the outputs that want one, None where the next stage does not use it.
+            microbatch: A microbatch that ran forward.
+            gradients: One for each output that wants a gradient; None where the next stage does not use the output.
             ready: Called with the inputs' gradients as soon as they are there, while the pass still goes on.
         """
         inputs, edges, _ = self._saved.pop(microbatch)
-        used = [(edge, each) for edge, each in zip(edges, gradients, strict=True) if each is not None]
+        used = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if ready is not None:
             _when_ready(inputs, ready)
         if used:
-            _run_backward(tuple(edge for edge, _ in used), tuple(each for _, each in used))
-        return tuple(each.grad for each in inputs)
+            run_backward(tuple(edge for edge, _ in used), tuple(gradient for _, gradient in used))
+        return tuple(tensor.grad for tensor in inputs)
 
     def reset(self) -> None:
         """Forgets all microbatches."""
         self._saved.clear()
 
 
-def arguments(value: Any) -> tuple[Any, ...]:
-    """How a stage is called with what the one before gave: a plain tuple is several arguments."""
+def as_arguments(value: Any) -> tuple[Any, ...]:
+    """The arguments that a stage is called with, from what the one before gave: a plain tuple is several of them."""
     return value if type(value) is tuple else (value,)
 
 
-def border(signature: Signature, tensors: Sequence[Tensor], *, copied: bool = False) -> tuple[Any, list[Tensor]]:
-    """A value on the other side of a border between stages, and its tensors, which become leaves there.
+def across_border(signature: Signature, tensors: Sequence[Tensor], *, copied: bool = False) -> tuple[Any, list[Tensor]]:
+    """Puts a value together on the other side of a border between stages; its tensors become leaves there.
 
     Args:
-        signature: Of the value.
-        tensors: Its tensors.
+        signature: The signature of the value.
+        tensors: The tensors of the value.
         copied: Whether the value has copies of the leaves, which may be written into.
+
+    Returns:
+        The value, and its leaves.
     """
     leaves = []
     for tensor, spec in zip(tensors, signature.specs, strict=True):
         leaf = tensor if tensor.device.type == spec.device else tensor.to(spec.device)  # gloo's are on the CPU
         leaves.append(leaf.requires_grad_() if spec.requires_grad else leaf)
-    return signature.build([each.clone() for each in leaves] if copied else leaves), leaves
-
-
-def _begins_in_place(module: nn.Module) -> bool:
-    """Whether the first layer writes into its input, which autograd refuses if that is a leaf."""
-    first = next((each for each in module.modules() if not each._modules), module)
-    return bool(getattr(first, "inplace", False))
-
-
-def _run_backward(edges: tuple[GradientEdge, ...], gradients: Gradients) -> None:
-    """What torch.autograd.backward comes to; its own checks take longer than a tiny stage does."""
-    _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return signature.build([leaf.clone() for leaf in leaves] if copied else leaves), leaves
 
 
 def _when_ready(inputs: Sequence[Tensor], ready: Callable[[Gradients], None]) -> None:
+    """Calls `ready` when the last of the inputs has its gradient."""
     waiting = len(inputs)
 
     def arrived(_: Tensor) -> None:
         nonlocal waiting
         waiting -= 1
         if waiting == 0:
-            ready(tuple(each.grad for each in inputs))
+            ready(tuple(tensor.grad for tensor in inputs))
 
-    for each in inputs:
-        each.register_post_accumulate_grad_hook(arrived)
+    for tensor in inputs:
+        tensor.register_post_accumulate_grad_hook(arrived)

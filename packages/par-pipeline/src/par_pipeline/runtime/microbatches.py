@@ -1,16 +1,16 @@
-"""A batch as microbatches, and what each weighs."""
+"""A batch as microbatches, and back."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._structure import tensors_of
+from .._torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 Split = Callable[[Any, int], Sequence[Any]]
-"""Takes a batch and a number, and gives that many microbatches."""
+"""A function from a batch and a number to that many microbatches."""
 
 
 class Microbatches(tuple[Any, ...]):
@@ -18,11 +18,14 @@ class Microbatches(tuple[Any, ...]):
 
     As the only positional argument of `step`, an item that is a plain tuple is several arguments of the first stage.
     A part of a batch may be one as well: `step(x, mask=Microbatches([m0, m1]))`.
+
+    Args:
+        items: The microbatches, as many as the schedule has.
     """
 
     __slots__ = ()
 
-    def __new__(cls, items: Iterable[Any]) -> "Microbatches":
+    def __new__(cls, items: Iterable[Any]) -> "Microbatches":  # noqa: D102 - arguments are documented on the class
         return super().__new__(cls, items)
 
 
@@ -31,11 +34,15 @@ def split_rows(batch: Any, microbatches: int) -> list[Any]:
 
     `Microbatches` in it are split already. Tensors without dims and other values go to every microbatch as they are.
 
+    Args:
+        batch: Nested tensors, [rows, ...], and other values.
+        microbatches: Number of microbatches to split it into.
+
     Raises:
-        ValueError: Fewer rows than microbatches, or tensors with different numbers of rows.
-        TypeError: An object that holds tensors where nobody sees them, so that they would not be split.
+        ValueError: There are fewer rows than microbatches, or tensors have different numbers of rows.
+        TypeError: An object holds tensors where nobody sees them, so that they would not be split.
     """
-    leaves, structure = pytree.tree_flatten(batch)
+    leaves, structure = tree_flatten(batch)
     rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(rows) > 1:
         raise ValueError(f"the tensors of the batch have {sorted(rows)} rows; give equal numbers, or a `split`")
@@ -44,11 +51,11 @@ def split_rows(batch: Any, microbatches: int) -> list[Any]:
             f"a batch of {min(rows)} rows is smaller than the {microbatches} microbatches of the schedule; "
             "give more rows, or make a schedule of fewer microbatches"
         )
-    parts = [_parts(leaf, microbatches) for leaf in leaves]
-    return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(microbatches)]
+    parts = [_split_leaf(leaf, microbatches) for leaf in leaves]
+    return [tree_unflatten([part[i] for part in parts], structure) for i in range(microbatches)]
 
 
-def _parts(leaf: Any, microbatches: int) -> Sequence[Any]:
+def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
     if isinstance(leaf, Microbatches):
         return split(leaf, microbatches, split_rows)
     if isinstance(leaf, Tensor):
@@ -62,10 +69,15 @@ def _parts(leaf: Any, microbatches: int) -> Sequence[Any]:
 
 
 def split(batch: Any, microbatches: int, how: Split) -> list[Any]:
-    """The microbatches of a batch.
+    """The microbatches of a batch, whether it is split already or not.
+
+    Args:
+        batch: `Microbatches`, or what `how` takes.
+        microbatches: Number of microbatches of the schedule.
+        how: The function that splits.
 
     Raises:
-        ValueError: Not as many as the schedule has.
+        ValueError: There are not as many microbatches as the schedule has.
     """
     parts = list(batch) if isinstance(batch, Microbatches) else list(how(batch, microbatches))
     if len(parts) != microbatches:
@@ -75,33 +87,38 @@ def split(batch: Any, microbatches: int, how: Split) -> list[Any]:
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """One value of those of all microbatches: tensors are joined along dim 0, those without dims are stacked.
+    """Joins the values of all microbatches: tensors along dim 0, those without dims are stacked.
 
-    Other values are the first microbatch's. Where structures or shapes do not fit, the parts are given as they are.
+    Of other values, the first microbatch's is taken. Where structures or shapes do not fit, the list of parts is
+    returned as it is.
     """
-    flat = [pytree.tree_flatten(part) for part in parts]
-    structure = flat[0][1]
-    if any(other != structure for _, other in flat):
+    flattened = [tree_flatten(part) for part in parts]
+    structure = flattened[0][1]
+    if any(other != structure for _, other in flattened):
         return list(parts)
     joined = []
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
-        shapes = {(each.dim(), each.shape[1:]) if isinstance(each, Tensor) else None for each in column}
+    for column in zip(*(leaves for leaves, _ in flattened), strict=True):
+        shapes = {(leaf.dim(), leaf.shape[1:]) if isinstance(leaf, Tensor) else None for leaf in column}
         if len(shapes) > 1:
             return list(parts)
         if shapes == {None}:
             joined.append(column[0])
         else:
             joined.append(torch.cat(column) if column[0].dim() else torch.stack(column))
-    return pytree.tree_unflatten(joined, structure)
+    return tree_unflatten(joined, structure)
 
 
 def check_visible(outputs: Any) -> None:
-    """Raises TypeError for an object whose tensors could not be joined with those of other microbatches."""
-    for leaf in pytree.tree_leaves(outputs):
+    """Refuses outputs with an object whose tensors could not be joined with those of other microbatches.
+
+    Raises:
+        TypeError: There is such an object.
+    """
+    for leaf in tree_leaves(outputs):
         if _hides_tensors(leaf):
             raise TypeError(
                 f"the outputs have a {type(leaf).__name__}, an object with a tensor in it, which cannot be joined; "
-                "return a dict, a list or a tuple, or leave return_outputs away"
+                "return a dict, a list or a tuple, or call without return_outputs"
             )
 
 
@@ -110,6 +127,6 @@ def _hides_tensors(leaf: Any) -> bool:
 
 
 def rows_of(value: Any) -> int | None:
-    """The number of rows of a microbatch: of its first tensor with dims."""
+    """The number of rows of a microbatch: the length of its first tensor with dims; None if it has none."""
     tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
-    return next((len(each) for each in tensors if each.dim()), None)
+    return next((len(tensor) for tensor in tensors if tensor.dim()), None)

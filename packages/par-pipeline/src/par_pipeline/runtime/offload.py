@@ -33,11 +33,11 @@ class Offload:
 
     Args:
         resident: Bytes of saved activations that may stay where they are, on each rank; what does not fit is stored.
-        store: Puts a tensor away; default: into host memory.
-        load: Brings it back, from what `store` gave.
+        store: Puts a tensor away and returns what `load` takes. Default: it goes into host memory.
+        load: Brings a tensor back, from what `store` returned.
 
     Raises:
-        ValueError: A negative number of bytes.
+        ValueError: The number of bytes is negative.
     """
 
     resident: int = 0
@@ -61,19 +61,20 @@ class Activations:
 
     Args:
         offload: The limit; None: everything stays.
-        modules: This rank's; their parameters and buffers stay.
+        modules: This rank's stages; their parameters and buffers stay.
     """
 
     def __init__(self, offload: Offload | None, modules: Iterable[nn.Module]) -> None:
         self._offload, self._modules = offload, tuple(modules)
-        self._resident: dict[Key, dict[int, int]] = {}  # of each microbatch, the bytes at each address
+        self._resident: dict[Key, dict[int, int]] = {}  # for each microbatch, the bytes at each address
 
     def saving(self, key: Key) -> AbstractContextManager[object]:
-        """For the forward of one microbatch."""
+        """A context for the forward of one stage and microbatch, in which saved activations are stored."""
         if self._offload is None:
             return nullcontext()
         offload, resident = self._offload, self._resident
-        fixed = {_address(each) for module in self._modules for each in (*module.parameters(), *module.buffers())}
+        tensors = (tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
+        fixed = {_address(tensor) for tensor in tensors}
         mine = resident[key] = {}
 
         def pack(tensor: Tensor) -> Any:
@@ -81,7 +82,7 @@ class Activations:
             size = tensor.untyped_storage().nbytes()
             if address in fixed or address in mine:
                 return tensor
-            if sum(sum(each.values()) for each in resident.values()) + size <= offload.resident:
+            if sum(sum(sizes.values()) for sizes in resident.values()) + size <= offload.resident:
                 mine[address] = size
                 return tensor
             return _Stored(offload.store(tensor))
@@ -92,16 +93,18 @@ class Activations:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def free_(self, received: Sequence[Tensor], output: Any) -> None:
-        """Frees the memory of what a stage received, unless it is resident or given on."""
-        if self._offload is None or (self._offload.store is to_host and all(each.is_cpu for each in received)):
+        """Frees the memory of what a stage received, unless it is resident or part of the stage's output."""
+        if self._offload is None:
             return
-        needed = {_address(each) for each in tensors_of(output)}.union(*self._resident.values())
-        for each in received:
-            if _address(each) not in needed:
-                each.untyped_storage().resize_(0)
+        if self._offload.store is to_host and all(tensor.is_cpu for tensor in received):
+            return
+        needed = {_address(tensor) for tensor in tensors_of(output)}.union(*self._resident.values())
+        for tensor in received:
+            if _address(tensor) not in needed:
+                tensor.untyped_storage().resize_(0)
 
     def done(self, key: Key) -> None:
-        """The backward of a microbatch is over."""
+        """Says that the backward of one stage and microbatch is over."""
         self._resident.pop(key, None)
 
     def reset(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,14 @@ from ..analysis.timeline import Timeline
 from ..schedules.actions import WEIGHT_GRAD
 from ..schedules.schedule import Schedule
 from ..schedules.walk import Event
-from ..wire.channel import Wire
+from ..wire.wire import Wire
 from .clock import clock_of
 from .feed import Weight, make_feed, shares
 from .gradient_sync import GradientSync
-from .local_stage import Stage
+from .local_stage import LocalStage
 from .microbatches import Split, merge, split_rows
 from .offload import Activations, Offload
-from .run import Loss, Parts, Recorded, Run
+from .run import Equipment, Loss, Recorded, Run
 from .shared import Shared
 from .weight_gradients import SplitBackward, can_split
 
@@ -37,8 +37,9 @@ class Result(NamedTuple):
     """What a step gives.
 
     Attributes:
-        loss: A scalar, on the rank with the last stage; on all ranks with `broadcast_loss`; else None.
-        outputs: Of the last stage for the whole batch, where it is and if asked for; else None.
+        loss: The loss of the batch, a scalar, on the rank with the last stage; on all ranks with `broadcast_loss`;
+            else None.
+        outputs: The last stage's outputs for the whole batch, on the rank that has it and if asked for; else None.
     """
 
     loss: Tensor | None
@@ -47,30 +48,17 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How to run a pipeline. Each field may be given to `Pipeline` as a keyword.
-
-    Args:
-        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: a mean over the rows of a
-            microbatch. The ranks without the last stage need none.
-        split: Splits a batch into microbatches; default: along dim 0, into sizes that differ by one at most.
-        weight: `weight(target)` is what the loss of a microbatch weighs, such as its number of tokens; default: rows.
-        weight_group: The ranks over which gradients are averaged, where `weight` differs between them.
-        shared: Parameters used by several stages; their gradients are summed at the end of each step.
-        offload: Where activations wait for their backward; default: where they are made.
-        broadcast_loss: Whether every rank gets the loss.
-        complete: Called with a stage's number when its gradients are complete, to begin their reduction.
-        border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
-            ranks; they arrive in the dtype that they had. Default: they travel as they are.
-        ahead: Bytes of receives that are posted ahead; their buffers are kept from step to step.
-        timeout: Seconds after which a rank that waits for another one gives up.
+    """The keywords of `Pipeline`, checked, as one value: `pipeline.options`. `Pipeline` says what each of them means.
 
     Raises:
-        ValueError: A timeout or a number of bytes that is not positive, or a border_dtype that is not floating point.
-        TypeError: Shared parameters that are no sequence.
+        ValueError: A timeout or a number of bytes is not positive, `border_dtype` is not floating point, or
+            `reduction` is unknown or comes with a weight that it would ignore.
+        TypeError: The shared parameters are no sequence.
     """
 
     loss_fn: Loss | None = None
     split: Split = split_rows
+    reduction: Literal["mean", "sum"] = "mean"
     weight: Weight | None = None
     weight_group: dist.ProcessGroup | None = None
     shared: Sequence[Shared] = ()
@@ -86,6 +74,10 @@ class PipelineOptions:
             raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
         if not isinstance(self.shared, Sequence):
             raise TypeError(f"shared is a {type(self.shared).__name__}; give a list of Shared")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {self.reduction!r}; give 'mean' or 'sum'")
+        if self.reduction == "sum" and (self.weight is not None or self.weight_group is not None):
+            raise ValueError("reduction='sum' adds losses up as they are, without a weight; leave out the weight")
         dtype = self.border_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
@@ -97,12 +89,26 @@ class Pipeline:
     Args:
         stages: This rank's part of the model, or its parts, ascending. What a stage gives is what the next one is
             called with: any nesting of tensors and plain values; a tuple is several arguments.
-        schedule: For as many ranks as the group has; equal on all of them.
+        schedule: A schedule for as many ranks as the group has; equal on all of them.
         group: The ranks of the pipeline, first to last.
-        **options: See `PipelineOptions`.
+        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: one number for a microbatch. The
+            ranks without the last stage need none.
+        split: Splits a batch into microbatches. Default: along dim 0, into sizes that differ by one at most.
+        reduction: What `loss_fn` gives. "mean": the mean over a microbatch's rows; the loss of the batch is the mean
+            over all rows. "sum": the microbatch's part of the batch's loss; the parts are added up as they are.
+        weight: `weight(target)` is what the mean of a microbatch weighs, such as its number of tokens. Default: rows.
+        weight_group: The ranks over which gradients are averaged, where `weight` differs between them.
+        shared: Parameters used by several stages; their gradients are summed at the end of each step.
+        offload: Where activations wait for their backward. Default: where they are made.
+        broadcast_loss: Whether every rank gets the loss.
+        complete: Called with a stage's number when its gradients are complete, to begin their reduction.
+        border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
+            ranks; they arrive in the dtype that they had. Default: they travel as they are.
+        ahead: Bytes of receives that are posted ahead; their buffers are kept from step to step.
+        timeout: Seconds after which a rank that waits for another one gives up.
 
     Raises:
-        ValueError, TypeError: What does not fit together, on every rank.
+        ValueError, TypeError: Something does not fit together; on every rank.
 
     Example:
         pipeline = Pipeline(my_stage, one_f_one_b(4, 16), groups["pipeline"], loss_fn=nn.functional.cross_entropy)
@@ -111,44 +117,74 @@ class Pipeline:
     """
 
     def __init__(
-        self, stages: nn.Module | Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, **options: Any
+        self,
+        stages: nn.Module | Sequence[nn.Module],
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        *,
+        loss_fn: Loss | None = None,
+        split: Split = split_rows,
+        reduction: Literal["mean", "sum"] = "mean",
+        weight: Weight | None = None,
+        weight_group: dist.ProcessGroup | None = None,
+        shared: Sequence[Shared] = (),
+        offload: Offload | None = None,
+        broadcast_loss: bool = False,
+        complete: Callable[[int], None] | None = None,
+        border_dtype: torch.dtype | None = None,
+        ahead: int = 1 << 28,
+        timeout: float = 600.0,
     ) -> None:
         self.schedule, self.group = schedule, group
         self.rank = dist.get_rank(group)
         problem: Exception | None = None
         digest, has_loss = "", False
         try:
-            self.options = PipelineOptions(**options)
+            self.options = PipelineOptions(
+                loss_fn=loss_fn,
+                split=split,
+                reduction=reduction,
+                weight=weight,
+                weight_group=weight_group,
+                shared=shared,
+                offload=offload,
+                broadcast_loss=broadcast_loss,
+                complete=complete,
+                border_dtype=border_dtype,
+                ahead=ahead,
+                timeout=timeout,
+            )
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
             self.stages = dict(zip(_check(modules, schedule, group, self.rank), modules, strict=True))
-            self._syncs = {number: GradientSync(module) for number, module in self.stages.items()}
-            digest, has_loss = _digest(schedule), self.options.loss_fn is not None
+            syncs = {number: GradientSync(module) for number, module in self.stages.items()}
+            digest, has_loss = _digest(schedule), loss_fn is not None
         except Exception as error:  # of any type: the others wait for this rank
             problem = error
-        self._has_loss = _agree(problem, digest, has_loss, group)[schedule.rank_of(schedule.stages - 1)]
-        self._parts = self._make_parts()
+        have_loss = _agree(problem, digest, has_loss, group)
+        last = schedule.stages - 1
+        self._has_loss = have_loss[schedule.rank_of(last)]
+        has_splits = any(action.op == WEIGHT_GRAD for actions in schedule.ranks for action in actions)
+        self._equipment = Equipment(
+            stages={
+                number: LocalStage(module, keeps_outputs=syncs[number].follows_graph)
+                for number, module in self.stages.items()
+            },
+            split=SplitBackward(
+                {number: module for number, module in self.stages.items() if has_splits and can_split(module)}
+            ),
+            syncs=syncs,
+            wire=Wire(group, _device_of(group), timedelta(seconds=timeout), ahead),
+            rank=self.rank,
+            last=last,
+            loss_fn=loss_fn,
+            complete=complete,
+            activations=Activations(offload, self.stages.values()),
+            border=border_dtype,
+            clock=clock_of(self.stages.values()),
+        )
         self._programs: dict[bool, Program] = {}
         self._recorded: list[Recorded] = []
         self._failed = False
-
-    def _make_parts(self) -> Parts:
-        splits = any(action.op == WEIGHT_GRAD for actions in self.schedule.ranks for action in actions)
-        split = {number: module for number, module in self.stages.items() if splits and can_split(module)}
-        timeout = timedelta(seconds=self.options.timeout)
-        syncs = self._syncs
-        return Parts(
-            stages={n: Stage(module, keeps_outputs=syncs[n].follows_graph) for n, module in self.stages.items()},
-            split=SplitBackward(split),
-            syncs=syncs,
-            wire=Wire(self.group, _device_of(self.group), timeout, self.options.ahead),
-            rank=self.rank,
-            last=self.schedule.stages - 1,
-            loss_fn=self.options.loss_fn,
-            complete=self.options.complete,
-            activations=Activations(self.options.offload, self.stages.values()),
-            border=self.options.border_dtype,
-            clock=clock_of(self.stages.values()),
-        )
 
     @property
     def is_first(self) -> bool:
@@ -168,14 +204,14 @@ class Pipeline:
 
         Args:
             *inputs: Nested tensors, [rows, ...], or `Microbatches`.
-            target: Of the loss; nested tensors, [rows, ...], or `Microbatches`.
+            target: What the loss is computed from; nested tensors, [rows, ...], or `Microbatches`.
             return_outputs: Whether the last stage's outputs are kept and joined.
-            **kwargs: Nested tensors, [rows, ...], and values for all microbatches.
+            **kwargs: The stages' keyword arguments: nested tensors, [rows, ...], and values for all microbatches.
 
         Raises:
-            ValueError, TypeError: A batch that cannot be split, on every rank.
-            RuntimeError: It is called under torch.inference_mode().
-            PipelineError: A stage that raised, or a rank that is gone; on every rank.
+            ValueError, TypeError: The batch cannot be split; on every rank.
+            RuntimeError: The step is called under torch.inference_mode().
+            PipelineError: A stage has raised, or a rank is gone; on every rank.
         """
         if not self._has_loss:
             raise ValueError(
@@ -183,11 +219,24 @@ class Pipeline:
                 "or call evaluate()"
             )
         if torch.is_inference_mode_enabled():
-            raise RuntimeError("step() under torch.inference_mode() would train nothing; leave it, or call evaluate()")
+            raise RuntimeError(
+                "step() under torch.inference_mode() would train nothing; call it outside, or call evaluate()"
+            )
         return self._run((inputs, kwargs, target), training=True, keep_outputs=return_outputs)
 
     def evaluate(self, *inputs: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> Result:
-        """Forward alone, without gradients; arguments as `step` has them. The modules' mode is left as it is."""
+        """Forward of one batch alone, without gradients. The modules' mode is left as it is.
+
+        Args:
+            *inputs: Nested tensors, [rows, ...], or `Microbatches`, for the first stage.
+            target: What the loss is computed from; None: no loss is computed.
+            return_outputs: Whether the last stage's outputs are kept and joined.
+            **kwargs: The stages' keyword arguments: nested tensors, [rows, ...], and values for all microbatches.
+
+        Raises:
+            ValueError, TypeError: The batch cannot be split; on every rank.
+            PipelineError: A stage has raised, or a rank is gone; on every rank.
+        """
         return self._run((inputs, kwargs, target), training=False, keep_outputs=return_outputs)
 
     def forward_backward_step(
@@ -222,14 +271,15 @@ class Pipeline:
         for _ in range(5):  # moments that are the same on all ranks, on clocks of their own
             dist.barrier(group=self.group)
             meetings.append(perf_counter())
-        moments = [moment for each in self._recorded for moment in (each.start, each.end)]
-        seconds = iter(self._parts.clock.seconds(moments))
-        mine = [Event(self.rank, each.action, next(seconds), next(seconds)) for each in self._recorded]
-        every: list[tuple[list[float], list[Event]]] = [(meetings, mine)] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, (meetings, mine), group=self.group)
+        moments = [moment for action in self._recorded for moment in (action.start, action.end)]
+        seconds = iter(self._equipment.clock.seconds(moments))
+        mine = [Event(self.rank, action.action, next(seconds), next(seconds)) for action in self._recorded]
+        by_rank: list[tuple[list[float], list[Event]]] = [(meetings, mine)] * dist.get_world_size(self.group)
+        dist.all_gather_object(by_rank, (meetings, mine), group=self.group)
+        first_meetings, _ = by_rank[0]
         events = []
-        for theirs, recorded in every:
-            ahead = median(one - other for one, other in zip(theirs, every[0][0], strict=True))
+        for theirs, recorded in by_rank:
+            ahead = median(one - other for one, other in zip(theirs, first_meetings, strict=True))
             events += [event._replace(start=event.start - ahead, end=event.end - ahead) for event in recorded]
         first = min((event.start for event in events), default=0.0)
         return Timeline([event._replace(start=event.start - first, end=event.end - first) for event in events])
@@ -239,10 +289,10 @@ class Pipeline:
 
         Gradients of the step that failed are the caller's to drop. Where a rank is gone, it raises as the group does.
         """
-        self._parts.wire.reset()
-        for stage in self._parts.stages.values():
+        self._equipment.wire.reset()
+        for stage in self._equipment.stages.values():
             stage.reset()
-        self._parts.activations.reset()
+        self._equipment.activations.reset()
         self._failed = False
 
     def _run(self, batch: tuple[Any, Any, Any], *, training: bool, keep_outputs: bool) -> Result:
@@ -250,39 +300,45 @@ class Pipeline:
             raise PipelineError("the step before failed; call reset() on all ranks first")
         if training not in self._programs:
             self._programs[training] = compile_program(self.schedule, self.rank, forward_only=not training)
-        run = Run(parts=self._parts, program=self._programs[training], training=training, keep_outputs=keep_outputs)
+        program = self._programs[training]
+        run = Run(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
         try:
-            self._parts.wire.begin(run.program)
+            self._equipment.wire.begin(program)
             self._execute(run, *batch)
         except BaseException as error:
             self._fail(run, error)
             raise
         if training:
             self._recorded = run.recorded
-        for each in self.options.shared if training else ():
-            each.handle_gradient()
+            for shared in self.options.shared:
+                shared.handle_gradient()
         outputs = merge([run.outputs[i] for i in range(len(run.outputs))]) if run.outputs else None
         return Result(self._broadcast(run.loss()) if self.options.broadcast_loss else run.loss(), outputs)
 
     def _execute(self, run: Run, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         options, microbatches = self.options, self.schedule.microbatches
-        for each in options.shared if run.training else ():
-            each.begin_step()
+        if run.training:
+            for shared in options.shared:
+                shared.begin_step()
         run.feed = make_feed(inputs, kwargs, target, microbatches, options.split)
         if self.is_last and options.loss_fn is not None:
             if options.weight is not None and run.training and not run.feed.targets:
                 raise ValueError("weight counts what a target holds, but this step has none; give it target=")
-            run.alike = run.training and options.weight is None and not any(run.feed.rows)
-            group = options.weight_group
-            run.shares = shares(run.feed, options.weight, group, "cpu" if group is None else _device_of(group))
+            if options.reduction == "sum":
+                run.shares = [1.0] * microbatches
+            else:
+                run.has_blind_shares = run.training and options.weight is None and not any(run.feed.rows)
+                group = options.weight_group
+                device = torch.device("cpu") if group is None else _device_of(group)
+                run.shares = shares(run.feed, options.weight, group, device)
         run.execute()
-        self._parts.wire.end(run.program, together=not run.training)
+        self._equipment.wire.end(run.program, together=not run.training)
 
     def _fail(self, run: Run, error: BaseException) -> None:
-        """All ranks come to know, and raise the same."""
+        """Lets all ranks know, and raises what all of them raise."""
         self._failed = True
         failure = Failure.of(error, self.rank, run.action)
-        self._parts.wire.fail(run.program, failure)
+        self._equipment.wire.fail(run.program, failure)
         if isinstance(error, PeerFailed):
             raise failure.error() from None
         if isinstance(error, Exception):
@@ -299,7 +355,7 @@ class Pipeline:
 
 
 def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, rank: int) -> tuple[int, ...]:
-    """The numbers of this rank's stages."""
+    """Checks what a pipeline is made of. Returns the numbers of this rank's stages."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is {schedule!r}; give a Schedule, such as one_f_one_b(ranks, microbatches)")
     ranks = dist.get_world_size(group)
@@ -321,18 +377,23 @@ def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.Process
 
 
 def _digest(schedule: Schedule) -> str:
-    """A schedule in a few characters."""
-    return hashlib.sha256(repr([[str(each) for each in actions] for actions in schedule.ranks]).encode()).hexdigest()
+    """A schedule in a few characters, to compare it between ranks."""
+    text = repr([[str(action) for action in actions] for actions in schedule.ranks])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _agree(problem: Exception | None, digest: str, has_loss: bool, group: dist.ProcessGroup) -> list[bool]:
-    """Raises on every rank if any has a problem, or if they have different schedules. All-gather of small objects."""
-    every = agree(problem, (digest, has_loss), group)
-    first = next(iter(every))
-    different = [rank for rank, (theirs, _) in every.items() if theirs != every[first][0]]
+    """Raises on every rank if any has a problem, or if they have different schedules. All-gather of small objects.
+
+    Returns:
+        For each rank, whether it has a loss function.
+    """
+    said = agree(problem, (digest, has_loss), group)
+    first = next(iter(said))
+    different = [rank for rank, (theirs, _) in said.items() if theirs != said[first][0]]
     if different:
         raise ValueError(f"ranks {different} have another schedule than rank {first}; make the same one on all ranks")
-    return [theirs for _, theirs in every.values()]
+    return [theirs for _, theirs in said.values()]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -7,16 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._program import Instruction, Message, Program
 from .._structure import flatten, tensors_of
+from .._torch_private import tree_map_only
 from ..schedules.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from ..wire.channel import Contents, Wire
+from ..wire.message import Contents
+from ..wire.wire import Wire
 from .clock import Clock
 from .feed import Feed
 from .gradient_sync import GradientSync
-from .local_stage import Gradients, Stage, arguments, border
+from .local_stage import Gradients, LocalStage, across_border, as_arguments
 from .microbatches import check_visible, rows_of
 from .offload import Activations
 from .weight_gradients import SplitBackward
@@ -25,7 +26,7 @@ Loss = Callable[..., Tensor]
 
 
 class Recorded(NamedTuple):
-    """An action of this rank, and moments of its clock."""
+    """An action that this rank has run, and moments of its clock."""
 
     action: Action
     start: Any
@@ -33,24 +34,24 @@ class Recorded(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a rank runs its actions with.
+class Equipment:
+    """What a rank runs its actions with, step after step.
 
     Args:
-        stages: Of this rank, by number.
-        split: Of those whose backward is split.
-        syncs: By stage.
-        wire: To the other ranks.
-        rank: This one.
-        last: The number of the last stage.
-        loss_fn: On the rank that runs it.
+        stages: The stages of this rank, by number.
+        split: The stages whose backward is split.
+        syncs: The data-parallel reduction of each stage.
+        wire: The connection with the other ranks.
+        rank: This rank, within the pipeline.
+        last: The number of the pipeline's last stage.
+        loss_fn: The loss, on the rank that runs the last stage.
         complete: Called with a stage's number when its gradients are complete.
-        activations: Where they wait.
+        activations: Where activations wait for their backward.
         border: The widest dtype of what other ranks are sent.
-        clock: Of the stages.
+        clock: The clock that actions are timed by.
     """
 
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, LocalStage]
     split: SplitBackward
     syncs: Mapping[int, GradientSync]
     wire: Wire
@@ -68,119 +69,118 @@ class Run:
     """A step under way.
 
     Args:
-        parts: What it runs with.
+        equipment: What it runs with.
         program: What it does.
         training: Whether there is a backward.
         keep_outputs: Whether the last stage's outputs are kept.
         feed: The batch.
-        shares: Of each microbatch in the loss; empty where the last stage is elsewhere.
-        alike: Whether they are equal because nothing is known of the microbatches' rows.
-        action: The one under way.
-        outputs: Of the last stage, by microbatch.
-        losses: By microbatch.
+        shares: What each microbatch's loss counts in the batch's; empty where the last stage is elsewhere.
+        has_blind_shares: Whether the shares are equal only because nothing is known of the microbatches' rows.
+
+    Attributes:
+        action: The action under way.
+        outputs: The outputs of the last stage, by microbatch.
+        losses: The losses, by microbatch.
         recorded: What has run.
     """
 
-    parts: Parts
+    equipment: Equipment
     program: Program
     training: bool
     keep_outputs: bool
     feed: Feed = field(default_factory=Feed)
     shares: list[float] = field(default_factory=list)
-    alike: bool = False
+    has_blind_shares: bool = False
     action: Action | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     recorded: list[Recorded] = field(default_factory=list)
-    _local: dict[Message, Contents] = field(default_factory=dict)
-    _as_forward: AbstractContextManager[object] = field(default_factory=nullcontext)
-    _finals: set[int] = field(default_factory=set)
-    _rows: int | None = None
-    _trains: bool = False
+    _local: dict[Message, Contents] = field(default_factory=dict)  # from one stage of this rank to another
+    _without_autocast: AbstractContextManager[object] = field(default_factory=nullcontext)
+    _finals: set[int] = field(default_factory=set)  # places of the actions after which a stage's gradients are complete
+    _first_rows: int | None = None
+    _loss_has_gradient: bool = False
 
     def execute(self) -> None:
         """Runs all actions."""
-        parts, self._as_forward = self.parts, _without_autocast()
+        equipment, self._without_autocast = self.equipment, _autocast_off()
         with ExitStack() as during:
             during.enter_context(torch.enable_grad() if self.training else torch.no_grad())
             if self.training:
-                self._finals = {self._final(number) for number in parts.stages}
-                for number, sync in parts.syncs.items():
-                    if not self._reduces_anyway(number):
-                        during.enter_context(sync.held())
-                during.enter_context(parts.split.active())
+                for number, sync in equipment.syncs.items():
+                    if_split, if_whole = self.program.final[number]
+                    is_split = number in equipment.split.stages
+                    self._finals.add(if_split if is_split else if_whole)
+                    # The only backward of a step may reduce as ever: to hold it back costs memory and overlap.
+                    is_alone = self.program.forwards == 1 and not is_split and not sync.waits_for_all
+                    if not is_alone:
+                        during.enter_context(sync.held_back())
+                during.enter_context(equipment.split.active())
             for position, instruction in enumerate(self.program.instructions):
                 self._do(position, instruction)
-
-    def _reduces_anyway(self, number: int) -> bool:
-        """Whether a stage's only backward pass is the rank's only one: what is held back costs memory and overlap."""
-        alone = self.program.forwards == 1
-        return alone and number not in self.parts.split.stages and not self.parts.syncs[number].waits_for_all
 
     def _do(self, position: int, instruction: Instruction) -> None:
         self.action = action = instruction.action
         taken = None if instruction.takes is None else self._take(instruction.takes, instruction.source)
-        start = self.parts.clock.now()
+        start = self.equipment.clock.now()
         final = position in self._finals
         if action.op == FORWARD:
             self._forward(instruction, taken)
         else:
-            with self._as_forward:
+            with self._without_autocast:
                 self._backward(instruction, taken, final)
-        self.recorded.append(Recorded(action, start, self.parts.clock.now()))
-        if final and self.parts.complete is not None:
-            self.parts.complete(action.stage)
+        self.recorded.append(Recorded(action, start, self.equipment.clock.now()))
+        if final and self.equipment.complete is not None:
+            self.equipment.complete(action.stage)
 
     # Forward
 
     def _forward(self, instruction: Instruction, taken: Contents | None) -> None:
         _, number, microbatch = instruction.action
-        stage, activations = self.parts.stages[number], self.parts.activations
-        args, kwargs, leaves = self._arguments(stage, microbatch, taken)
+        stage, activations = self.equipment.stages[number], self.equipment.activations
+        kwargs = self.feed.kwargs[microbatch]
+        args: tuple[Any, ...] = ()
+        leaves: list[Tensor] = []  # tensors that another stage made
+        if taken is not None:
+            value, leaves = across_border(*taken, copied=stage.writes)
+            args = as_arguments(value)
+        elif self.feed.inputs:
+            args = self.feed.inputs[microbatch]
         if not self.training:
             output = stage.module(*args, **kwargs)
         else:
             with activations.saving((number, microbatch)):
                 output = stage.module(*args, **kwargs)
-        if number == self.parts.last:
+        if number == self.equipment.last:
             outputs = self._finish(microbatch, output)
         else:
-            outputs, stage.output = flatten(output, stage.output, self.parts.border)
+            outputs, stage.output = flatten(output, stage.output, self.equipment.border)
             self._give(instruction, (stage.output, outputs))
         if self.training:
             stage.keep(microbatch, leaves, outputs)
             activations.free_(leaves, output)
 
-    def _arguments(
-        self, stage: Stage, microbatch: int, taken: Contents | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """What a stage is called with, and those tensors that another stage made."""
-        every = self.feed.kwargs[microbatch]
-        if taken is None:
-            args, kwargs = self.feed.inputs[microbatch] if self.feed.inputs else ((), {})
-            return args, kwargs | every, []
-        value, leaves = border(*taken, copied=stage.writes)
-        return arguments(value), every, leaves
-
     def _finish(self, microbatch: int, output: Any) -> list[Tensor]:
-        """The loss, which is where the backward begins."""
+        """Computes the loss of a microbatch, where its backward begins; nothing if there is none to compute."""
+        loss_fn, targets = self.equipment.loss_fn, self.feed.targets
         if self.keep_outputs:
             check_visible(output)
-            self.outputs[microbatch] = pytree.tree_map_only(Tensor, Tensor.detach, output)
-        if self.parts.loss_fn is None or not (self.training or self.feed.targets):
+            self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
+        if loss_fn is None or not (self.training or targets):
             return []
-        if self.alike:
+        if self.has_blind_shares:
             self._check_rows(microbatch, output)
         if self.shares[microbatch] == 0:  # a mean over nothing is NaN, and so is its gradient
-            loss = sum((each.sum() * 0 for each in tensors_of(output) if each.is_floating_point()), torch.zeros(()))
+            floats = (tensor for tensor in tensors_of(output) if tensor.is_floating_point())
+            loss = sum((tensor.sum() * 0 for tensor in floats), torch.zeros(()))
         else:
-            target = self.feed.targets
-            loss = self.parts.loss_fn(output, target[microbatch]) if target else self.parts.loss_fn(output)
+            loss = loss_fn(output, targets[microbatch]) if targets else loss_fn(output)
         if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}; loss_fn must give one number a microbatch")
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}; loss_fn must give one number per microbatch")
         if self.training:  # of a microbatch in which nothing counts it may be a constant
-            self._trains |= loss.requires_grad or not any(each.requires_grad for each in tensors_of(output))
-            if not self._trains and len(self.losses) == len(self.shares) - 1:  # the others still wait for gradients
+            self._loss_has_gradient |= loss.requires_grad or not any(t.requires_grad for t in tensors_of(output))
+            is_last = len(self.losses) == len(self.shares) - 1
+            if is_last and not self._loss_has_gradient:  # the other ranks still wait for gradients
                 raise ValueError(
                     "the loss has no gradient, though the outputs do; loss_fn must not detach them, or use .item()"
                 )
@@ -188,18 +188,19 @@ class Run:
         return [loss]
 
     def _check_rows(self, microbatch: int, output: Any) -> None:
-        """Raises unless they are as many as those of the first one."""
+        """Raises ValueError unless a microbatch has as many rows as the first one."""
         rows = rows_of(output)
-        if self._rows is None:
-            self._rows = rows
-        if rows != self._rows:
+        if self._first_rows is None:
+            self._first_rows = rows
+        if rows != self._first_rows:
             raise ValueError(
-                f"microbatch {microbatch} has {rows} rows and the first one {self._rows}, which the rank with the loss "
-                "learns too late to weigh them; give it the inputs or the target as well, or a batch that divides"
+                f"microbatch {microbatch} has {rows} rows and the first one {self._first_rows}, which the rank with "
+                "the loss learns too late to weigh them; give it the inputs or the target as well, or a batch that "
+                "divides"
             )
 
     def loss(self) -> Tensor | None:
-        """Of the batch, where the last stage is."""
+        """The loss of the batch, where the last stage is."""
         if not self.losses:
             return None
         losses = torch.stack([self.losses[i].reshape(()) for i in range(len(self.losses))])
@@ -209,9 +210,9 @@ class Run:
 
     def _backward(self, instruction: Instruction, taken: Contents | None, final: bool) -> None:
         op, number, microbatch = instruction.action
-        stage, split, sync = self.parts.stages[number], self.parts.split, self.parts.syncs[number]
+        stage, split, sync = self.equipment.stages[number], self.equipment.split, self.equipment.syncs[number]
         if op != INPUT_GRAD or number not in split.stages:
-            self.parts.activations.done((number, microbatch))
+            self.equipment.activations.done((number, microbatch))
         if number not in split.stages:
             if op != WEIGHT_GRAD:
                 self._whole_backward(instruction, self._gradients(instruction, taken), final)
@@ -228,60 +229,56 @@ class Run:
     def _whole_backward(self, instruction: Instruction, gradients: Gradients, final: bool) -> None:
         """Where gradients are reduced in this pass, the stage before gets its part before the pass is over."""
         _, number, microbatch = instruction.action
-        sync, stage = self.parts.syncs[number], self.parts.stages[number]
+        sync, stage = self.equipment.syncs[number], self.equipment.stages[number]
         if not (final and sync.active):
             self._give_back(instruction, stage.backward(microbatch, gradients))
             return
         sync.release(stage.outputs(microbatch))
-        given: list[Gradients] = []
+        is_given = False
 
         def ready(of_inputs: Gradients) -> None:
-            given.append(of_inputs)
+            nonlocal is_given
+            is_given = True
             self._give_back(instruction, of_inputs)
 
         of_inputs = stage.backward(microbatch, gradients, ready)
-        if not given:  # an input that is not used has none
+        if not is_given:  # an input that is not used has no gradient
             self._give_back(instruction, of_inputs)
 
     def _gradients(self, instruction: Instruction, taken: Contents | None) -> Gradients:
-        """Of a stage's outputs, or of the loss."""
+        """The gradients of a stage's outputs, or of the loss."""
         _, number, microbatch = instruction.action
         if taken is not None:
-            gradients: Gradients = border(*taken)[0]
+            gradients: Gradients = across_border(*taken)[0]
             return gradients
-        if not self.parts.stages[number].has_outputs(microbatch):
+        if not self.equipment.stages[number].has_outputs(microbatch):
             return ()
         return (torch.full_like(self.losses[microbatch], self.shares[microbatch]),)
 
     def _give_back(self, instruction: Instruction, gradients: Gradients) -> None:
         if instruction.gives is not None:
-            stage = self.parts.stages[instruction.action.stage]
-            tensors, stage.gradient = flatten(gradients, stage.gradient, self.parts.border)
+            stage = self.equipment.stages[instruction.action.stage]
+            tensors, stage.gradient = flatten(gradients, stage.gradient, self.equipment.border)
             self._give(instruction, (stage.gradient, tensors))
-
-    def _final(self, number: int) -> int:
-        """The place of the action after which a stage's gradients are complete."""
-        if_split, if_whole = self.program.final[number]
-        return if_split if number in self.parts.split.stages else if_whole
 
     # Between stages
 
     def _take(self, message: Message, source: int) -> Contents:
-        if source == self.parts.rank:
+        if source == self.equipment.rank:
             return self._local.pop(message)
-        return self.parts.wire.take(message, source)
+        return self.equipment.wire.take(message, source)
 
     def _give(self, instruction: Instruction, contents: Contents) -> None:
         message, target = instruction.gives, instruction.target
-        if message is not None and target == self.parts.rank:
-            self._local[message] = contents[0], [each.detach() for each in contents[1]]
+        if message is not None and target == self.equipment.rank:
+            self._local[message] = contents[0], [tensor.detach() for tensor in contents[1]]
         elif message is not None:
-            self.parts.wire.give(message, target, contents)
+            self.equipment.wire.give(message, target, contents)
 
 
-def _without_autocast() -> AbstractContextManager[object]:
-    """For a backward, which runs in the types of its forward whatever the caller casts."""
+def _autocast_off() -> AbstractContextManager[object]:
+    """A context for a backward, which runs in the dtypes of its forward whatever the caller casts."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    on = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
-    return nullcontext() if on is None else torch.autocast(on, enabled=False)
+    active = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
+    return nullcontext() if active is None else torch.autocast(active, enabled=False)

@@ -20,15 +20,16 @@ class Shared:
     parameter. Collective over the group, as are its methods.
 
     Args:
-        parameters: This rank's, by their names in its stage. Names may differ between ranks, order and shapes may not.
-            Empty where no stage uses any.
+        parameters: This rank's parameters, by their names in its stage. Names may differ between ranks, order and
+            shapes may not. Empty where no stage uses any.
         group: The ranks of the pipeline.
         replicas: The ranks that run the same stages on other data, if there are any.
-        optimizer: Of this rank's parameters, where it holds their gradients itself, as par-zero's does. Default: each
-            parameter has its own.
+        optimizer: The optimizer of this rank's parameters, where it holds their gradients itself, as par-zero's does.
+            Default: each parameter has its own gradient.
 
     Raises:
-        ValueError: Different numbers, shapes or dtypes on the ranks, or a parameter frozen on some; on every rank.
+        ValueError: The ranks have different numbers, shapes or dtypes, or a parameter is frozen on some of them; on
+            every rank.
 
     Example:
         mine = {"embedding.weight": stage.embedding.weight} if pipeline_rank == 0 else {}
@@ -45,53 +46,52 @@ class Shared:
         optimizer: Optimizer | None = None,
     ) -> None:
         self._parameters, self._group, self._optimizer = dict(parameters), group, optimizer
-        records = [_record(each, replicas) for each in self._parameters.values()]
-        every = self._told(
-            [
-                (f"{each.dtype}{'' if each.requires_grad else ' frozen'}", record)
-                for each, record in zip(parameters.values(), records, strict=True)
-            ]
-        )
-        self._holders = [rank for rank, theirs in enumerate(every) if theirs]
-        _check([every[rank] for rank in self._holders])
-        self._checked = False
+        mine = []
+        for parameter in self._parameters.values():
+            kind = f"{parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
+            mine.append((kind, _record(parameter, replicas)))
+        by_rank = self._gathered(mine)
+        self._holders = [rank for rank, theirs in enumerate(by_rank) if theirs]
+        _check([by_rank[rank] for rank in self._holders])
+        self._are_cuts_checked = False
         for number, parameter in enumerate(self._parameters.values()):
-            set_sharding(parameter, _joined([every[rank][number][1] for rank in self._holders]))
+            set_sharding(parameter, _joined([by_rank[rank][number][1] for rank in self._holders]))
             self._start_alike_(parameter)
 
     def begin_step(self) -> None:
         """Before gradients are added to a sum of earlier steps: only the first holder keeps it, so that it counts once.
 
-        `Pipeline` calls this at the start of each step. Whoever calls `handle_gradient` once for several steps needs it
-        not. No communication.
+        `Pipeline` calls this at the start of each step. Whoever calls `handle_gradient` once for several steps does not
+        need it. No communication.
         """
         if dist.get_rank(self._group) in self._holders[1:]:
-            for _, view in (pair for each in self._views() for pair in each):
-                view.zero_()
+            for views in self._views():
+                for _, view in views:
+                    view.zero_()
 
     def handle_gradient(self) -> None:
         """Makes every holder's gradient the sum over the holders, added in the same order everywhere."""
         if len(self._holders) < 2:
             return
         absent = self._fill_() if self._optimizer is None else set()
-        views = self._views()
-        if not self._checked:
-            self._check_cuts(views)
-        for parameter, each in zip(self._parameters.values(), views, strict=True):
-            if not each:  # a data-parallel rank that keeps nothing of this parameter
+        views_of_all = self._views()
+        if not self._are_cuts_checked:
+            self._check_cuts(views_of_all)
+        for parameter, views in zip(self._parameters.values(), views_of_all, strict=True):
+            if not views:  # a data-parallel rank that keeps nothing of this parameter
                 continue
-            parts = [view.reshape(-1) for _, view in each]
+            parts = [view.reshape(-1) for _, view in views]
             if self._optimizer is None:
                 parts.append(parts[0].new_full((1,), float(id(parameter) not in absent)))  # whether anybody used it
             total = torch.stack(self._exchanged(torch.cat(parts))).sum(0)
             sums = total.split([len(part) for part in parts])
-            for (_, view), part in zip(each, sums, strict=False):
+            for (_, view), part in zip(views, sums, strict=False):
                 view.copy_(part.view(view.shape))
             if id(parameter) in absent and total[-1] == 0:  # nobody used it, so the optimizer is to leave it alone
                 parameter.grad = None
 
     def _fill_(self) -> set[int]:
-        """Makes gradients dense, and those that are not there zero; gives the ids of the latter's parameters."""
+        """Makes gradients dense, and those that are not there zero; returns the ids of the latter's parameters."""
         absent = set()
         for parameter in self._parameters.values():
             if parameter.grad is None:
@@ -103,13 +103,13 @@ class Shared:
 
     def _views(self) -> list[list[tuple[Box, Tensor]]]:
         """This rank's parts of each parameter's gradient."""
-        found: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self._parameters}
-        for name, box, view in gradients(self._named()):
-            if name in found:
-                found[name].append((box, view))
-        return list(found.values())
+        views: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self._parameters}
+        for name, box, view in gradients(self._named_tensors()):
+            if name in views:
+                views[name].append((box, view))
+        return list(views.values())
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that have gradients. An optimizer may hold the parameters themselves, without their names."""
         if self._optimizer is None:
             yield from self._parameters.items()
@@ -120,35 +120,35 @@ class Shared:
             for name, tensor in zip(names, group["params"], strict=True):
                 yield own.get(id(tensor), name), tensor
 
-    def _check_cuts(self, views: Sequence[Sequence[tuple[Box, Tensor]]]) -> None:
-        """Once: all holders have the same parts."""
-        every = self._told([[(box.start, box.size) for box, _ in each] for each in views])
+    def _check_cuts(self, views_of_all: Sequence[Sequence[tuple[Box, Tensor]]]) -> None:
+        """Checks that all holders have the same parts; once, since it communicates."""
+        by_rank = self._gathered([[(box.start, box.size) for box, _ in views] for views in views_of_all])
         for rank in self._holders:
-            if every[rank] != every[self._holders[0]]:
+            if by_rank[rank] != by_rank[self._holders[0]]:
                 raise ValueError(
                     f"the gradients of shared parameters are cut otherwise on rank {rank} of the pipeline than on rank "
                     f"{self._holders[0]}; make Shared(...) before the optimizer is sharded, and give it `optimizer`"
                 )
-        self._checked = True
+        self._are_cuts_checked = True
 
     def _start_alike_(self, parameter: nn.Parameter) -> None:
-        """The first holder's values on all."""
+        """Gives all holders the first one's values."""
         if len(self._holders) > 1:
             with torch.no_grad():
                 parameter.copy_(self._exchanged(parameter.detach().contiguous())[0])
             written_([parameter])
 
     def _exchanged(self, mine: Tensor) -> list[Tensor]:
-        """The tensor of every holder; sent from each to each, point to point.
+        """The tensors of all holders, each sent to every other one, point to point.
 
         Pair by pair, the lower rank first: NCCL has a communicator for each pair, which does one thing after another. A
         batch of them would be one of the whole group, which other ranks take no part in.
         """
         rank, device = dist.get_rank(self._group), mine.device
         mine = sendable(mine, self._group)
-        every = [mine if holder == rank else torch.empty_like(mine) for holder in self._holders]
+        tensors = [mine if holder == rank else torch.empty_like(mine) for holder in self._holders]
         works: list[Any] = []
-        for holder, theirs in zip(self._holders, every, strict=True):
+        for holder, theirs in zip(self._holders, tensors, strict=True):
             if holder == rank:
                 continue
             acts = [(dist.isend, mine, "group_dst"), (dist.irecv, theirs, "group_src")]
@@ -156,14 +156,15 @@ class Shared:
                 works.append(act(tensor, group=self._group, **{peer: holder}))
         for work in works:
             work.wait()
-        return [each.to(device) for each in every]
+        return [tensor.to(device) for tensor in tensors]
 
-    def _told(self, mine: Any) -> list[Any]:
-        """What each rank of the group says."""
+    def _gathered(self, mine: Any) -> list[Any]:
+        """A small object of each rank of the group; all-gather."""
         return list(agree(None, mine, self._group).values())
 
 
 def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Sharding:
+    """A parameter's record; without one, it is whole on this rank and its replicas."""
     if hasattr(parameter, "par_sharding"):
         return sharding_of(parameter)
     copies = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
@@ -171,18 +172,19 @@ def _record(parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> Shar
 
 
 def _joined(records: Sequence[Sharding]) -> Sharding:
-    """Of records that differ in their copies alone: all those copies."""
+    """One record out of several that differ in their copies alone: it has all those copies."""
     boxes = []
     for same in zip(*(record.boxes for record in records), strict=True):
-        boxes.append(replace(same[0], copies=tuple(sorted({rank for box in same for rank in box.copies}))))
+        copies = {rank for box in same for rank in box.copies}
+        boxes.append(replace(same[0], copies=tuple(sorted(copies))))
     return Sharding(records[0].shape, tuple(boxes))
 
 
-def _check(every: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
-    """Every rank sees the same, and raises the same."""
+def _check(parameters_of_holders: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
+    """Checks that all holders have the same kinds of parameters. Every rank sees the same, and raises the same."""
     described = [
-        [(dtype, record.shape, [(box.start, box.size) for box in record.boxes]) for dtype, record in theirs]
-        for theirs in every
+        [(kind, record.shape, [(box.start, box.size) for box in record.boxes]) for kind, record in parameters]
+        for parameters in parameters_of_holders
     ]
     for theirs in described[1:]:
         if theirs != described[0]:

@@ -38,7 +38,8 @@ def validate(ranks: Sequence[Iterable[Action]], placement: Placement, microbatch
     for line in filter(None, missing):
         raise ValueError(line)
     stages = placement.stages
-    walk(ranks, placement, microbatches, StageCosts(*[[1.0] * stages] * 3, [0.0] * stages))
+    ones, zeros = [1.0] * stages, [0.0] * stages
+    walk(ranks, placement, microbatches, StageCosts(ones, ones, ones, zeros))
 
 
 def _check_placement(placement: Placement) -> None:

@@ -2,20 +2,18 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from .._torch_private import children_of
 from ..schedules.schedule import Schedule
 from .lazy import Lazy
 from .partition import partition
 from .transformers import cut, layers_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Layer = nn.Module | Lazy | Mapping[str, Any]
 """A layer, a description of one, or a config of one: dict(type="Linear", in_features=512, out_features=512)."""
@@ -33,7 +31,7 @@ def build_stage(
     seed: int | None = None,
     types: Mapping[str, type[nn.Module]] | None = None,
 ) -> list[nn.Module]:
-    """The stages that a schedule gives a rank, ascending. Parameters keep the names that they have in the whole model.
+    """Makes the stages that a schedule gives a rank, ascending. Parameters keep the names they have in the whole model.
 
     What is written down as `Lazy` or as a config is built here alone. A layer after the other is called with what the
     one before gave, as in nn.Sequential. Of a transformers model each stage takes and gives the hidden states between
@@ -41,36 +39,35 @@ def build_stage(
     becomes one on each; `Shared` keeps them alike.
 
     Args:
-        layers: In order; or an nn.Sequential; or a transformers model with a `_pp_plan`, which may be on the meta
-            device.
+        layers: The layers, in order; or an nn.Sequential; or a transformers model with a `_pp_plan`, which may be on
+            the meta device.
         schedule: Says how many stages there are, and which this rank has.
-        rank: In the pipeline.
-        method: How layers are shared out; see `partition`.
-        sample: See `partition`.
+        rank: This rank, within the pipeline.
+        method: How layers are shared out: "uniform", "parameter", "time", or a weight for each; see `partition`.
+        sample: For "time", an input of the first layer.
         seed: Makes random weights depend on the place of their layer alone, not on who builds it. None: torch's
             generator as it is.
         types: Further names for the "type" in a config, beside those of torch.nn.
 
     Raises:
-        ValueError: More stages than layers, or a config that names no known type.
-        TypeError: What is no layer, or cannot be built.
+        ValueError: There are more stages than layers, or a config names no known type.
+        TypeError: Something is no layer, or cannot be built.
     """
     own = schedule.stage_of(rank)
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
         cuts = partition(layers_of(layers), schedule.stages, method, sample=sample)
         return cut(layers, [cuts[stage] for stage in own])
-    named = [(name, _described(layer, name, types or {})) for name, layer in _named(layers)]
-    cuts = partition([layer for _, layer in named], schedule.stages, method, sample=sample)
-    return [_stage(named, cuts[stage], seed) for stage in own]
-
-
-def _named(layers: nn.Module | Sequence[Layer]) -> list[tuple[str, Any]]:
     if isinstance(layers, nn.Module):
-        return list(layers._modules.items())  # `named_children` passes over a module that comes again
-    return [(str(position), layer) for position, layer in enumerate(layers)]
+        named = list(children_of(layers).items())  # `named_children` passes over a module that comes again
+    else:
+        named = [(str(position), layer) for position, layer in enumerate(layers)]
+    described = [(name, _described(layer, name, types or {})) for name, layer in named]
+    cuts = partition([layer for _, layer in described], schedule.stages, method, sample=sample)
+    return [_stage(described, cuts[stage], seed) for stage in own]
 
 
 def _described(layer: Any, name: str, types: Mapping[str, type[nn.Module]]) -> nn.Module | Lazy:
+    """A layer as a module or as something that builds one, whatever way it is written down."""
     if isinstance(layer, nn.Module | Lazy):
         return layer
     if not isinstance(layer, Mapping):
@@ -79,14 +76,14 @@ def _described(layer: Any, name: str, types: Mapping[str, type[nn.Module]]) -> n
     kind = config.pop("type", None)
     if isinstance(kind, type):
         return Lazy(kind, **config)
-    found = types.get(str(kind)) or getattr(nn, str(kind), None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    layer_type = types.get(str(kind)) or getattr(nn, str(kind), None)
+    if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise ValueError(
             f"layer {name} has type {kind!r}, which is none of torch.nn's"
             + (f", and none of {', '.join(types)}" if types else "")
             + "; give the class itself, or its name in types="
         )
-    return Lazy(found, **config)
+    return Lazy(layer_type, **config)
 
 
 def _stage(named: Sequence[tuple[str, nn.Module | Lazy]], run: range, seed: int | None) -> nn.Sequential:
@@ -102,8 +99,8 @@ def _stage(named: Sequence[tuple[str, nn.Module | Lazy]], run: range, seed: int 
 
 
 @contextmanager
-def _seeded(seed: int | None, position: int) -> "Iterator[None]":
-    """Random numbers of a layer's own inside; the generators of the CPU and of this rank's device are put back."""
+def _seeded(seed: int | None, position: int) -> Iterator[None]:
+    """A context with random numbers of a layer's own; the generators of CPU and this rank's device are put back."""
     if seed is None:
         yield
         return

@@ -12,10 +12,10 @@ RUNS = 3
 
 
 def count_parameters(layers: Sequence[Any]) -> list[int]:
-    """The elements of each layer's parameters.
+    """The number of elements of each layer's parameters.
 
     Raises:
-        TypeError: A layer without `parameters()`.
+        TypeError: A layer has no `parameters()`.
     """
     for position, layer in enumerate(layers):
         if not callable(getattr(layer, "parameters", None)):
@@ -26,14 +26,14 @@ def count_parameters(layers: Sequence[Any]) -> list[int]:
 def measure_seconds(layers: Sequence[Any], sample: Any) -> list[float]:
     """Seconds of forward and backward of each layer, the median of a few runs after one that does not count.
 
-    Each layer gets the one before it's output. Gradients, buffers and random numbers stay as they are.
+    Each layer gets the output of the one before it. Gradients, buffers and random numbers stay as they are.
 
     Args:
-        layers: Modules.
-        sample: The first one's input.
+        layers: Modules, in the order in which they are called.
+        sample: An input of the first layer.
 
     Raises:
-        TypeError: A layer that is no module, or no sample.
+        TypeError: A layer is no module, or there is no sample.
     """
     if sample is None:
         raise TypeError("the method 'time' runs the layers; give sample=, an input of the first one")
@@ -41,7 +41,8 @@ def measure_seconds(layers: Sequence[Any], sample: Any) -> list[float]:
     for position, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layer {position} is a {type(layer).__name__}, not a module, so that it cannot be timed")
-        with torch.random.fork_rng(devices=_devices(layer)):
+        devices = {parameter.device for parameter in layer.parameters() if parameter.device.type != "cpu"}
+        with torch.random.fork_rng(devices=list(devices)):
             times = []
             for _ in range(RUNS + 1):
                 begin = _now()
@@ -59,15 +60,12 @@ def _forward_backward(layer: nn.Module, sample: Any) -> Any:
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     with torch.enable_grad():
         output = torch.func.functional_call(layer, buffers, (entry.clone() if differentiable else entry,))
-    inputs = [each for each in layer.parameters() if each.requires_grad] + [entry] * differentiable
-    tensor = output if isinstance(output, torch.Tensor) else None
-    if tensor is not None and tensor.requires_grad:
-        torch.autograd.grad(tensor, inputs, torch.ones_like(tensor), allow_unused=True)
-    return output.detach() if tensor is not None else output
-
-
-def _devices(layer: nn.Module) -> list[torch.device]:
-    return list({each.device for each in layer.parameters() if each.device.type != "cpu"})
+    if not isinstance(output, torch.Tensor):
+        return output
+    if output.requires_grad:
+        inputs = [parameter for parameter in layer.parameters() if parameter.requires_grad] + [entry] * differentiable
+        torch.autograd.grad(output, inputs, torch.ones_like(output), allow_unused=True)
+    return output.detach()
 
 
 def _now() -> float:

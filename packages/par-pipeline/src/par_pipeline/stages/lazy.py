@@ -11,9 +11,12 @@ class Lazy:
     """A layer that is not there yet, so that a model larger than one rank's memory can be written down on all.
 
     Args:
-        make: Gives the layer: a class, or any function.
-        *args: What it is called with.
-        **keywords: Likewise.
+        make: Makes the layer: a class, or any function.
+        *args: The positional arguments that `make` is called with.
+        **keywords: The keyword arguments that `make` is called with.
+
+    Raises:
+        TypeError: `make` cannot be called.
 
     Example:
         layers = [Lazy(nn.Linear, 512, 512) for _ in range(96)]
@@ -26,10 +29,10 @@ class Lazy:
         self._make, self._args, self._keywords = make, args, keywords
 
     def build(self) -> nn.Module:
-        """The layer.
+        """Makes the layer.
 
         Raises:
-            TypeError: What makes it gives no module.
+            TypeError: What comes out is no module.
         """
         layer = self._make(*self._args, **self._keywords)
         if not isinstance(layer, nn.Module):
@@ -37,11 +40,11 @@ class Lazy:
         return layer
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Its parameters without memory, on the meta device: enough to count them."""
+        """The layer's parameters without memory, on the meta device: enough to count them."""
         with torch.device("meta"):
             layer = self.build()
         return layer.parameters()
 
     def __repr__(self) -> str:
-        given = [*map(repr, self._args), *(f"{key}={value!r}" for key, value in self._keywords.items())]
-        return f"Lazy({getattr(self._make, '__name__', self._make)}, {', '.join(given)})"
+        arguments = [*map(repr, self._args), *(f"{key}={value!r}" for key, value in self._keywords.items())]
+        return f"Lazy({getattr(self._make, '__name__', self._make)}, {', '.join(arguments)})"

@@ -19,15 +19,18 @@ def partition(
 
     Args:
         layers: The layers, or how many there are.
-        parts: How many parts.
+        parts: Number of parts.
         method: What is balanced: "uniform" the number of layers, the larger parts last, where fewer activations are
             kept; "parameter" their parameters; "time" the seconds of forward and backward, measured once on this
             rank, so share the result; or a list with a weight for each layer.
-        sample: For "time": the first layer's input.
+        sample: For "time", an input of the first layer.
+
+    Returns:
+        For each part, the positions of its layers.
 
     Raises:
-        ValueError: More parts than layers, an unknown method, or weights that are no weights.
-        TypeError: Sizes that are no whole numbers, or layers that cannot be measured.
+        ValueError: There are more parts than layers, the method is unknown, or weights are no weights.
+        TypeError: A size is no whole number, or layers cannot be measured.
     """
     count = layers if isinstance(layers, int) else len(layers)
     if not isinstance(parts, int) or isinstance(parts, bool) or isinstance(layers, bool):
@@ -62,7 +65,12 @@ def _weights(layers: int | Sequence[Any], method: str | Sequence[float], sample:
 
 
 def _balanced(sums: Sequence[float], parts: int) -> list[int]:
-    """The ends of the parts, given the sums of the first 0, 1, ... weights."""
+    """The ends of the parts, among all cuts with the smallest largest part those with the least sum of squares.
+
+    Args:
+        sums: The sums of the first 0, 1, ... weights.
+        parts: Number of parts.
+    """
     limit = _smallest_limit(sums, parts)
     count = len(sums) - 1
     cost = [0.0] + [math.inf] * count  # by the number of layers that the parts so far take
@@ -77,7 +85,16 @@ def _balanced(sums: Sequence[float], parts: int) -> list[int]:
 
 
 def _add_part(sums: Sequence[float], limit: float, cost: list[float]) -> tuple[list[float], list[int]]:
-    """The least cost with one more part, for each end, and where that part starts."""
+    """Adds one part to the cheapest cuts so far.
+
+    Args:
+        sums: The sums of the first 0, 1, ... weights.
+        limit: The largest size that a part may have.
+        cost: By the number of layers that the parts so far take, the least sum of squared sizes.
+
+    Returns:
+        The same costs with one part more, and where that part then starts.
+    """
     best, starts = [math.inf] * len(sums), [0] * len(sums)
     for end in range(1, len(sums)):
         for start in range(end - 1, -1, -1):

@@ -1,4 +1,10 @@
-"""Stages of a Hugging Face model, cut where its own `_pp_plan` says. transformers itself is not imported."""
+"""Stages of a Hugging Face model, cut where its own `_pp_plan` says. transformers itself is not imported.
+
+A stage is a copy of the model that shares all its modules, but for the layers of other stages, which are replaced by
+`Absent` ones. So the model's own forward runs, with whatever it does around its layers, and parameters keep their
+names. What comes in and goes out does so between two layers: a model may scale its embeddings before the first one and
+its logits after the last. Four hooks see to that (`_Borders`).
+"""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -6,39 +12,44 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from .._torch_private import children_of
+
 _EMBEDS = "inputs_embeds"
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that may be shared out.
+    """The layers that may be shared out between stages.
 
     Raises:
-        TypeError: The model says nothing of pipelines.
+        TypeError: The model has no plan for pipelines.
     """
     _, name = _plan(model)
     return list(cast("nn.ModuleList", model.get_submodule(name)))
 
 
 def cut(model: nn.Module, runs: Sequence[range]) -> list[nn.Module]:
-    """Stages that share their modules with the model, which is left as it is.
+    """Makes stages that share their modules with the model, which is left as it is.
+
+    A stage takes token ids [rows, time] if it is the first one, else hidden states [rows, time, width], and gives
+    hidden states, or logits [rows, time, words] if it is the last one.
 
     Args:
-        model: The whole.
-        runs: The layers of each stage.
+        model: The model, with all its layers.
+        runs: For each stage, the positions of its layers.
     """
-    plan, name = _plan(model)
+    plan, layers = _plan(model)
     count = len(layers_of(model))
     stages: list[nn.Module] = []
     for run in runs:
-        part, first, last = _twin(model, plan), run.start == 0, run.stop == count
-        for each, (_, gives) in plan.items():
-            if each != name and not (first if gives == [_EMBEDS] else last):
-                _replace(part, each, Absent())
-        before, after = None if first else Border(), None if last else Border()
-        for position in set(range(count)).difference(run):
-            absent = {run.start - 1: before, run.stop: after}.get(position)
-            _replace(part, f"{name}.{position}", absent or Absent())
-        stages.append(ModelStage(part, before, after))
+        stage, is_first, is_last = _twin(model, plan), run.start == 0, run.stop == count
+        for name, (_, gives) in plan.items():
+            if name != layers and not (is_first if gives == [_EMBEDS] else is_last):
+                _replace(stage, name, Absent())
+        absent = {position: Absent() for position in range(count) if position not in run}
+        for position, layer in absent.items():
+            _replace(stage, f"{layers}.{position}", layer)
+        _Borders(stage, before=absent.get(run.start - 1), after=absent.get(run.stop))
+        stages.append(stage)
     return stages
 
 
@@ -46,66 +57,50 @@ class Absent(nn.Module):
     """In the place of a layer that another stage has: gives what it is given."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The same."""
+        """Hidden states [rows, time, width], unchanged."""
         return hidden_states
 
 
-class Border(nn.Module):
-    """In the place of the layer before or after a stage's own.
-
-    Attributes:
-        gives: What another stage gave, to go on with; None: what it is called with.
-        took: What it was called with.
-    """
-
-    gives: Tensor | None = None
-    took: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Hidden states (rows, time, width) to the same."""
-        self.took = hidden_states
-        return hidden_states if self.gives is None else self.gives
-
-
-class ModelStage(nn.Module):
-    """One stage: the model's own forward, which passes over the layers of the others.
-
-    What comes in and goes out does so between two layers: a model may scale its embeddings before the first one and
-    its logits after the last.
+class _Borders:
+    """Where the forward of a stage begins and ends: the hooks, and what passes between them during a forward.
 
     Args:
-        part: The model with this stage's layers. It is no child, which would be a part of all names.
+        stage: The model with this stage's layers. It is called with one positional tensor.
         before: In the place of the layer before this stage's; None: this is the first stage.
-        after: In the place of the layer after them; None: this is the last stage.
+        after: In the place of the layer after this stage's; None: this is the last stage.
     """
 
-    def __init__(self, part: nn.Module, before: Border | None, after: Border | None) -> None:
-        super().__init__()
-        for name, child in part.named_children():
-            self.add_module(name, child)
-        self.__dict__.update(_part=part, _before=before, _after=after)
+    def __init__(self, stage: nn.Module, before: Absent | None, after: Absent | None) -> None:
+        self._is_first, self._is_last = before is None, after is None
+        self._entered: Tensor | None = None
+        self._left: Tensor | None = None
+        stage.register_forward_pre_hook(self._enter, with_kwargs=True)
+        if before is not None:
+            before.register_forward_hook(self._go_on)
+        if after is not None:
+            after.register_forward_hook(self._note)
+        stage.register_forward_hook(self._leave, always_call=True)  # also if the forward raises: nothing is kept
 
-    def forward(self, given: Tensor, **keywords: Any) -> Tensor:
-        """Token ids (rows, time) on the first stage, else hidden states (rows, time, width); likewise out of it."""
-        part, before, after = (self.__dict__[each] for each in ("_part", "_before", "_after"))
-        takes = "input_ids" if before is None else _EMBEDS
-        try:
-            if before is not None:
-                before.gives = given
-            output: Tensor = part(**{takes: given}, use_cache=False, **keywords)[0]
-            if after is not None:
-                output = after.took
-            return output
-        finally:
-            for each in (before, after):
-                if each is not None:
-                    each.gives = each.took = None
+    def _enter(self, _: nn.Module, args: tuple[Tensor], keywords: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        """Calls the model as it is used to be called."""
+        (self._entered,) = args
+        return (), {("input_ids" if self._is_first else _EMBEDS): self._entered, "use_cache": False, **keywords}
 
-    def train(self, mode: bool = True) -> "ModelStage":
-        """As of any module; the part follows."""
-        super().train(mode)
-        self.__dict__["_part"].train(mode)
-        return self
+    def _go_on(self, *_: Any) -> Tensor | None:
+        """Goes on with what the stage before gave, in place of what the model has made of it by now."""
+        return self._entered
+
+    def _note(self, _: nn.Module, __: Any, hidden_states: Tensor) -> None:
+        """Notes what the next stage goes on with."""
+        self._left = hidden_states
+
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> Tensor | None:
+        """Gives the logits, or what the next stage goes on with."""
+        left, self._entered, self._left = self._left, None, None
+        if output is None:  # the forward has raised
+            return None
+        logits: Tensor = output[0]
+        return logits if self._is_last else left
 
 
 def _twin(model: nn.Module, names: Iterable[str]) -> nn.Module:
@@ -118,18 +113,19 @@ def _twin(model: nn.Module, names: Iterable[str]) -> nn.Module:
             above, path = made[path], f"{path}.{part}".lstrip(".")
             child = above.get_submodule(part)
             if path not in made and (path != name or isinstance(child, nn.ModuleList)):
-                made[path] = above._modules[part] = _shallow(child)
+                made[path] = children_of(above)[part] = _shallow(child)
     return twin
 
 
 def _shallow(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares its children and parameters, but has its own tables of them and of its hooks."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    twin.__dict__.update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
     return twin
 
 
 def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str]:
-    """The plan, and the name of the list of layers in it."""
+    """The model's plan, and the name of the list of layers in it."""
     plan: dict[str, tuple[list[str], list[str]]] = getattr(model, "_pp_plan", None) or {}
     lists = [name for name in plan if isinstance(model.get_submodule(name), nn.ModuleList)]
     if len(lists) != 1:

@@ -20,22 +20,29 @@ import torch
 from torch import Tensor
 
 from .._errors import Failure
-from .._structure import ALIGNMENT, Signature, TensorSpec, aligned
+from .._structure import ALIGNMENT, Signature, TensorSpec, aligned, flatten
 
-HEADER = 512
+HEADER = 512  # bytes
+NOTHING = flatten(())[1]
+"""The signature of a message without contents, such as a status."""
+
+Contents = tuple[Signature, list[Tensor]]
+"""A value that is sent: its signature, and its tensors."""
+
 _FIELDS = struct.Struct("<3q")  # little-endian, so that the kind is in the first byte
 
 
 class Kind(IntEnum):
-    """What a message is; its first byte."""
+    """What a message is: its first byte."""
 
     EXPECTED = 0
     """The body follows in the same message, and its signature is what the receiver expects."""
     WHOLE = 1
-    """All follows in the same message."""
+    """Description and body follow in the same message."""
     FOLLOWED = 2
-    """All follows in a second message."""
+    """Description and body follow in a second message."""
     FAILED = 3
+    """The step has failed on another rank; the cause follows in the header itself."""
     UNWRITTEN = 255
     """Nothing has come yet."""
 
@@ -46,21 +53,26 @@ def are_apart(device: torch.device) -> bool:
 
 
 def room_for(signature: Signature | None, device: torch.device) -> int:
-    """Bytes of a buffer for a message whose signature is expected to be this; None: not known yet."""
+    """Bytes of the buffer for a message.
+
+    Args:
+        signature: What the message is expected to have; None: nothing is known yet.
+        device: Where tensors are sent from.
+    """
     return HEADER + (0 if signature is None or are_apart(device) else signature.size)
 
 
 def encode(
     signature: Signature, tensors: Sequence[Tensor], expected: Signature | None, room: int, device: torch.device
 ) -> list[Tensor]:
-    """One message, or two, as uint8 tensors; the first is on the CPU.
+    """Writes a value as one message, or two: uint8 tensors, the first of them on the CPU.
 
     Args:
-        signature: Of the value.
-        tensors: Its tensors.
-        expected: What the receiver expects.
-        room: Bytes of its buffer.
-        device: Of the tensors' bytes.
+        signature: The signature of the value.
+        tensors: The tensors of the value.
+        expected: The signature that the receiver expects; None: it expects nothing yet.
+        room: Bytes of the receiver's buffer.
+        device: Where the bytes of tensors are sent from.
     """
     parts = _parts(signature, tensors, device)
     as_expected = signature is expected or signature == expected
@@ -72,11 +84,11 @@ def encode(
     if HEADER + aligned(len(description)) + signature.size > room:
         return [_header(Kind.FOLLOWED, len(description), signature.size), torch.cat(parts)]
     header = _header(Kind.WHOLE, len(description), signature.size)
-    return [torch.cat([header, *(each.cpu() for each in parts)])]
+    return [torch.cat([header, *(part.cpu() for part in parts)])]
 
 
 def encode_failure(failure: Failure) -> Tensor:
-    """The message that a rank sends for everything it owes, when its step has failed; it fits into any buffer."""
+    """The message that a rank sends in place of all that it owes when its step has failed; it fits any buffer."""
     data = pickle.dumps(tuple(failure))
     return _header(Kind.FAILED, len(data), 0, data)
 
@@ -85,12 +97,12 @@ class Header:
     """What the header of a message says.
 
     Args:
-        message: As received.
+        message: The message as received, [bytes] of uint8.
         kind: Its first byte.
 
     Attributes:
-        second: Bytes of the message that follows; 0: none does.
-        failure: What another rank says went wrong.
+        second: Bytes of the second message that follows; 0: none follows.
+        failure: What went wrong on another rank; None: nothing did.
     """
 
     def __init__(self, message: Tensor, kind: float) -> None:
@@ -108,7 +120,12 @@ class Header:
             self.failure = Failure(*pickle.loads(_read(self._message, _FIELDS.size, self._description)))  # noqa: S301 - from a rank of ours
 
     def decode(self, second: Tensor | None, expected: Signature | None) -> tuple[Signature, list[Tensor]]:
-        """The signature and the tensors, which are views of the message where they were sent in their own dtype."""
+        """Reads the signature and the tensors, which share the message's memory if they were sent in their own dtype.
+
+        Args:
+            second: The second message, where one follows.
+            expected: The signature that was expected.
+        """
         rest, start = (self._message, HEADER) if second is None else (second, 0)
         signature: Signature | None = expected
         if self._description:

@@ -1,0 +1,151 @@
+"""What a rank receives from one neighbour.
+
+All receives of a step are posted, in the order in which the peer sends, as far as a budget of bytes allows; each
+further one when an earlier one has arrived.
+
+They are posted at the end of a step, for one like it: nobody sends then. Gloo's thread spins for a connection that a
+rank is sending or posting on, and for milliseconds if it has come to the rank's core meanwhile; that happened in every
+step while receives were posted beside the first sends. Whatever a rank sends next takes the buffers in their order, so
+both ranks reckon how large each is: what an evaluation sends may find those of a training step.
+
+A rank that waits looks for a while before it sleeps, and lets others run meanwhile. Waking it up takes longer than a
+tiny action, and as often as not it wakes up on another core, whose caches are cold.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import PeerFailed
+from .._program import STATUS, Arrival, Message
+from .lanes import Lane
+from .message import NOTHING, Contents, Header, Kind, room_for
+
+_AWAKE = 2e-3  # seconds in which a rank that waits does not sleep; other threads of its process need the interpreter
+_let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))  # Windows has no sched_yield
+
+
+class Posted(NamedTuple):
+    """A receive that waits for its message.
+
+    Args:
+        buffer: Where the message will be.
+        first: The buffer's first byte, which tells that something has come.
+        work: What the lane waits for.
+    """
+
+    buffer: Tensor
+    first: Tensor
+    work: Any
+
+
+class Inbox:
+    """What a rank receives from one neighbour.
+
+    Args:
+        lane: The lane from the peer.
+        device: Where tensors arrive.
+        budget: Bytes of receives that may be posted ahead.
+        settle: Called with each place of the peer's actions that it has come to.
+    """
+
+    def __init__(self, lane: Lane, device: torch.device, budget: int, settle: Callable[[int], None]) -> None:
+        self._lane, self._device, self._settle = lane, device, settle
+        self._expected = {STATUS: NOTHING}  # what this rank expects of each message: what it was the last time
+        self._coming: deque[Arrival] = deque()
+        self._posted: deque[Posted] = deque()  # buffers for what comes first, and ...
+        self._planned: deque[int] = deque()  # ... bytes of those for what comes then
+        self._budget = budget
+        self._knows_failure = False
+
+    def plan(self, arrivals: tuple[Arrival, ...]) -> None:
+        """Sees to it that there are buffers for a step. The peer's `Outbox` reckons the same at the same point."""
+        have_buffers = len(self._posted) + len(self._planned)
+        coming = [arrival.message for arrival in (*self._coming, *arrivals)]
+        without_buffer = coming[have_buffers:]
+        self._planned.extend(room_for(self._expected.get(message), self._device) for message in without_buffer)
+
+    def begin(self, arrivals: tuple[Arrival, ...]) -> None:
+        """Begins a step, in which the peer sends these messages, in this order."""
+        self.plan(arrivals)
+        self._late = len(self._coming)  # a higher rank's status of the last step, which comes before all else
+        self._coming.extend(arrivals)
+        self._arrived: dict[Message, Contents] = {}
+
+    def prepare(self, arrivals: tuple[Arrival, ...]) -> None:
+        """Posts the receives of a step that may come."""
+        self.plan(arrivals)
+        with suppress(ConnectionError):  # a rank that is done may have left
+            self._post_ahead()
+
+    def expect(self) -> None:
+        """Posts the first receive, if none is posted yet."""
+        if not self._posted:
+            self._post()
+
+    def take(self, message: Message) -> Contents:
+        """Waits for a message, and so for all that were sent before it.
+
+        Raises:
+            PeerFailed: The peer says that the step failed.
+            ConnectionError: The peer is gone, or does not answer.
+        """
+        self._post_ahead()  # it would wait anyway
+        while message not in self._arrived:
+            arrival, header, second = self._receive()
+            if header.failure is not None:
+                raise PeerFailed(header.failure)
+            if self._late:
+                self._late -= 1
+                continue
+            expected = self._expected.get(arrival.message)
+            contents = header.decode(second, expected)
+            if contents[0] is not expected:
+                self._expected[arrival.message] = contents[0]
+            self._arrived[arrival.message] = contents
+            self._settle(arrival.position)
+        return self._arrived.pop(message)
+
+    def drain(self) -> None:
+        """Receives and drops until the peer knows of the failure: until it says so, or is done."""
+        with suppress(ConnectionError):
+            while self._coming and self._posted and not self._knows_failure:
+                self._receive()
+
+    def _post_ahead(self) -> None:
+        """Posts receives while there is room in the budget, and one always."""
+        while self._planned and (not self._posted or self._budget > 0):
+            self._post()
+
+    def _post(self) -> None:
+        """Posts the next receive."""
+        size = self._planned[0]
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        first = buffer[0].fill_(Kind.UNWRITTEN)
+        self._posted.append(Posted(buffer, first, self._lane.receive(buffer, 0)))
+        self._planned.popleft()
+        self._budget -= size
+
+    def _receive(self) -> tuple[Arrival, Header, Tensor | None]:
+        """The next message that the peer sends: which one it is, its header, and the second message if one follows."""
+        buffer, first, work = self._posted.popleft()
+        until = time.perf_counter() + _AWAKE
+        while first.item() == Kind.UNWRITTEN and time.perf_counter() < until:
+            _let_others_run()
+        self._lane.wait(work, 0)
+        self._budget += buffer.nbytes
+        header = Header(buffer, first.item())
+        self._knows_failure = header.failure is not None
+        second = None
+        if header.second:
+            second = torch.empty(header.second, dtype=torch.uint8, device=self._device)
+            self._lane.wait(self._lane.receive(second, 1), 1)
+        self._post_ahead()
+        return self._coming.popleft(), header, second

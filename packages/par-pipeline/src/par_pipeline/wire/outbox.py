@@ -1,0 +1,110 @@
+"""What a rank sends to one neighbour."""
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import Failure
+from .._program import STATUS, Message
+from .lanes import Lane
+from .message import NOTHING, Contents, encode, encode_failure, room_for
+
+
+class _Sent(NamedTuple):
+    """A message under way.
+
+    Args:
+        consumed: The place, in the peer's actions, of the action that takes it.
+        parts: The tensors, which must live until they are sent, each with what its lane waits for.
+    """
+
+    consumed: int
+    parts: list[tuple[Tensor, Any]]
+
+
+class Outbox:
+    """What a rank sends to one neighbour.
+
+    The peer posts its receives before it knows what comes. So the outbox reckons, as the peer's `Inbox` does at the
+    same point of the step, how large each of the peer's buffers is.
+
+    Args:
+        lane: The lane to the peer.
+        device: Where tensors are sent from.
+    """
+
+    def __init__(self, lane: Lane, device: torch.device) -> None:
+        self._lane, self._device = lane, device
+        self._expected = {STATUS: NOTHING}  # what the peer expects of each message: what it was the last time
+        self._rooms: deque[int] = deque()  # bytes of the peer's buffers, for what it is sent next
+        self._unawaited: list[tuple[Tensor, Any]] = []  # statuses of earlier steps
+
+    def plan(self, departures: tuple[Message, ...]) -> None:
+        """Reckons which buffers the peer has for a step."""
+        without_room = departures[len(self._rooms) :]
+        self._rooms.extend(room_for(self._expected.get(message), self._device) for message in without_room)
+
+    def begin(self, departures: tuple[Message, ...], consumed: Mapping[Message, int]) -> None:
+        """Begins a step.
+
+        Args:
+            departures: What the peer is sent, in order.
+            consumed: See `Program`.
+        """
+        self.plan(departures)
+        self._consumed = consumed
+        self._given: set[Message] = set()
+        self._sending: deque[_Sent] = deque()
+
+    def give(self, message: Message, contents: Contents) -> None:
+        """Begins to send a message."""
+        signature, tensors = contents
+        parts = encode(signature, tensors, self._expected.get(message), self._rooms.popleft(), self._device)
+        self._given.add(message)
+        self._expected[message] = signature
+        works = [(part, self._lane.send(part, number)) for number, part in enumerate(parts)]
+        self._sending.append(_Sent(self._consumed[message], works))
+
+    def settle(self, position: int) -> None:
+        """The peer has come to this place of its actions, so what it needed up to there has arrived."""
+        while self._sending and self._sending[0].consumed <= position:
+            self._sending.popleft()
+
+    def finish(self) -> None:
+        """Waits until everything is sent."""
+        while self._sending:
+            for number, (_, work) in enumerate(self._sending.popleft().parts):
+                self._lane.wait(work, number)
+
+    def give_status(self, *, awaited: bool) -> None:
+        """Says that this rank is done with the step.
+
+        Args:
+            awaited: Whether the peer waits for the status in this step. This rank then stays until it is on its way; it
+                may leave afterwards. A peer that does not wait may itself have left, and gloo would not tell who waits
+                to send.
+        """
+        self.finish()
+        with suppress(ConnectionError):  # a rank that is done may have left
+            for _, work in self._unawaited:
+                self._lane.wait(work, 0)
+            self._unawaited.clear()
+            (part,) = encode(NOTHING, [], NOTHING, self._rooms.popleft(), self._device)
+            work = self._lane.send(part, 0)
+            if awaited:
+                self._lane.wait(work, 0)
+            else:
+                self._unawaited.append((part, work))
+        self._given.add(STATUS)
+
+    def give_failure(self, message: Message, failure: Failure) -> None:
+        """Begins to send word of a failure in place of a message, unless the message was sent already."""
+        if message in self._given:
+            return
+        buffer = encode_failure(failure)
+        with suppress(ConnectionError):
+            self._sending.append(_Sent(0, [(buffer, self._lane.send(buffer, 0))]))

@@ -1,0 +1,108 @@
+"""A rank's connection with the other ranks of its pipeline."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .._errors import Failure
+from .._program import STATUS, Message, Program
+from .inbox import Inbox
+from .lanes import make_lanes
+from .message import Contents
+from .outbox import Outbox
+
+
+class Wire:
+    """A rank's connection with its neighbours.
+
+    Args:
+        group: The ranks of the pipeline.
+        device: Where tensors are sent from: a GPU that the group has NCCL for, or the CPU.
+        timeout: The longest wait for a message.
+        ahead: Bytes of receives that may be posted ahead, from all neighbours together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, ahead: int) -> None:
+        self._group, self._device, self._timeout, self._ahead = group, device, timeout, ahead
+        self._rank = dist.get_rank(group)
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._lanes = make_lanes(group, device, timeout)
+
+    def reset(self) -> None:
+        """Makes new connections: what was under way is forgotten. Collective over the group."""
+        dist.barrier(group=self._group)  # the old ones stay until everybody has heard of the failure
+        self._outboxes, self._inboxes = {}, {}
+        if self._device.type != "cpu":
+            self._lanes.up_second.abort()
+            self._lanes.down_second.abort()
+        self._lanes = make_lanes(self._group, self._device, self._timeout)
+
+    def begin(self, program: Program) -> None:
+        """Begins a step.
+
+        Raises:
+            ConnectionError: A neighbour is gone.
+        """
+        for peer, arrivals in program.arrivals.items():
+            if peer not in self._inboxes:
+                to_peer, from_peer = self._lanes.to(peer)
+                outbox = self._outboxes[peer] = Outbox(to_peer, self._device)
+                budget = self._ahead // len(program.arrivals)
+                self._inboxes[peer] = Inbox(from_peer, self._device, budget, outbox.settle)
+            self._outboxes[peer].begin(program.departures[peer], program.consumed)
+            self._inboxes[peer].begin(arrivals)
+        for peer in program.arrivals:  # now that all have begun: word of a failure goes to every one
+            self._inboxes[peer].expect()
+
+    def take(self, message: Message, source: int) -> Contents:
+        """Waits for a message from another rank.
+
+        Raises:
+            PeerFailed: The other rank says that the step failed.
+            ConnectionError: The other rank is gone, or does not answer.
+        """
+        return self._inboxes[source].take(message)
+
+    def give(self, message: Message, target: int, contents: Contents) -> None:
+        """Begins to send a message to another rank."""
+        self._outboxes[target].give(message, contents)
+
+    def end(self, program: Program, *, together: bool) -> None:
+        """Ends a step: tells the neighbours that this rank is done, and waits until the lower ones are.
+
+        That higher ranks are done, too, is heard in the next step, before anything else from them: the first rank may
+        begin with the next batch while the last one is still busy with this one.
+
+        Args:
+            program: The program of the step; the next one may be the same.
+            together: Whether to wait for the higher ranks, too.
+        """
+        lower = [peer for peer in self._inboxes if peer < self._rank]
+        higher = [peer for peer in self._inboxes if peer > self._rank]
+        if not together:
+            for peer in lower:
+                self._outboxes[peer].give_status(awaited=False)
+        for peer in lower:
+            self._inboxes[peer].take(STATUS)
+        for peer in higher:
+            self._outboxes[peer].give_status(awaited=True)
+        if together:
+            for peer in higher:
+                self._inboxes[peer].take(STATUS)
+            for peer in lower:
+                self._outboxes[peer].give_status(awaited=True)
+        for peer, arrivals in program.arrivals.items():
+            self._outboxes[peer].plan(program.departures[peer])
+            self._inboxes[peer].prepare(arrivals)
+
+    def fail(self, program: Program, failure: Failure) -> None:
+        """Sends word of a failure in place of all that is owed, and waits until the neighbours know of it."""
+        for instruction in program.instructions:
+            if instruction.gives is not None and instruction.target != self._rank:
+                self._outboxes[instruction.target].give_failure(instruction.gives, failure)
+        for outbox in self._outboxes.values():
+            outbox.give_failure(STATUS, failure)
+        for inbox in self._inboxes.values():
+            inbox.drain()
