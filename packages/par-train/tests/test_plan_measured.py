@@ -18,7 +18,7 @@ from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions, TrainOptions
 from par_train.jobs.trainer import make_optimizer
 from par_train.plan.inputs import NUMBERS
-from par_train.plan.memory import Sharing, chunks_of
+from par_train.plan.memory import replicas_of
 from par_train.plan.shape import Cut, Part, Shape, count
 from par_train.plan.traffic import data_traffic
 from par_zero import shard
@@ -117,7 +117,7 @@ def test_shared_parameters_of_several_units_are_gathered_twice_but_for_the_last_
             optimizer.step()
             optimizer.zero_grad()
     whole = count(Shape(layers=3, width=512, heads=4, context=16), Cut(), Part(blocks=3, first=True, last=True))
-    moves = data_traffic(chunks_of(whole, NUMBERS["fp32"], 3), NUMBERS["fp32"], Sharing(zero=3, ranks=2))
+    moves = data_traffic(replicas_of(whole, NUMBERS["fp32"], zero=3, ranks=2), NUMBERS["fp32"])
     assert received(counted.events)[0] == predicted(moves, "data")[0]
 
 

@@ -1,17 +1,18 @@
 """The formulas of traffic. That they hold is measured in test_plan_measured.py."""
 
+from dataclasses import replace
+
 import pytest
 
 from par_train.plan.inputs import NUMBERS
-from par_train.plan.memory import Chunks, Sharing
+from par_train.plan.memory import Replicas
 from par_train.plan.pipeline import pipe
 from par_train.plan.shape import Cut, Part, Shape, make_cut
 from par_train.plan.traffic import data_traffic, pipeline_traffic, tensor_traffic
 
 SHAPE = Shape(layers=4, width=64, heads=4, context=16)
 WHOLE = Part(blocks=4, first=True, last=True)
-CHUNKS = Chunks(total=1000, chunk=100, chunks=10, gathered=300, stays=100)
-ALONE = Sharing(zero=0, ranks=1)
+ALONE = Replicas(zero=0, ranks=1, elements=1000, chunk=100, chunks=10, gathered=300, stays=100)
 
 
 def moved(moves):
@@ -19,13 +20,13 @@ def moved(moves):
 
 
 def test_one_rank_sends_nothing():
-    assert data_traffic(CHUNKS, NUMBERS["fp32"], ALONE) == []
+    assert data_traffic(ALONE, NUMBERS["fp32"]) == []
     assert tensor_traffic(SHAPE, Cut(), NUMBERS["fp32"], WHOLE, {16: 1}, ALONE) == []
     assert pipeline_traffic(SHAPE, Cut(), pipe("1f1b", 1, 1).places[0], WHOLE, {16: 1}, 0) == []
 
 
 @pytest.mark.parametrize(
-    ("zero", "held", "gradients", "parameters"),
+    ("zero", "accumulates", "gradients", "parameters"),
     [
         (0, False, (10, 2 * 750), None),
         (1, False, (10, 750), (10, 750)),
@@ -34,8 +35,8 @@ def test_one_rank_sends_nothing():
         (3, True, (10, 750), (10, 750)),
     ],
 )
-def test_replicas(zero, held, gradients, parameters):
-    found = moved(data_traffic(CHUNKS, NUMBERS["bf16"], Sharing(zero=zero, ranks=4, held=held)))
+def test_replicas(zero, accumulates, gradients, parameters):
+    found = moved(data_traffic(replace(ALONE, zero=zero, ranks=4, accumulates=accumulates), NUMBERS["bf16"]))
     assert found["flags"] == (1, 2 * 4 * 3 / 4)
     for what, expected in (("gradients", gradients), ("parameters", parameters)):
         assert found.get(what) == (None if expected is None else (expected[0], 2 * expected[1]))

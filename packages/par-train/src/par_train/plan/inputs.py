@@ -1,4 +1,4 @@
-"""What a prediction is made of, beside the model's shape and the topology. Pure records."""
+"""What a prediction starts from, beside the model's shape and the topology: the training job and the machine."""
 
 import math
 from collections.abc import Mapping
@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How a model is trained.
+    """A training job as the planner sees it: how much is trained at a time, and in which way.
+
+    It starts nothing, and has nothing to do with the job id of torchrun or SLURM.
 
     Args:
-        batch: Windows a step, over all ranks together.
-        zero: Stage 0 to 3 of what replicas share.
-        precision: As in par-precision.
-        schedule: Of the pipeline; without one it is not looked at.
-        microbatches: Pieces of each replica's batch.
+        batch: Number of windows in a step, over all ranks together.
+        zero: ZeRO stage, 0 to 3: what data ranks share.
+        precision: Name of a precision of par-precision, such as "bf16".
+        schedule: Name of the pipeline's schedule; without a pipeline it plays no role.
+        microbatches: Number of pieces that each replica's part of the batch is cut into.
 
     Raises:
-        ValueError: No such stage or precision.
+        ValueError: There is no such stage or precision.
     """
 
     batch: int
@@ -34,29 +36,29 @@ class Job:
 
     @property
     def numbers(self) -> "Numbers":
-        """Bytes of numbers in its precision."""
+        """The widths of numbers in this job's precision."""
         return NUMBERS[self.precision]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a device and its connections can do: the alpha-beta model.
+    """What a device and its connections can do, in the alpha-beta model of communication.
 
-    A group of ranks moves bytes at `bandwidth` if it lies within a node, else at `network`, one device beside the
-    other. Each operation takes `latency` too, times the logarithm to base 2 of the group's size.
+    A group of ranks moves bytes at `bandwidth` if it lies within a node, else at `network`, where each device has a
+    connection of its own. An operation also takes `latency`, times the logarithm to base 2 of the group's size.
 
     Args:
-        memory: Bytes of a device.
-        flops: Peak floating-point operations a second.
-        efficiency: Part of the peak that a model's products reach.
-        bandwidth: Bytes a second into one device from others of its node.
+        memory: Bytes of memory of a device.
+        flops: Peak floating-point operations a second of a device.
+        efficiency: Part of the peak that a model's matrix products reach.
+        bandwidth: Bytes a second into one device from the others of its node.
         network: Bytes a second into one device from other nodes.
-        latency: Seconds before the first byte of an operation.
-        devices_per_node: Ranks that follow one another are in one node.
-        gloo: Whether reduce-scatters receive as many bytes as they send, as on CPUs.
+        latency: Seconds that an operation takes before its first byte.
+        devices_per_node: Number of devices in a node; ranks that follow one another share a node.
+        gloo: Whether reduce-scatters receive as many bytes as they send, as gloo's do on CPUs.
 
     Raises:
-        ValueError: A number that is not above 0.
+        ValueError: A number is not above 0.
     """
 
     memory: float = math.inf
@@ -74,19 +76,23 @@ class Machine:
                 raise ValueError(f"{name} is {value}; it must be above 0")
 
 
+PEAKS: Mapping[str, float] = {"fp32": 67e12, "tf32": 495e12, "fp8": 1979e12}
+"""Peak floating-point operations a second of an H100 by precision; in those that are not listed it is 989e12."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Bytes of numbers in a precision.
+    """Bytes of one number in a precision, by what the number is.
 
     Args:
-        weight: Of a parameter in use.
-        gradient: Of its gradient.
-        master: Of what the optimizer updates, and of each of its two moments.
-        copied: Whether the optimizer updates copies.
-        residual: Of the stream that blocks add to.
-        product: Of what is multiplied, and of what is communicated for it.
-        saved: Of a linear layer's input as it is kept for backward.
-        cast: Of the copy of a weight that is kept for backward; 0: there is none.
+        weight: A parameter as the model uses it.
+        gradient: The gradient of a parameter.
+        master: A parameter as the optimizer updates it; each of Adam's two moments is as wide.
+        copied: Whether the optimizer updates copies of the parameters, not the parameters themselves.
+        residual: The stream that blocks add to.
+        product: A factor of a matrix product, and what is communicated for the product.
+        saved: The input of a linear layer as it is kept for backward.
+        cast: The copy of a weight that autocast keeps for backward; 0: there is none.
     """
 
     weight: int = 4
@@ -99,8 +105,8 @@ class Numbers:
     cast: int = 0
 
 
-_AUTOCAST = Numbers(product=2, saved=2, cast=2)
 _HALF = Numbers(weight=2, gradient=2, copied=True, residual=2, product=2, saved=2)
+_AUTOCAST = Numbers(product=2, saved=2, cast=2)
 
 NUMBERS: Mapping[str, Numbers] = {
     "fp32": Numbers(),
@@ -112,7 +118,4 @@ NUMBERS: Mapping[str, Numbers] = {
     "bf16-sr": Numbers(weight=2, gradient=2, master=2, residual=2, product=2, saved=2),
     "fp8": Numbers(weight=2, gradient=2, copied=True, residual=2, product=2, saved=1),
 }
-"""By precision."""
-
-PEAKS: Mapping[str, float] = {"fp32": 67e12, "tf32": 495e12, "fp8": 1979e12}
-"""Floating-point operations a second of an H100 in these precisions; 989e12 in the others."""
+"""The widths of numbers by the name of a precision."""

@@ -1,4 +1,7 @@
-"""Bytes on one rank: what stays from step to step, and what autograd keeps in between."""
+"""Bytes on one rank: what stays from step to step, and what autograd keeps in between.
+
+torch is here for its dtypes alone, which `par_zero.memory` takes.
+"""
 
 import math
 from dataclasses import dataclass
@@ -21,11 +24,11 @@ class Memory:
     """Bytes of one rank at its fullest.
 
     Args:
-        parameters: As the model uses them.
-        gradients: Between their reduction and the step.
-        optimizer: Its state, and its own copies of parameters.
+        parameters: Parameters as the model uses them.
+        gradients: Gradients between their reduction and the optimizer's step.
+        optimizer: The optimizer's state, and its own copies of parameters.
         buffers: What gradients are reduced in, and parameters that are gathered.
-        activations: What autograd keeps for backward; of all microbatches that wait.
+        activations: What autograd keeps for backward, of all microbatches that wait.
         step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
     """
 
@@ -38,132 +41,161 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """At the fullest moment."""
+        """Bytes at the fullest moment."""
         return self.state + max(self.buffers + self.activations, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunks:
-    """What data-parallel ranks share.
+class Replicas:
+    """The data-parallel replicas of one rank's parameters: how they share them, and in which pieces.
 
     Args:
-        total: Elements of this rank's parameters.
-        chunk: Of the largest part that is reduced as one.
-        chunks: How many such parts there are.
-        gathered: Elements that are whole at a time, where parameters are shared.
-        stays: Of these, those that are gathered once a pass and not again for backward.
+        zero: ZeRO stage, 0 to 3.
+        ranks: Number of ranks that share.
+        accumulates: Whether gradients of several backward passes are added up before they are reduced, as in a
+            pipeline.
+        gloo: Whether a reduce-scatter receives as much as it sends.
+        elements: Number of elements in this rank's parameters, before they are shared.
+        chunk: Number of elements in the largest piece that is reduced as one.
+        chunks: Number of pieces that are reduced as one.
+        gathered: Number of elements that are whole at a time, at stage 3.
+        stays: Number of those that are gathered once a pass, and not again for backward.
     """
 
-    total: int
+    zero: int
+    ranks: int
+    accumulates: bool = False
+    gloo: bool = False
+    elements: int
     chunk: int
     chunks: int
     gathered: int
     stays: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """How data-parallel ranks share.
+def replicas_of(
+    count: Count, numbers: Numbers, *, zero: int, ranks: int, accumulates: bool = False, gloo: bool = False
+) -> Replicas:
+    """The replicas of a GPT's parameters, cut into pieces as par-zero does with its defaults; padding is left out.
 
     Args:
-        zero: Stage 0 to 3.
-        ranks: That share.
-        held: Whether gradients of several backward passes are added up before they are reduced, as in a pipeline.
-        gloo: Whether a reduce-scatter receives as much as it sends.
+        count: The parameters of a rank.
+        numbers: Widths of numbers.
+        zero: ZeRO stage, 0 to 3.
+        ranks: Number of ranks that share.
+        accumulates: As in `Replicas`.
+        gloo: As in `Replicas`.
     """
-
-    zero: int
-    ranks: int
-    held: bool = False
-    gloo: bool = False
-
-
-def chunks_of(count: Count, numbers: Numbers, zero: int) -> Chunks:
-    """The chunks of a GPT's parameters, as par-zero makes them with its defaults; padding is left out."""
-    total, bucket = count.total, BUCKET // numbers.master
-    if zero < 3:
-        chunks = min(count.tensors, math.ceil(total / bucket))
-        chunk = min(total, bucket + count.largest)
-        return Chunks(total=total, chunk=chunk, chunks=chunks, gathered=total, stays=total)
-    together = max(1, bucket // count.block)  # blocks that make up a unit
-    units = math.ceil(count.blocks / together)
-    unit, last = count.block * min(together, count.blocks), count.block * (count.blocks - (units - 1) * together)
-    return Chunks(
-        total=total,
-        chunk=max(unit, count.ends),
-        chunks=units + 1,
-        gathered=min(total, count.ends + 2 * unit),
-        stays=count.ends + last,
+    elements, bucket = count.total, BUCKET // numbers.master
+    if zero < 3:  # parameters fill buckets in their order
+        chunk = min(elements, bucket + count.largest)
+        chunks = min(count.tensors, math.ceil(elements / bucket))
+        gathered = stays = elements
+    else:  # a unit is as many blocks as fill a bucket; embeddings, last norm and classifier are one more
+        blocks_a_unit = max(1, bucket // count.block)
+        units = math.ceil(count.blocks / blocks_a_unit)
+        unit = count.block * min(blocks_a_unit, count.blocks)
+        last_unit = count.block * (count.blocks - (units - 1) * blocks_a_unit)
+        chunk = max(unit, count.ends)
+        chunks = units + 1
+        gathered = min(elements, count.ends + 2 * unit)
+        stays = count.ends + last_unit
+    return Replicas(
+        zero=zero,
+        ranks=ranks,
+        accumulates=accumulates,
+        gloo=gloo,
+        elements=elements,
+        chunk=chunk,
+        chunks=chunks,
+        gathered=gathered,
+        stays=stays,
     )
 
 
-def state_memory(chunks: Chunks, numbers: Numbers, sharing: Sharing) -> Memory:
+def state_memory(replicas: Replicas, numbers: Numbers) -> Memory:
     """Bytes of parameters, gradients, the state of Adam, and what reducing and gathering them takes.
 
-    Where reductions are held back, gradients are whole until then, at stages 2 and 3 too, and parameters stay gathered.
-
-    Args:
-        chunks: Of this rank.
-        numbers: Bytes of each.
-        sharing: Among whom.
+    While gradients accumulate they are whole, at stages 2 and 3 too, and parameters stay gathered.
     """
-    zero, ranks, total = sharing.zero, sharing.ranks, chunks.total
-    kept = memory(
+    zero, ranks, elements = replicas.zero, replicas.ranks, replicas.elements
+    state = memory(
         zero,
-        total,
+        elements,
         ranks,
         dtype=_DTYPES[numbers.master],
         param_dtype=_DTYPES[numbers.weight],
         slots=2,
     )
-    two = min(total, 2 * chunks.chunk)
-    received = two * ((zero > 0 or ranks > 2) if sharing.gloo else (zero > 0) / ranks) * (ranks > 1)
-    whole = (zero > 1) * (total if sharing.held else two)
-    gathered = (zero > 2) * (total if sharing.held else chunks.gathered)
+    reduced = min(elements, 2 * replicas.chunk)  # two chunks at a time
+    received: float = 0
+    if replicas.gloo and ranks > 1 and (zero or ranks > 2):
+        received = reduced
+    elif not replicas.gloo and ranks > 1 and zero:
+        received = reduced / ranks
+    whole_gradients = gathered = 0
+    if zero >= 2:
+        whole_gradients = elements if replicas.accumulates else reduced
+    if zero == 3:
+        gathered = elements if replicas.accumulates else replicas.gathered
+    copies = elements / (ranks if zero else 1) if numbers.copied else 0
     return Memory(
-        parameters=kept.parameters,
-        gradients=kept.gradients,
-        optimizer=kept.optimizer,
-        buffers=(received + whole) * numbers.gradient + gathered * numbers.weight,
-        step=4 * numbers.copied * total / (ranks if zero else 1),
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        buffers=(received + whole_gradients) * numbers.gradient + gathered * numbers.weight,
+        step=copies * numbers.master,
     )
 
 
 def saved_block(shape: Shape, cut: Cut, numbers: Numbers, tokens: int) -> float:
-    """Bytes that autograd keeps of one block and microbatch.
+    """Bytes that autograd keeps of one block for one microbatch.
 
-    Of the residual layout the inputs of both norms and of both column layers, and what the norms know of each token; of
-    the inner layout queries, keys and values, what attention gives, and the MLP before and after its activation.
+    In the residual layout these are the inputs of both norms and of both column layers, and what the norms know of each
+    token; in the inner layout queries, keys and values, what attention gives, and the MLP before and after its
+    activation.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for attention that does not keep its weights.
 
     Args:
-        shape: The model.
-        cut: The tensor mode.
-        numbers: Bytes of each.
-        tokens: Of a microbatch, on all ranks of the tensor group together.
+        shape: The model's sizes.
+        cut: The cut of the tensor mode.
+        numbers: Widths of numbers.
+        tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
     """
     h, own = shape.width, tokens / cut.tokens
     inner = tokens / cut.inner_tokens / cut.inner
-    float8 = numbers.saved != numbers.product  # keeps what was gathered, and of what attention gives a copy
-    opened = tokens * h if float8 else own * h / cut.features
-    residual = 2 * own * h / cut.features * numbers.residual + 2 * opened * numbers.saved
+    float8 = numbers.saved != numbers.product  # keeps what was gathered, and a copy of what attention gives
+    column_input = tokens * h if float8 else own * h / cut.features
+    residual = 2 * own * h / cut.features * numbers.residual + 2 * column_input * numbers.saved
+    statistics = own * 4 * (2 if cut.features > 1 else 4)
     attention = (shape.attended + h) * numbers.product + float8 * h * numbers.saved + shape.heads * 4
     mlp = shape.mlp * (numbers.product + numbers.saved)
-    statistics = own * 4 * (2 if cut.features > 1 else 4)
-    casts = numbers.cast * (h * shape.attended + h * h + 2 * h * shape.mlp) / cut.matrix
-    return residual + inner * (attention + mlp) + statistics + casts
+    casts = numbers.cast * shape.block_matrices / cut.matrix
+    return residual + statistics + inner * (attention + mlp) + casts
 
 
 def saved_ends(shape: Shape, cut: Cut, numbers: Numbers, part: Part, tokens: int) -> float:
-    """Bytes that autograd keeps of ids, last norm, logits and loss of one microbatch."""
-    h, own, inner = shape.width, tokens / cut.tokens, tokens / cut.inner_tokens
-    ids = tokens * (9 if cut.ranks > 1 else 8) * part.first
-    norm = own * h / cut.features * (numbers.residual + numbers.product) + own * 8
-    logits = inner * (4 * shape.vocabulary / cut.inner + (22 if cut.ranks > 1 else 8))
-    return ids + (norm + logits + numbers.cast * h * shape.vocabulary / cut.matrix) * part.last
+    """Bytes that autograd keeps of token ids, last norm, logits and loss for one microbatch.
+
+    Args:
+        shape: The model's sizes.
+        cut: The cut of the tensor mode.
+        numbers: Widths of numbers.
+        part: Which of the two ends this rank has.
+        tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+    """
+    saved: float = 0
+    if part.first:
+        saved += tokens * (9 if cut.ranks > 1 else 8)  # ids are int64; a cut table also keeps which of them are its own
+    if part.last:
+        h, own, inner = shape.width, tokens / cut.tokens, tokens / cut.inner_tokens
+        saved += own * h / cut.features * (numbers.residual + numbers.product) + own * 8  # the norm
+        saved += inner * (4 * shape.vocabulary / cut.inner + (22 if cut.ranks > 1 else 8))  # logits and loss
+        saved += numbers.cast * h * shape.vocabulary / cut.matrix
+    return saved

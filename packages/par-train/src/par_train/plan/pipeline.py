@@ -1,10 +1,11 @@
-"""What a schedule costs: idle time, activations that wait, messages. Pure; par-pipeline's simulator is asked.
+"""What a pipeline's schedule costs: idle time, activations that wait, messages.
 
-A long pipeline is not simulated. What is idle, and what is kept, grows with the number of ranks along a straight line
-as long as there are as many microbatches a rank: two short pipelines give that line.
+Pure arithmetic on what par-pipeline's simulator says. A long pipeline is not simulated: for a fixed number of
+microbatches a rank, idle time and kept activations grow along a straight line with the number of ranks, and two short
+pipelines give that line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,28 +25,26 @@ SCHEDULES = (
     "gpipe",
     "looped_bfs",
 )
-"""Those that are compared."""
+"""The schedules that a search compares."""
 
 EXACT = 12
-"""Ranks up to which a schedule is simulated as it is."""
+"""Number of ranks up to which a schedule is simulated as it is."""
 
 ENOUGH = 4
-"""Microbatches a rank beyond which nothing but the steady state grows."""
-
-_KEEPS = {"F": 1, "B": -1, "I": 0, "W": -1}
+"""Number of microbatches a rank beyond which nothing but the steady state grows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A kind of rank of a pipeline.
+    """One rank of a pipeline.
 
     Args:
         name: "first", "middle" or "last".
-        stages: That it holds.
-        kept: Activations that it keeps at most, each of one stage and microbatch.
-        kept_last: Of these, those of the last stage.
-        received: Messages from other ranks, for each microbatch.
-        neighbours: Ranks that it is connected with.
+        stages: The stages that it has.
+        kept: Largest number of activations that it keeps at once, each of one stage and microbatch.
+        kept_last: Largest number of those that are of the last stage.
+        received: Number of messages from other ranks for each microbatch.
+        neighbours: Number of ranks that it is connected with.
     """
 
     name: str
@@ -58,14 +57,15 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipe:
-    """A schedule on so many ranks.
+    """A schedule on some number of ranks.
 
     Args:
-        ranks: Of the pipeline.
-        stages: In all.
-        idle: The time that a rank waits, in microbatches of its own work: forward, and both parts of backward.
-        splits: Whether backward is cut in two.
-        places: The kinds of ranks.
+        ranks: Number of ranks in the pipeline.
+        stages: Number of stages on all of them together.
+        idle: Time that a rank waits in a step, in units of its own work on one microbatch: forward and both parts of
+            backward, which are taken to last equally long.
+        splits: Whether the two parts of backward, input gradients and weight gradients, are scheduled apart.
+        places: The ranks.
     """
 
     ranks: int
@@ -75,7 +75,7 @@ class Pipe:
     places: tuple[Place, ...]
 
     def bubble(self, microbatches: int) -> float:
-        """The part of a rank's time in which it waits, if forward and both parts of backward take equal times."""
+        """The part of a step's time in which a rank waits."""
         return self.idle / (microbatches + self.idle)
 
     def part(self, place: Place, layers: int) -> Part:
@@ -85,7 +85,7 @@ class Pipe:
 
 
 def stage_size(layers: int, stages: int, stage: int) -> int:
-    """Blocks of a stage, as `par_pipeline.partition` deals them out."""
+    """Number of blocks in a stage, as `par_pipeline.partition` deals them out."""
     return layers * (stage + 1) // stages - layers * stage // stages
 
 
@@ -94,109 +94,112 @@ def pipe(name: str, ranks: int, microbatches: int) -> Pipe:
     """What a schedule costs.
 
     Args:
-        name: As par-pipeline knows it.
-        ranks: Of the pipeline; one takes the microbatches one after the other.
-        microbatches: In a step.
+        name: The schedule's name in par-pipeline.
+        ranks: Number of ranks in the pipeline; one rank takes the microbatches one after the other.
+        microbatches: Number of microbatches in a step.
 
     Raises:
-        ValueError: No such schedule, or one that does not take these sizes.
+        ValueError: There is no such schedule, or it does not take these sizes.
     """
     if ranks == 1:
         alone = Place(name="first", stages=(0,), kept=1, kept_last=1, received=0, neighbours=0)
         return Pipe(ranks=1, stages=1, idle=0.0, splits=False, places=(alone,))
-    if ranks <= EXACT:
-        return _simulated(name, ranks, microbatches)
-    small = [_simulated(name, size, max(1, round(microbatches * size / ranks))) for size in (EXACT // 2, EXACT)]
-    layouts = [_layout(each) for each in small]
-    if None in layouts or layouts[0] != layouts[1]:
-        return _simulated(name, ranks, microbatches)
-    return _extended(small, ranks, microbatches)
+    if ranks > EXACT:
+        short, long = (
+            _simulated(name, size, max(1, round(microbatches * size / ranks))) for size in (EXACT // 2, EXACT)
+        )
+        layout = _layout(long)
+        if layout is not None and layout == _layout(short):
+            return _extended(short, long, layout, ranks, microbatches)
+    return _simulated(name, ranks, microbatches)
 
 
 @cache
 def _simulated(name: str, ranks: int, microbatches: int) -> Pipe:
-    """Up to as many microbatches as make a difference."""
+    """A schedule as the simulator runs it, on few ranks with no more microbatches than make a difference."""
     made = schedule(name, ranks, min(microbatches, ENOUGH * ranks) if ranks <= EXACT else microbatches)
     timeline = simulate(made)
     longest = max(timeline.span(rank) for rank in range(ranks))
-    chunks = made.stages // ranks
-    idle = (longest - max(timeline.busy(rank) for rank in range(ranks))) / (3 * chunks)
-    more = microbatches / made.microbatches if _keeps_all(made) else 1.0
-    names = ["first", *["middle"] * (ranks - 2), "last"]
-    places = tuple(_place(each, made, rank, more) for rank, each in enumerate(names))
+    busiest = max(timeline.busy(rank) for rank in range(ranks))
+    stages_a_rank = made.stages // ranks
+    # Where all forwards come before the first backward, what is kept grows with the microbatches that were left out.
+    keeps_all = _kept(made, 0, made.stage_of(0)) == made.microbatches * stages_a_rank
+    more = microbatches / made.microbatches if keeps_all else 1.0
+    places = []
+    for rank in range(ranks):
+        mine, last = made.stage_of(rank), made.stages - 1
+        near = [made.rank_of(stage + step) for stage in mine for step in (-1, 1) if 0 <= stage + step <= last]
+        others = [other for other in near if other != rank]
+        place = Place(
+            name="first" if rank == 0 else "last" if rank == ranks - 1 else "middle",
+            stages=mine,
+            kept=_kept(made, rank, mine) * more,
+            kept_last=_kept(made, rank, [last]) * more,
+            received=len(others),
+            neighbours=len(set(others)),
+        )
+        places.append(place)
     return Pipe(
         ranks=ranks,
         stages=made.stages,
-        idle=idle,
+        idle=(longest - busiest) / (3 * stages_a_rank),
         splits=any(action.op == "W" for action in made.ranks[0]),
-        places=places,
+        places=tuple(places),
     )
 
 
-def _place(name: str, made: Schedule, rank: int, more: float) -> Place:
-    mine, last = made.stage_of(rank), made.stages - 1
-    others = [made.rank_of(near) for stage in mine for near in (stage - 1, stage + 1) if 0 <= near <= last]
-    others = [other for other in others if other != rank]
-    return Place(
-        name=name,
-        stages=mine,
-        kept=_kept(made, rank, mine) * more,
-        kept_last=_kept(made, rank, [last]) * more,
-        received=len(others),
-        neighbours=len(set(others)),
-    )
-
-
-def _kept(made: Schedule, rank: int, stages: Sequence[int]) -> int:
-    """The most activations of these stages that a rank keeps at once."""
-    kept = peak = 0
+def _kept(made: Schedule, rank: int, stages: Collection[int]) -> int:
+    """The largest number of activations of these stages that a rank keeps at once."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}  # a backward in two parts lets go with its second, W
+    kept = largest = 0
     for action in made.ranks[rank]:
-        kept += _KEEPS[action.op] * (action.stage in stages)
-        peak = max(peak, kept)
-    return peak
+        if action.stage in stages:
+            kept += change[action.op]
+            largest = max(largest, kept)
+    return largest
 
 
-def _keeps_all(made: Schedule) -> bool:
-    """Whether all forwards come before the first backward, so that what is kept grows with the microbatches."""
-    return _kept(made, 0, made.stage_of(0)) == made.microbatches * len(made.stage_of(0))
-
-
-def _layout(small: Pipe) -> str | None:
-    """How stages are dealt out; None: in a way that says nothing of longer pipelines."""
-    ranks = small.ranks
-    stages = [place.stages for place in small.places]
-    if stages == [tuple(range(rank, small.stages, ranks)) for rank in range(ranks)]:
-        return "loop"
-    if stages == [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]:
-        return "v"
+def _layout(made: Pipe) -> str | None:
+    """How stages are dealt out: "loop", "v", or None for a way that says nothing about longer pipelines."""
+    ranks = made.ranks
+    stages = [place.stages for place in made.places]
+    for layout in ("loop", "v"):
+        if stages == [_stages_of(layout, rank, ranks, made.stages) for rank in range(ranks)]:
+            return layout
     return None
 
 
-def _extended(small: Sequence[Pipe], ranks: int, microbatches: int) -> Pipe:
-    """On the line through two short pipelines."""
-    short, long = small
-    chunks = long.stages // long.ranks
+def _stages_of(layout: str, rank: int, ranks: int, stages: int) -> tuple[int, ...]:
+    return (rank, 2 * ranks - 1 - rank) if layout == "v" else tuple(range(rank, stages, ranks))
 
-    def at(first: float, second: float) -> float:
-        return max(0.0, second + (second - first) * (ranks - long.ranks) / (long.ranks - short.ranks))
 
-    def place(number: int, other: int, stages: tuple[int, ...]) -> Place:
-        one, two = short.places[number], long.places[other]
-        return Place(
+def _extended(short: Pipe, long: Pipe, layout: str, ranks: int, microbatches: int) -> Pipe:
+    """A pipeline on the line through two short ones."""
+    stages_a_rank = long.stages // long.ranks
+    stages = stages_a_rank * ranks
+
+    def on_line(in_short: float, in_long: float) -> float:
+        slope = (in_long - in_short) / (long.ranks - short.ranks)
+        return max(0.0, in_long + slope * (ranks - long.ranks))
+
+    places = []
+    for rank in range(ranks):
+        # The first and the last rank are like those of a short pipeline, all others like its second.
+        number = -1 if rank == ranks - 1 else min(rank, 1)
+        one, two = short.places[number], long.places[number]
+        place = Place(
             name=two.name,
-            stages=stages,
-            kept=min(at(one.kept, two.kept), microbatches * chunks),
-            kept_last=min(at(one.kept_last, two.kept_last), microbatches),
+            stages=_stages_of(layout, rank, ranks, stages),
+            kept=min(on_line(one.kept, two.kept), microbatches * stages_a_rank),
+            kept_last=min(on_line(one.kept_last, two.kept_last), microbatches),
             received=two.received,
             neighbours=two.neighbours,
         )
-
-    stages = chunks * ranks
-    loop = _layout(long) == "loop"
-    dealt = [tuple(range(rank, stages, ranks)) if loop else (rank, stages - 1 - rank) for rank in range(ranks)]
-    places = (
-        place(0, 0, dealt[0]),
-        *(place(1, 1, each) for each in dealt[1:-1]),
-        place(short.ranks - 1, long.ranks - 1, dealt[-1]),
+        places.append(place)
+    return Pipe(
+        ranks=ranks,
+        stages=stages,
+        idle=on_line(short.idle, long.idle),
+        splits=long.splits,
+        places=tuple(places),
     )
-    return Pipe(ranks=ranks, stages=stages, idle=at(short.idle, long.idle), splits=long.splits, places=places)

@@ -1,6 +1,6 @@
 """What a step takes: memory, traffic, bubble and time of one configuration, from formulas alone.
 
-memory     of the rank of the pipeline that needs most
+memory     of the pipeline's rank that needs most
 traffic    of the rank that is busiest
 time       compute + tensor + pipeline (what this rank waits for messages) + bubble + data (what does not hide)
 """
@@ -12,14 +12,14 @@ from functools import lru_cache
 
 from par_groups import Topology
 
-from .inputs import Job, Machine, Numbers
-from .memory import Chunks, Memory, Sharing, chunks_of, saved_block, saved_ends, state_memory
+from .inputs import Job, Machine
+from .memory import Memory, Replicas, replicas_of, saved_block, saved_ends, state_memory
 from .pipeline import Pipe, Place, pipe, stage_size
 from .shape import Cut, Part, Shape, count, cut_of, misfit
 from .traffic import Move, data_traffic, pipeline_traffic, tensor_traffic
 
 TERMS = ("compute", "tensor", "pipeline", "bubble", "data")
-"""What the time of a step is made of."""
+"""The terms of a step's time."""
 
 MARGIN = 0.1
 """Part of a device's memory that is left alone: for workspace, fragments, and the device's own libraries."""
@@ -27,14 +27,14 @@ MARGIN = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class RankPrediction:
-    """One rank of a pipeline; without one, every rank.
+    """What a step takes on one rank of a pipeline; without a pipeline, on every rank.
 
     Args:
         place: "first", "middle" or "last".
-        parameters: Elements that it has.
-        memory: Bytes.
-        moves: What it receives, by axis.
-        seconds: Of a step, by `TERMS`.
+        parameters: Number of elements in its parameters.
+        memory: Bytes of its memory.
+        moves: What it receives over each axis.
+        seconds: Seconds of a step by the names in `TERMS`.
     """
 
     place: str
@@ -46,13 +46,13 @@ class RankPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a configuration takes.
+    """What a step takes under one configuration.
 
     Args:
-        topology: Who works together.
-        job: How.
-        bubble: The part of time that the pipeline waits.
-        ranks: The kinds of ranks.
+        topology: Which ranks work together.
+        job: The training job.
+        bubble: The part of a step's time in which a pipeline rank waits.
+        ranks: Predictions for the first and the last rank of the pipeline, and for each kind of rank between them.
     """
 
     topology: Topology
@@ -62,13 +62,13 @@ class Prediction:
 
     @property
     def memory(self) -> Memory:
-        """Of the rank that needs most."""
-        return max((each.memory for each in self.ranks), key=lambda memory: memory.total)
+        """The memory of the rank that needs most."""
+        return max((rank.memory for rank in self.ranks), key=lambda memory: memory.total)
 
     @property
     def busiest(self) -> RankPrediction:
         """The rank that the others wait for."""
-        return max(self.ranks, key=lambda each: sum(each.seconds.values()))
+        return max(self.ranks, key=lambda rank: sum(rank.seconds.values()))
 
     @property
     def traffic(self) -> Mapping[str, float]:
@@ -78,194 +78,168 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return sum(self.busiest.seconds.values())
 
     @property
     def bound(self) -> str:
-        """The largest term of the time."""
+        """The largest term of the time, a name in `TERMS`."""
         seconds = self.busiest.seconds
         return max(seconds, key=lambda term: seconds[term])
 
     def fits(self, machine: Machine) -> bool:
-        """Whether it leaves the margin of a device's memory."""
+        """Whether the configuration leaves the margin of a device's memory free."""
         return self.memory.total <= (1 - MARGIN) * machine.memory
 
 
 def predict(shape: Shape, topology: Topology, job: Job, machine: Machine | None = None) -> Prediction:
-    """What a step takes. Pure; it knows of no process.
+    """Predicts memory, traffic, bubble and time of a training step. Pure; no process and no device is asked.
 
     Args:
-        shape: The model.
-        topology: Axes data, pipeline and tensor, with a mode.
-        job: Batch, stage, precision, schedule, microbatches.
-        machine: What it runs on.
+        shape: The model's sizes.
+        topology: Sizes of the axes data, pipeline and tensor, the last with a mode.
+        job: Batch, ZeRO stage, precision, schedule and microbatches.
+        machine: What the job runs on; None: `Machine()`, nodes of eight H100.
 
     Raises:
         ValueError: Sizes that do not go together; the message names them.
     """
-    machine, cut = machine or Machine(), cut_of(topology)
-    plan = _checked(shape, topology, cut, job)
-    ranks = tuple(
-        _rank(_Frame(shape, topology, cut, job, machine), plan, place) for place in _kinds(plan, shape.layers)
-    )
-    return Prediction(topology=topology, job=job, bubble=plan.bubble(job.microbatches), ranks=ranks)
+    machine = machine or Machine()
+    cut, data = cut_of(topology), topology.size("data")
+    pipeline = _check(shape, topology, cut, job)
+    numbers, accumulates = job.numbers, job.microbatches > 1 or pipeline.ranks > 1
+    # Rows of microbatches differ by one at most; the larger ones come first.
+    rows, larger = divmod(job.batch // data, job.microbatches)
+    pieces = {rows + 1: larger, rows: job.microbatches - larger} if larger else {rows: job.microbatches}
+    microbatches = {size * shape.context: times for size, times in pieces.items()}
+    ranks = []
+    for place in _kinds_of_places(pipeline, shape.layers):
+        part = pipeline.part(place, shape.layers)
+        parameters = count(shape, cut, part)
+        replicas = replicas_of(
+            parameters, numbers, zero=job.zero, ranks=data, accumulates=accumulates, gloo=machine.gloo
+        )
+        table = parameters.table * numbers.master / (data if job.zero else 1)
+        moves = (
+            *data_traffic(replicas, numbers),
+            *pipeline_traffic(shape, cut, place, part, microbatches, table),
+            *tensor_traffic(shape, cut, numbers, part, microbatches, replicas),
+        )
+        tokens = max(microbatches)
+        stage = max(stage_size(shape.layers, pipeline.stages, number) for number in place.stages)
+        first_end = saved_ends(shape, cut, numbers, replace(part, last=False), tokens)
+        last_end = saved_ends(shape, cut, numbers, replace(part, first=False), tokens)
+        activations = place.kept * (stage * saved_block(shape, cut, numbers, tokens) + first_end)
+        activations += place.kept_last * last_end
+        rank = RankPrediction(
+            place=place.name,
+            parameters=parameters.total,
+            memory=replace(state_memory(replicas, numbers), activations=activations),
+            moves=moves,
+            seconds=_seconds(shape, topology, job, machine, pipeline, part=part, moves=moves),
+        )
+        ranks.append(rank)
+    return Prediction(topology=topology, job=job, bubble=pipeline.bubble(job.microbatches), ranks=tuple(ranks))
 
 
 def predict_parameters(
     parameters: int, largest: int, *, ranks: int, job: Job, gloo: bool = False
 ) -> tuple[Memory, list[Move]]:
-    """The same for a module of which no more is known than its parameters: no activations, the data axis alone.
+    """Memory and traffic of a module of which its parameters alone are known: no activations, and the data axis only.
 
     Args:
-        parameters: Elements on this rank.
-        largest: Elements of the largest unit that is gathered or reduced at a time.
-        ranks: That share them.
-        job: Stage, precision and microbatches are looked at.
-        gloo: As in `Machine`.
+        parameters: Number of elements on this rank.
+        largest: Number of elements in the largest unit that is gathered or reduced at a time.
+        ranks: Number of data ranks that share them.
+        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    chunks = Chunks(
-        total=parameters,
+    replicas = Replicas(
+        zero=job.zero,
+        ranks=ranks,
+        accumulates=job.microbatches > 1,
+        gloo=gloo,
+        elements=parameters,
         chunk=min(parameters, largest),
         chunks=max(1, math.ceil(parameters / max(1, largest))),
         gathered=min(parameters, 2 * largest),
         stays=0,
     )
-    sharing = Sharing(zero=job.zero, ranks=ranks, held=job.microbatches > 1, gloo=gloo)
-    return state_memory(chunks, job.numbers, sharing), data_traffic(chunks, job.numbers, sharing)
+    return state_memory(replicas, job.numbers), data_traffic(replicas, job.numbers)
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """One call's arguments."""
+def _check(shape: Shape, topology: Topology, cut: Cut, job: Job) -> Pipe:
+    """The pipeline of a configuration that makes sense.
 
-    shape: Shape
-    topology: Topology
-    cut: Cut
-    job: Job
-    machine: Machine
-
-    @property
-    def tokens(self) -> dict[int, int]:
-        """The sizes of microbatches, larger first, and how many there are of each; rows differ by one at most."""
-        rows, pieces = self.job.batch // self.topology.size("data"), self.job.microbatches
-        sizes = {rows // pieces + 1: rows % pieces, rows // pieces: pieces - rows % pieces}
-        return {size * self.shape.context: number for size, number in sizes.items() if number}
-
-
-def _checked(shape: Shape, topology: Topology, cut: Cut, job: Job) -> Pipe:
-    """The pipeline of a configuration that makes sense."""
+    Raises:
+        ValueError: The configuration makes no sense.
+    """
     data, ranks = topology.size("data"), topology.size("pipeline")
     if data * ranks * cut.ranks != topology.world_size:
         raise ValueError(f"{topology.axes} has ranks on other axes than data, pipeline and tensor; leave them out")
     if job.batch % data or job.batch // data < job.microbatches or job.microbatches < 1:
         raise ValueError(
-            f"a batch of {job.batch} does not divide over {data} data ranks into {job.microbatches} microbatches each"
+            f"a batch of {job.batch} does not divide over {data} data ranks into {job.microbatches} microbatches each; "
+            "change one of them"
         )
     for rows in {job.batch // data // job.microbatches, -(-job.batch // data // job.microbatches)}:
         problem = misfit(shape, cut, rows)
         if problem is not None:
             raise ValueError(f"{problem}; change one of the two")
     if job.precision == "fp8" and cut.mode not in (None, "1d"):
-        raise ValueError(f"precision 'fp8' multiplies on one device or in tensor mode 1d, not in {cut.mode}")
-    found = pipe(job.schedule, ranks, job.microbatches)
-    if found.stages > shape.layers:
-        raise ValueError(f"{shape.layers} layers cannot be cut into the {found.stages} stages of {job.schedule}")
-    if found.splits and job.zero == 3:
+        raise ValueError(
+            f"precision 'fp8' multiplies on one device or in tensor mode 1d, not in {cut.mode}; use 'bf16', or mode 1d"
+        )
+    pipeline = pipe(job.schedule, ranks, job.microbatches)
+    if pipeline.stages > shape.layers:
+        raise ValueError(
+            f"{shape.layers} layers cannot be cut into the {pipeline.stages} stages of {job.schedule}; take fewer "
+            "pipeline ranks, or more layers"
+        )
+    if pipeline.splits and job.zero == 3:
         raise ValueError(f"zero 3 frees weights that schedule {job.schedule!r} needs again; use zero 2, or 1f1b")
-    return found
+    return pipeline
 
 
 @lru_cache(maxsize=4096)
-def _kinds(plan: Pipe, layers: int) -> tuple[Place, ...]:
-    """The first, the last, and of those between that have as many blocks the one that keeps most."""
-    found: dict[tuple[str, Part], Place] = {}
-    for place in plan.places:
-        kind = place.name, plan.part(place, layers)
-        if kind not in found or place.kept > found[kind].kept:
-            found[kind] = place
-    return tuple(found.values())
+def _kinds_of_places(pipeline: Pipe, layers: int) -> tuple[Place, ...]:
+    """The first rank, the last, and of those between that have as many blocks the one that keeps most."""
+    kinds: dict[tuple[str, Part], Place] = {}
+    for place in pipeline.places:
+        kind = place.name, pipeline.part(place, layers)
+        if kind not in kinds or place.kept > kinds[kind].kept:
+            kinds[kind] = place
+    return tuple(kinds.values())
 
 
-def _rank(frame: _Frame, plan: Pipe, place: Place) -> RankPrediction:
-    shape, cut, job, numbers = frame.shape, frame.cut, frame.job, frame.job.numbers
-    part = plan.part(place, shape.layers)
-    counted = count(shape, cut, part)
-    sharing = Sharing(
-        zero=job.zero,
-        ranks=frame.topology.size("data"),
-        held=job.microbatches > 1 or plan.ranks > 1,
-        gloo=frame.machine.gloo,
-    )
-    chunks = chunks_of(counted, numbers, job.zero)
-    table = counted.table * (numbers.master if not numbers.copied else 4) / (sharing.ranks if job.zero else 1)
-    moves = (
-        *data_traffic(chunks, numbers, sharing),
-        *pipeline_traffic(shape, cut, place, part, frame.tokens, table),
-        *tensor_traffic(shape, cut, numbers, part, frame.tokens, sharing),
-    )
-    activations = _activations(frame, plan, place, part, numbers)
-    memory = replace(state_memory(chunks, numbers, sharing), activations=activations)
-    return RankPrediction(
-        place=place.name,
-        parameters=counted.total,
-        memory=memory,
-        moves=moves,
-        seconds=_seconds(frame, plan, part, moves, sharing),
-    )
+def _seconds(
+    shape: Shape, topology: Topology, job: Job, machine: Machine, pipeline: Pipe, *, part: Part, moves: Sequence[Move]
+) -> dict[str, float]:
+    """Seconds of a step on one rank, by the names in `TERMS`."""
 
+    def time_of(axis: str, what: str | None = None) -> float:
+        """Seconds of what goes over an axis, one operation after the other."""
+        hops = 1 if axis == "pipeline" else math.log2(max(2, topology.size(axis)))
+        # A group has the bandwidth of a node if every group of its axis lies within one.
+        blocks = topology.blocks(axis)
+        in_node = all(machine.devices_per_node % (block.size * block.stride) == 0 for block in blocks)
+        rate = machine.bandwidth if in_node else machine.network
+        chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
+        return sum(move.bytes / rate + move.operations * machine.latency * hops for move in chosen)
 
-def _activations(frame: _Frame, plan: Pipe, place: Place, part: Part, numbers: Numbers) -> float:
-    """Bytes that a rank keeps for backward: of its largest stage, for as many microbatches as wait."""
-    shape, cut, tokens = frame.shape, frame.cut, next(iter(frame.tokens))
-    blocks = max(stage_size(shape.layers, plan.stages, stage) for stage in place.stages)
-    stage = blocks * saved_block(shape, cut, numbers, tokens)
-    first, last = (
-        saved_ends(shape, cut, numbers, Part(blocks=0, first=part.first and not end, last=part.last and end), tokens)
-        for end in (False, True)
-    )
-    return place.kept * stage + place.kept * first + place.kept_last * last
-
-
-def _seconds(frame: _Frame, plan: Pipe, part: Part, moves: Sequence[Move], sharing: Sharing) -> dict[str, float]:
-    shape, job, machine = frame.shape, frame.job, frame.machine
-    tokens = job.batch // sharing.ranks * shape.context
-    rate = machine.flops * machine.efficiency * frame.cut.ranks
-    compute = tokens * shape.flops(part) / rate
-    tensor, pipeline = (_time(frame, axis, moves) for axis in ("tensor", "pipeline"))
-    busy = compute + tensor + pipeline
+    tokens = job.batch // topology.size("data") * shape.context
+    compute = tokens * shape.flops(part) / (machine.flops * machine.efficiency * topology.size("tensor"))
+    tensor, pipe_messages = time_of("tensor"), time_of("pipeline")
+    one_microbatch = compute / job.microbatches  # two thirds of it backward
+    gradients, flags, parameters = (time_of("data", what) for what in ("gradients", "flags", "parameters"))
+    if job.zero < 3:  # gradients hide behind the last backward; parameters come when the optimizer has stepped
+        exposed = max(0.0, gradients - one_microbatch * 2 / 3) + parameters
+    else:  # parameters are gathered while the model computes
+        exposed = max(0.0, gradients + parameters - one_microbatch)
     return {
         "compute": compute,
         "tensor": tensor,
-        "pipeline": pipeline,
-        "bubble": busy / job.microbatches * plan.idle,
-        "data": _exposed(frame, moves, compute / job.microbatches),
+        "pipeline": pipe_messages,
+        "bubble": (compute + tensor + pipe_messages) / job.microbatches * pipeline.idle,
+        "data": exposed + flags,
     }
-
-
-def _exposed(frame: _Frame, moves: Sequence[Move], one: float) -> float:
-    """What data-parallel traffic adds: gradients hide behind the last backward, gathering behind the first forward.
-
-    Args:
-        frame: The call's.
-        moves: Of the rank.
-        one: Seconds in which one microbatch is computed, two thirds of them backward.
-    """
-    by_name = {what: _time(frame, "data", moves, what) for what in ("gradients", "flags", "parameters")}
-    if frame.job.zero < 3:  # parameters come when the optimizer has stepped
-        return max(0.0, by_name["gradients"] - one * 2 / 3) + by_name["flags"] + by_name["parameters"]
-    return max(0.0, by_name["gradients"] + by_name["parameters"] - one) + by_name["flags"]
-
-
-def _time(frame: _Frame, axis: str, moves: Sequence[Move], what: str | None = None) -> float:
-    """Seconds of what goes over an axis, one operation after the other."""
-    chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
-    machine = frame.machine
-    alpha = machine.latency * (1 if axis == "pipeline" else math.log2(max(2, frame.topology.size(axis))))
-    rate = machine.bandwidth if _within_node(frame.topology, axis, machine.devices_per_node) else machine.network
-    return sum(move.bytes / rate + move.operations * alpha for move in chosen)
-
-
-def _within_node(topology: Topology, axis: str, devices: int) -> bool:
-    """Whether every group over an axis lies within one node."""
-    return all(devices % (block.size * block.stride) == 0 for block in topology.blocks(axis))

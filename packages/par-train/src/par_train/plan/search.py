@@ -1,12 +1,12 @@
 """Every configuration of a world that a model's sizes allow, and the fastest of those that fit.
 
 A frame is a topology and a number of microbatches: what its ranks compute and send within a microbatch is the same
-under every schedule and stage. Frames are looked at in the order of that time, until no other can be faster than what
-was found.
+under every schedule and ZeRO stage. Frames are looked at in the order of that time, until no other can be faster than
+what was found.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from .predict import Prediction, predict
 from .shape import Shape, cut_of, make_cut, misfit
 
 _LEAST_KEPT = 3
-"""No schedule keeps less than such a part of what 1F1B keeps."""
+"""No schedule keeps fewer activations than 1F1B divided by this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Ranking:
     """What a search found.
 
     Args:
-        best: Those that fit, the fastest first; the best of each topology.
-        nearest: The one that takes the least memory, if none fits.
-        frames: Topologies and numbers of microbatches that there are.
+        best: The best configuration of each topology, of those that fit, the fastest first.
+        nearest: The configuration that takes the least memory, if none fits.
+        frames: Number of topologies, each counted with each of its numbers of microbatches.
     """
 
     best: tuple[Prediction, ...]
@@ -37,13 +37,63 @@ class Ranking:
     frames: int
 
 
-def configurations(shape: Shape, world: int, job: Job) -> Iterator[tuple[Topology, Job]]:
-    """Every topology of a world, and numbers of microbatches, that a model and its batch divide over.
+def rank(shape: Shape, world: int, job: Job, machine: Machine, top: int = 10) -> Ranking:
+    """Finds the fastest configurations that fit a machine.
 
     Args:
-        shape: The model.
-        world: Ranks.
-        job: Batch and precision are its; the schedule is "1f1b", and the stage 0.
+        shape: The model's sizes.
+        world: Number of ranks.
+        job: The job, of which batch and precision are kept.
+        machine: What the job runs on.
+        top: Number of topologies to find.
+    """
+    best: dict[str, Prediction] = {}
+    nearest: Prediction | None = None
+
+    def consider(topology: Topology, frame: Job) -> None:
+        """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
+        nonlocal nearest
+        for variant in variants(topology, frame):
+            try:
+                made = predict(shape, topology, variant, machine)
+            except ValueError:  # a schedule that does not take these sizes
+                continue
+            if nearest is None or made.memory.total < nearest.memory.total:
+                nearest = made
+            name = topology.to_json()
+            if made.fits(machine) and (name not in best or _order(made) < _order(best[name])):
+                best[name] = made
+
+    def found() -> list[Prediction]:
+        return sorted(best.values(), key=_order)[:top]
+
+    # The highest useful stage takes the least state; the time without bubble and data is that of every variant.
+    frames: list[tuple[float, float, Topology, Job]] = []
+    for topology, frame in configurations(shape, world, job):
+        first = predict(shape, topology, replace(frame, zero=_last_stage(topology, frame)), machine)
+        seconds, memory = first.busiest.seconds, first.memory
+        least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1)
+        least_seconds = first.seconds - seconds["bubble"] - seconds["data"]
+        frames.append((least_seconds, memory.state + least_kept, topology, frame))
+
+    for least_seconds, least_memory, topology, frame in sorted(frames, key=lambda one: one[0]):
+        if len(best) >= top and least_seconds > found()[-1].seconds:
+            break
+        if least_memory <= machine.memory:
+            consider(topology, frame)
+    if not best:
+        for _, _, topology, frame in sorted(frames, key=lambda one: one[1])[:top]:
+            consider(topology, frame)
+    return Ranking(best=tuple(found()), nearest=None if best else nearest, frames=len(frames))
+
+
+def configurations(shape: Shape, world: int, job: Job) -> Iterator[tuple[Topology, Job]]:
+    """Every frame of a world that a model and its batch divide over, as a topology and a job.
+
+    Args:
+        shape: The model's sizes.
+        world: Number of ranks.
+        job: The job, of which batch and precision are kept; the schedule becomes "1f1b", and the stage 0.
     """
     for tensor in tensor_configs(shape, world, job.precision):
         left = world // tensor.get("size", 1)
@@ -60,14 +110,16 @@ def configurations(shape: Shape, world: int, job: Job) -> Iterator[tuple[Topolog
 
 
 def tensor_configs(shape: Shape, world: int, precision: str) -> Iterator[dict[str, Any]]:
-    """The tensor modes and sizes that a model allows, as the config writes them; {} is none."""
+    """The tensor modes and sizes that a model allows, as a config writes them; {} stands for none."""
     yield {}
     for size in _divisors(world):
         if size == 1:
             continue
-        options: list[tuple[dict[str, Any], dict[str, int]]] = [({"mode": "1d"}, {"tensor": size})]
-        options.append(({"mode": "1d", "sequence_parallel": True}, {"tensor": size}))
-        if precision != "fp8":
+        options: list[tuple[dict[str, Any], dict[str, int]]] = [
+            ({"mode": "1d"}, {"tensor": size}),
+            ({"mode": "1d", "sequence_parallel": True}, {"tensor": size}),
+        ]
+        if precision != "fp8":  # which multiplies in mode 1d alone
             options += _grids(size)
         for config, axes in options:
             cut = make_cut(config["mode"], size, axes, sequence="sequence_parallel" in config)
@@ -76,7 +128,7 @@ def tensor_configs(shape: Shape, world: int, precision: str) -> Iterator[dict[st
 
 
 def _grids(size: int) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """Squares, up to as many of them side by side as one has sides, and cubes."""
+    """Squares, up to as many of them side by side as one has sides, and cubes: their configs and their axes."""
     for q in range(2, math.isqrt(size) + 1):
         depth, rest = divmod(size, q * q)
         if rest == 0 and depth == 1:
@@ -88,10 +140,10 @@ def _grids(size: int) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
 
 
 def variants(topology: Topology, job: Job) -> Iterator[Job]:
-    """The schedules and stages of a frame.
+    """The schedules and ZeRO stages of a frame.
 
     Stages 2 and 3 are left out where gradients of several microbatches are added up, as in every pipeline: they are
-    whole until the last one, and parameters too, so that stage 1 takes no more.
+    whole until the last one, and parameters stay gathered, so that stage 1 takes no more.
     """
     for schedule in SCHEDULES if topology.size("pipeline") > 1 else ("1f1b",):
         for zero in range(1 + _last_stage(topology, job)):
@@ -99,96 +151,19 @@ def variants(topology: Topology, job: Job) -> Iterator[Job]:
 
 
 def _last_stage(topology: Topology, job: Job) -> int:
+    """The highest ZeRO stage that is of use."""
     if topology.size("data") == 1:
         return 0
     return 1 if job.microbatches > 1 or topology.size("pipeline") > 1 else 3
 
 
-def rank(shape: Shape, world: int, job: Job, machine: Machine, top: int = 10) -> Ranking:
-    """The fastest configurations that fit a machine.
-
-    Args:
-        shape: The model.
-        world: Ranks.
-        job: Batch and precision are its.
-        machine: What it runs on.
-        top: How many.
-    """
-    search = _Search(shape, machine, top)
-    frames = [(search.see(topology, each), topology, each) for topology, each in configurations(shape, world, job)]
-    for first, topology, each in sorted(frames, key=lambda frame: frame[0].least):
-        if first.least > search.slowest:
-            break
-        if first.needs <= machine.memory:
-            search.try_all(topology, variants(topology, each))
-    if not search.found:
-        for _, topology, each in sorted(frames, key=lambda frame: frame[0].needs)[:top]:
-            search.try_all(topology, variants(topology, each))
-    return Ranking(
-        best=tuple(search.found),
-        nearest=None if search.found else search.nearest,
-        frames=len(frames),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _First:
-    """What is known of a frame from its first prediction.
-
-    Args:
-        least: Seconds that no schedule goes below.
-        needs: Bytes likewise.
-    """
-
-    least: float
-    needs: float
-
-
-class _Search:
-    def __init__(self, shape: Shape, machine: Machine, top: int) -> None:
-        self._shape, self._machine, self._top = shape, machine, top
-        self._by_topology: dict[str, Prediction] = {}
-        self.found: list[Prediction] = []
-        self.nearest: Prediction | None = None
-
-    @property
-    def slowest(self) -> float:
-        """Seconds above which nothing is of use."""
-        return self.found[-1].seconds if len(self.found) == self._top else math.inf
-
-    def see(self, topology: Topology, job: Job) -> _First:
-        """Bounds of a frame."""
-        made = predict(self._shape, topology, replace(job, zero=_last_stage(topology, job)), self._machine)
-        seconds, memory = made.busiest.seconds, made.memory
-        return _First(
-            least=made.seconds - seconds["bubble"] - seconds["data"],
-            needs=memory.state + memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1),
-        )
-
-    def try_all(self, topology: Topology, jobs: Iterable[Job]) -> None:
-        """Predicts a frame's variants, and keeps what is good."""
-        for job in jobs:
-            try:
-                made = predict(self._shape, topology, job, self._machine)
-            except ValueError:  # a schedule that does not take these sizes
-                continue
-            if self.nearest is None or made.memory.total < self.nearest.memory.total:
-                self.nearest = made
-            if made.fits(self._machine):
-                self._keep(made)
-
-    def _keep(self, made: Prediction) -> None:
-        key = made.topology.to_json()
-        if key not in self._by_topology or _order(made) < _order(self._by_topology[key]):
-            self._by_topology[key] = made
-            self.found = sorted(self._by_topology.values(), key=_order)[: self._top]
-
-
-def _order(made: Prediction) -> tuple[float, float]:
-    return made.seconds, made.memory.total
+def _order(prediction: Prediction) -> tuple[float, float]:
+    """What predictions are sorted by: the faster first, and of equally fast ones that which takes less memory."""
+    return prediction.seconds, prediction.memory.total
 
 
 @lru_cache(maxsize=4096)
 def _divisors(number: int) -> tuple[int, ...]:
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return (*small, *(number // each for each in reversed(small) if each * each != number))
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return (*small, *large)

@@ -1,4 +1,4 @@
-"""The sizes of a transformer, and what a tensor mode leaves of them on one rank. Pure arithmetic, no torch."""
+"""The sizes of a transformer, and what pipeline stages and tensor modes leave of them on one rank. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -7,24 +7,25 @@ from typing import Any
 from par_groups import Topology
 
 MODES = ("1d", "2d", "2.5d", "3d")
+"""The tensor modes that there are formulas for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A GPT: learned positions, pre-norm blocks with biases, a classifier over the vocabulary without one.
+    """The sizes of a GPT: learned positions, pre-norm blocks with biases, a classifier over the vocabulary without one.
 
     Args:
-        layers: Blocks.
-        width: Of the residual stream.
-        heads: Of attention; they divide the width.
-        context: Tokens of a window.
-        vocabulary: Classes; of bytes 256.
-        hidden: Width inside the MLP; None: four times `width`.
-        kv_heads: Heads of keys and values; None: as many as `heads`.
-        tied: Whether the embedding's table is the classifier's too.
+        layers: Number of transformer blocks.
+        width: Number of features of the residual stream.
+        heads: Number of attention heads; they divide the width.
+        context: Number of tokens in a window.
+        vocabulary: Number of different tokens; 256 where tokens are bytes.
+        hidden: Number of features inside the MLP; None: four times `width`.
+        kv_heads: Number of heads of keys and of values; None: as many as `heads`.
+        tied: Whether the table of the embedding is the classifier's weight, too.
 
     Raises:
-        ValueError: A size below 1, or heads that do not divide.
+        ValueError: A size is below 1, or the heads do not divide the width.
     """
 
     layers: int
@@ -47,33 +48,37 @@ class Shape:
 
     @property
     def mlp(self) -> int:
-        """The width inside the MLP."""
+        """Number of features inside the MLP."""
         return self.hidden or 4 * self.width
 
     @property
     def keys(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys, and of values."""
         return self.kv_heads or self.heads
 
     @property
     def attended(self) -> int:
-        """Features of queries, keys and values together."""
+        """Number of features of queries, keys and values together."""
         return self.width + 2 * self.keys * (self.width // self.heads)
 
     @property
+    def block_matrices(self) -> int:
+        """Number of elements in the four matrices of a block: into attention, out of it, into the MLP, out of it."""
+        return self.width * (self.attended + self.width + 2 * self.mlp)
+
+    @property
     def parameters(self) -> int:
-        """Elements of the whole model."""
+        """Number of elements in all parameters of the model."""
         return count(self, Cut(), Part(blocks=self.layers, first=True, last=True)).total
 
     def flops(self, part: "Part") -> float:
-        """Floating-point operations of a token in forward and backward: twice as many in backward.
+        """Floating-point operations for one token in forward and backward.
 
-        Attention is causal, so that half of its products are computed. Two for each element of a matrix.
+        In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
+        Attention is causal, so that half of its products, 4 * context * width operations, are computed.
         """
-        h = self.width
-        matrices = h * self.attended + h * h + 2 * h * self.mlp
-        block = 2 * matrices + 2 * self.context * h
-        return 3.0 * (part.blocks * block + part.last * 2 * h * self.vocabulary)
+        block = 2 * self.block_matrices + 2 * self.context * self.width
+        return 3.0 * (part.blocks * block + part.last * 2 * self.width * self.vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ class Part:
     """What a rank of a pipeline has of a model.
 
     Args:
-        blocks: How many.
+        blocks: Number of its blocks.
         first: Whether it has the embeddings.
         last: Whether it has the last norm and the classifier.
     """
@@ -93,17 +98,20 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a tensor mode cuts: into how many parts. The default is one device.
+    """Into how many parts a tensor mode cuts what a model consists of. The default is one device, which cuts nothing.
+
+    Activations lie in two layouts: the residual layout, in which blocks add and norms work, and the inner layout,
+    between a column layer and the row layer that follows it, where attention and the MLP's activation work.
 
     Args:
-        mode: "1d", "2d", "2.5d", "3d"; None without one.
-        sequence: Whether 1d cuts tokens where they are normed.
-        ranks: Of a tensor group.
-        tokens: Parts of the tokens in the residual layout.
-        features: Parts of its features.
-        inner_tokens: Parts of the tokens between a column and a row layer.
-        inner: Parts of the features there.
-        matrix: Parts of a weight.
+        mode: "1d", "2d", "2.5d" or "3d"; None without a tensor mode.
+        sequence: Whether mode 1d cuts the tokens of a window in the residual layout (sequence parallelism).
+        ranks: Number of ranks in a tensor group.
+        tokens: Number of parts of the tokens in the residual layout.
+        features: Number of parts of the features in the residual layout.
+        inner_tokens: Number of parts of the tokens in the inner layout.
+        inner: Number of parts of the features in the inner layout.
+        matrix: Number of parts of a linear layer's weight.
         axes: Names and sizes of the mode's axes.
     """
 
@@ -119,12 +127,12 @@ class Cut:
 
     @property
     def batch(self) -> int:
-        """Parts of the rows of a microbatch."""
+        """Number of parts of the rows of a microbatch."""
         return 1 if self.sequence else self.tokens
 
     @property
     def label(self) -> str:
-        """Such as "1d 8, sequence"."""
+        """The cut in a table's cell, such as "1d 8 sp" with sequence parallelism, "2.5d 2x4x4", or "-" without one."""
         if self.mode is None:
             return "-"
         sizes = "x".join(str(size) for _, size in self.axes)
@@ -132,10 +140,10 @@ class Cut:
 
 
 def cut_of(topology: Topology) -> Cut:
-    """How the tensor mode of a topology cuts.
+    """The cut of a topology's tensor mode.
 
     Raises:
-        ValueError: A mode without formulas.
+        ValueError: There are no formulas for its mode.
     """
     ranks, (mode, options) = topology.size("tensor"), topology.modes.get("tensor", (None, {}))
     axes = {name: topology.size(name) for name in topology.leaves("tensor")}
@@ -143,10 +151,16 @@ def cut_of(topology: Topology) -> Cut:
 
 
 def make_cut(mode: str | None, ranks: int, axes: dict[str, int], *, sequence: bool = False) -> Cut:
-    """The cut of a mode with these axes.
+    """The cut of a tensor mode.
+
+    Args:
+        mode: Name of the mode, or None.
+        ranks: Number of ranks in a tensor group.
+        axes: Sizes of the mode's axes by their names.
+        sequence: Whether mode 1d uses sequence parallelism.
 
     Raises:
-        ValueError: A mode without formulas.
+        ValueError: There are no formulas for the mode.
     """
     if ranks == 1 or mode is None:
         return Cut()
@@ -164,7 +178,13 @@ def make_cut(mode: str | None, ranks: int, axes: dict[str, int], *, sequence: bo
 
 
 def misfit(shape: Shape, cut: Cut, rows: int = 0) -> str | None:
-    """Why a mode cannot cut a model, or a microbatch of so many rows (0: any); None if it can."""
+    """Why a tensor mode cannot cut a model, in words; None if it can.
+
+    Args:
+        shape: The model's sizes.
+        cut: The cut of the tensor mode.
+        rows: Number of rows in a microbatch; 0: they are not looked at.
+    """
     columns = cut.matrix // cut.inner  # parts of a column weight's input features, and of a row weight's output
     rules = [
         ("model.heads", shape.heads, cut.inner),
@@ -182,61 +202,60 @@ def misfit(shape: Shape, cut: Cut, rows: int = 0) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Elements on one rank.
+    """How many parameters a rank has; all but `blocks` and `tensors` are numbers of elements.
 
     Args:
-        block: Of one block.
-        blocks: How many there are.
-        ends: Of embeddings, last norm and classifier.
-        matrices: Of the weights that are multiplied with, in all.
-        table: Of the embedding's table.
-        largest: Of the largest tensor.
-        tensors: How many tensors there are.
+        block: Elements of one block.
+        blocks: Number of blocks.
+        ends: Elements of the embeddings, the last norm and the classifier, as far as the rank has them.
+        table: Elements of the embedding's table, if the rank has it.
+        largest: Elements of the largest tensor.
+        tensors: Number of tensors.
     """
 
     block: int
     blocks: int
     ends: int
-    matrices: int
     table: int
     largest: int
     tensors: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Elements of all parameters of the rank."""
         return self.block * self.blocks + self.ends
 
 
 def count(shape: Shape, cut: Cut, part: Part) -> Count:
-    """The parameters of one rank. Vocabularies are padded where they are cut."""
-    h, matrix = shape.width, _block_matrices(shape) // cut.matrix
-    vectors = (shape.attended + shape.mlp) // cut.inner + 6 * h // cut.features  # biases, and two norms of two
+    """The number of parameters of one rank, with vocabularies padded where they are cut.
+
+    Args:
+        shape: The model's sizes.
+        cut: The cut of the tensor mode.
+        part: What the rank's pipeline stages have of the model.
+    """
+    h, matrices = shape.width, shape.block_matrices // cut.matrix
+    biases_and_norms = (shape.attended + shape.mlp) // cut.inner + 6 * h // cut.features
     table = padded(shape.vocabulary, cut.matrix // cut.features) * h // cut.matrix
-    head = padded(shape.vocabulary, cut.inner) * h // cut.matrix
-    own_head = part.last and not (shape.tied and part.first)  # else the same parameter
-    sizes = {
+    head = table if shape.tied else padded(shape.vocabulary, cut.inner) * h // cut.matrix
+    own_head = part.last and not (shape.tied and part.first)  # a tied head beside its table is the same parameter
+    ends = {
         "table": table if part.first else 0,
         "positions": shape.context * h // cut.features if part.first else 0,
         "norm": 2 * h // cut.features if part.last else 0,
-        "head": (table if shape.tied else head) if own_head else 0,
+        "head": head if own_head else 0,
     }
+    largest_matrix = h * max(shape.mlp, shape.attended) // cut.matrix if part.blocks else 0
     return Count(
-        block=matrix + vectors,
+        block=matrices + biases_and_norms,
         blocks=part.blocks,
-        ends=sum(sizes.values()),
-        matrices=part.blocks * matrix + (head if part.last else 0),
+        ends=sum(ends.values()),
         table=table,
-        largest=max(h * max(shape.mlp, shape.attended) // cut.matrix if part.blocks else 0, *sizes.values()),
+        largest=max(largest_matrix, *ends.values()),
         tensors=12 * part.blocks + 2 * part.first + 2 * part.last + own_head,
     )
 
 
-def _block_matrices(shape: Shape) -> int:
-    h = shape.width
-    return h * shape.attended + h * h + 2 * h * shape.mlp
-
-
 def padded(length: int, parts: int) -> int:
-    """The next multiple."""
+    """The least multiple of `parts` that is not below `length`."""
     return math.ceil(length / parts) * parts
