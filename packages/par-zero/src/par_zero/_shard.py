@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from par_groups import on_written
 
-from ._check import ENGINE, agreed_ranks, check, check_groups, described
-from ._engine import Groups
+from ._check import ENGINE, check, check_alike, check_groups, described
+from ._engine import Zero
 from ._gather import Unit
 from ._options import ShardOptions
-from ._zero import Zero
+from ._reduce import Groups
 from .layout.build import Plan, make_chunks, members_of
 from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places
@@ -67,7 +67,7 @@ def shard(
             raise ValueError("the module has no parameters to shard; give one that has, or leave it alone")
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
-    ranks = agreed_ranks(problem, described(members, place_of, stage, options), group, replicas)
+    ranks = check_alike(problem, described(members, place_of, stage, options), group, replicas)
     _same_everywhere_([member.parameter for member in members], group, replicas)
     records = {member.parameter: record_of(member.parameter, ranks) for member in members}
     chunks = make_chunks(members, place_of, records, _plan(stage, group, options))

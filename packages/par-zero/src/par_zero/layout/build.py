@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from par_groups import Sharding
 
 from .chunk import Chunk, Member, grouped
-from .layout import Item, pack, pack_whole
+from .packing import Item, pack, pack_whole
 from .units import Place
 
 

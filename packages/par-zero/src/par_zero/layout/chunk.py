@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .buffers import Buffers
-from .layout import Layout
+from .packing import Layout
 
 
 @dataclass(eq=False, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_zero.layout.layout import ALIGNMENT, Item, pack, pack_whole
+from par_zero.layout.packing import ALIGNMENT, Item, pack, pack_whole
 
 items = st.lists(st.builds(Item, numel=st.integers(1, 300), group=st.integers(-1, 3)), min_size=1, max_size=12)
 ranks = st.integers(1, 9)

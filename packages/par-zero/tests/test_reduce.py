@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from par_testing import count_collectives
 from par_zero._collectives import reduce_scatter
-from par_zero._engine import Groups, Reducer
+from par_zero._reduce import Groups, Reducer
 from par_zero.layout.buffers import Buffers
 
 
