@@ -82,34 +82,24 @@ def test_the_stages_are_bit_equal_and_near_one_process(kind):
     assert_near(results[0], alone(uneven, OPTIMIZERS[kind], joint_data()), rtol=1e-4, atol=2e-5)
 
 
-@for_each(kind=OPTIMIZERS)
-@pytest.mark.ranks([2, 4])
-def test_stage_0_equals_ddp(kind):
-    """And so do the others, which equal it."""
-    module, optimizer = sharded(uneven(), 0, OPTIMIZERS[kind])
-    train(module, optimizer, data())
-    result = whole(module)
-    reference = with_ddp(uneven, OPTIMIZERS[kind], data())
-    if dist.get_world_size() == 2 and kind != "fused":
-        assert_same(result, reference)
-    else:  # gloo's all-reduce adds four ranks in another order; fused kernels have vector tails elsewhere
-        assert_near(result, reference, rtol=1e-4, atol=2e-5)
-
-
 @for_each(kind=("sgd", "foreach", "single"))
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-def test_stage_3_equals_fsdp2(kind):
-    module, optimizer = sharded(uneven(), 3, OPTIMIZERS[kind])
+def test_every_stage_equals_ddp_and_fsdp2(kind):
+    """And so do the others, which equal them. Fused kernels have vector tails elsewhere, and gloo's all-reduce adds
+    more ranks than two in another order: those are near one process, see above."""
+    module, optimizer = sharded(uneven(), 0, OPTIMIZERS[kind])
     train(module, optimizer, data())
-    assert_same(whole(module), with_fsdp(uneven, OPTIMIZERS[kind], data()))
+    result = whole(module)
+    assert_same(result, with_ddp(uneven, OPTIMIZERS[kind], data()))
+    assert_same(result, with_fsdp(uneven, OPTIMIZERS[kind], data()))
 
 
 @pytest.mark.ranks(4)
 def test_buckets_of_any_size_give_the_same_bits():
     results = []
     for stage in STAGES:
-        for bucket in (1, 70_000, 25_000_000):
+        for bucket in (1, 25_000_000):
             module, optimizer = sharded(uneven(), stage, OPTIMIZERS["fused"], bucket=bucket)
             train(module, optimizer, data(2))
             results.append(whole(module))
@@ -123,7 +113,7 @@ def by_kind(module):
     return [{"params": weights, "lr": 3e-2, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(4)
 def test_param_groups_keep_their_own_settings():
     reference = uneven()
     train(reference, adamw(by_kind(reference)), joint_data())
@@ -317,20 +307,6 @@ def stages_of_hybrid(group, replicas):
         train(module, optimizer, data())
         results.append(whole(module))
     return results
-
-
-@pytest.mark.ranks([2, 4])
-def test_gradients_can_be_summed_instead():
-    def smaller(parameters):
-        return torch.optim.SGD(parameters, lr=0.01 / dist.get_world_size(), momentum=0.9)
-
-    def plain(parameters):
-        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-    results = stages_of(uneven, smaller, data(), reduce="sum")
-    for result in results[1:]:
-        assert_same(results[0], result)
-    assert_near(results[0], alone(uneven, plain, joint_data()))  # the division is elsewhere
 
 
 @pytest.mark.ranks(2)

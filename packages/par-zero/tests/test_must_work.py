@@ -67,7 +67,7 @@ def test_under_no_sync_microbatches_give_what_ddp_and_one_backward_of_the_sum_gi
     assert_near(whole(module), copies(joint_model), rtol=1e-4, atol=1e-5)  # sums in another order, through AdamW
 
 
-@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.ranks([1, 4])
 def test_under_no_sync_the_stages_are_bit_equal():
     results = []
     for stage in STAGES:
@@ -79,7 +79,7 @@ def test_under_no_sync_the_stages_are_bit_equal():
 
 
 @for_each(reduce=("mean", "sum"))
-@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.ranks([2, 4])
 def test_several_backwards_add_up(reduce):
     results = []
     for stage in STAGES:
@@ -182,8 +182,6 @@ def flat_state(optimizer):
 def test_what_no_rank_uses_keeps_value_and_moments(stage, none):
     module, optimizer = sharded(Branching(), stage, bucket=10**6)
     both = [(0, 1, 2), (0, 2), (2,), (0, 1)]
-    reference = Branching()
-    its = sgd(reference.parameters())
     before = {}
     for step, use in enumerate(both):
         optimizer.zero_grad(set_to_none=none)
@@ -193,7 +191,6 @@ def test_what_no_rank_uses_keeps_value_and_moments(stage, none):
         after = whole(module)
         for name, value in after.items():
             assert torch.equal(value, before[name]) == (int(name.split(".")[1]) not in use), (step, name)
-    del reference, its
     assert flat_state(optimizer)
 
 
@@ -426,7 +423,7 @@ def test_the_gradient_of_inputs_alone_is_there(stage):
     assert torch.equal(data.grad, other.grad)
 
 
-@for_each_stage
+@for_each(stage=(2, 3))  # which differ in what happens around forward; 0 and 1 do not
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at what it is given
 def test_torch_compile_gives_the_same(stage):

@@ -7,7 +7,6 @@ from torch import nn
 
 from par_testing import for_each
 from par_zero import shard
-from par_zero._step import works_flat
 
 from .helpers import (
     STAGES,
@@ -56,33 +55,56 @@ class NormScaled(torch.optim.Optimizer):
 WHOLE = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "NormScaled": NormScaled}
 
 
-def matrices():
-    return [nn.Parameter(torch.ones(3, 3))]
+def matrix():
+    return nn.Linear(3, 3, bias=False)
 
 
-@pytest.mark.parametrize("name", FLAT)
-def test_an_element_wise_optimizer_is_known_as_one(name):
-    optimizer = FLAT[name](matrices())
-    assert works_flat(optimizer, optimizer.param_groups[0])
+@for_each(make=FLAT.values())
+@pytest.mark.ranks(1)
+def test_an_element_wise_optimizer_is_taken_and_left_as_it_is(make):
+    module = matrix()
+    value = module.weight.detach().clone()
+    _, optimizer = sharded(module, 1, make)
     assert not optimizer.state
-    assert torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3, 3))
+    assert torch.equal(module.weight, value)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_one_that_looks_at_whole_tensors_is_known_too(name):
-    optimizer = WHOLE[name](matrices())
-    assert not works_flat(optimizer, optimizer.param_groups[0])
+@for_each(make=(*WHOLE.values(), torch.optim.LBFGS))
+@pytest.mark.ranks(1)
+def test_one_that_looks_at_whole_tensors_or_needs_a_closure_is_refused(make):
+    with pytest.raises(ValueError, match=r"pass atomic=True|in its attribute '_params'"):
+        sharded(matrix(), 1, make)
 
 
-def test_one_that_needs_a_closure_does_not_work_flat():
-    optimizer = torch.optim.LBFGS(matrices())
-    assert not works_flat(optimizer, optimizer.param_groups[0])
-
-
-@pytest.mark.parametrize("foreach", [None, True])
+@for_each(foreach=(None, True))
+@pytest.mark.ranks(1)
 def test_one_for_captured_graphs_is_tried_on_the_cpu(foreach):
-    optimizer = torch.optim.AdamW(matrices(), lr=torch.tensor(0.1), capturable=True, foreach=foreach)
-    assert works_flat(optimizer, optimizer.param_groups[0])
+    sharded(matrix(), 1, lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), capturable=True, foreach=foreach))
+
+
+@pytest.mark.ranks(1)
+def test_trying_an_optimizer_runs_none_of_its_hooks_and_draws_none_of_its_numbers():
+    module, drawing = matrix(), matrix()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    shard(module, optimizer, stage=1, group=dist.group.WORLD)
+    assert not called
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="pass atomic=True"):
+        sharded(drawing, 1, Drawing)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Drawing(torch.optim.SGD):
+    """Adds noise from torch's own generator."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad.add_(torch.randn(each.shape))
+        return super().step(closure)
 
 
 @for_each(stage=STAGES, atomic=(False, True), fused=(False, True))
@@ -100,16 +122,8 @@ def test_state_that_a_constructor_makes_is_cut_like_its_parameters(stage, atomic
     assert_near(whole(module), copies(reference))
 
 
-def test_the_probe_runs_no_hooks_of_the_optimizer():
-    optimizer = torch.optim.SGD(matrices(), lr=0.1)
-    called = []
-    optimizer.register_step_post_hook(lambda *_: called.append(1))
-    assert works_flat(optimizer, optimizer.param_groups[0])
-    assert not called
-
-
 @for_each(name=("Adafactor", "NormScaled"))
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(4)
 def test_atomic_keeps_tensors_whole_and_equals_one_device(name):
     reference = mlp(width=10)
     train(reference, WHOLE[name](reference.parameters(), lr=0.02), [[joint(step, width=10)] for step in range(3)])
@@ -132,7 +146,7 @@ def split_by_dims(module):
     return [each for each in module.parameters() if each.requires_grad]
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(2)
 def test_muon_equals_one_device():
     reference = mlp(width=10)
     its = torch.optim.Muon(split_by_dims(reference), lr=0.02)

@@ -1,9 +1,8 @@
-"""What cannot be sharded, and what differs between the ranks: said on all of them, before anything is changed."""
+"""What cannot be sharded, and what differs between the ranks: every rank says so before anything is changed."""
 
 import hashlib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,9 @@ from torch.optim import Optimizer
 from par_groups import agree, check_alike
 
 from ._options import ShardOptions
-from ._step import is_fresh, uses_all, works_flat
+from ._probe import looks_at_all_tensors, looks_at_whole_tensors
+from ._stage import STAGES, Stage
+from ._step import is_fresh
 from .layout.chunk import Member
 from .layout.units import Place
 
@@ -21,15 +22,19 @@ ENGINE = "par_zero"
 
 
 def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: ShardOptions) -> None:
-    """Raises ValueError or TypeError for what cannot be sharded, as this rank sees it."""
+    """Checks what is to be sharded, as far as this rank sees it.
+
+    Raises:
+        ValueError, TypeError: What cannot be sharded.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in range(len(STAGES)):
         raise ValueError(f"stage is {stage!r}; it can be 0, 1, 2 or 3")
     if any(ENGINE in each.__dict__ for each in module.modules()):
-        raise ValueError("the module, or a part of it, is sharded already; shard once")
+        raise ValueError(f"the {type(module).__name__}, or a part of it, is sharded already; shard it once, as a whole")
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name!r} is on the meta device; materialise it first, or load a checkpoint into it")
@@ -40,18 +45,23 @@ def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: S
                 f"{name!r} is a DTensor; shard plain parameters, with a par_groups.Sharding if they are cut"
             )
     if optimizer is not None:
-        _check_optimizer(module, optimizer, stage, options)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        _check_parameters(optimizer, names)
+        _check_way_of_working(optimizer, names, STAGES[stage], options)
 
 
-def _check_optimizer(module: nn.Module, optimizer: Optimizer, stage: int, options: ShardOptions) -> None:
-    names = {parameter: name for name, parameter in module.named_parameters()}
+def _check_parameters(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    """Checks that the optimizer has not stepped, and has the module's parameters and no others."""
     kind = type(optimizer).__name__
     if not is_fresh(optimizer):
         raise ValueError(f"the {kind} has stepped already; shard first, then load its state from a checkpoint")
     for number, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if parameter not in names:
-                raise ValueError(f"param_groups[{number}].params[{i}] of the {kind} is no parameter of the module")
+                raise ValueError(
+                    f"param_groups[{number}].params[{i}] of the {kind} is no parameter of the module; make the "
+                    "optimizer from the parameters of the module that is sharded"
+                )
         for key, value in group.items():
             if isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"param_groups[{number}][{key!r}] of the {kind} is NaN; give a number")
@@ -62,55 +72,55 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer, stage: int, option
                 f"{name!r} wants gradients, but the {kind} does not have it, so each rank would keep its own; give it "
                 "to the optimizer, or call requires_grad_(False)"
             )
-    _check_kind(optimizer, names, stage, options)
 
 
-def _check_kind(optimizer: Optimizer, names: Mapping[nn.Parameter, str], stage: int, options: ShardOptions) -> None:
-    """What an optimizer is told from its attributes, and from steps that copies of it make."""
+def _check_way_of_working(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], stage: Stage, options: ShardOptions
+) -> None:
+    """Checks that the optimizer steps what its param groups hold, and needs no more of it than a rank has."""
     kind = type(optimizer).__name__
     for attribute, value in optimizer.__dict__.items():
-        if attribute not in ("param_groups", "state", "defaults") and _has_any(value, names):
+        if attribute not in ("param_groups", "state", "defaults") and _contains_any(value, names):
             raise ValueError(
                 f"the {kind} keeps parameters in its attribute {attribute!r} too, and would go on with those instead "
                 "of the flat ones that shard() puts into its param groups; take an optimizer that reads param_groups "
                 "alone"
             )
-    for number, group in _distinct(optimizer.param_groups):
-        if stage and uses_all(optimizer, group):
+    tried = set()
+    for number, group in enumerate(optimizer.param_groups):
+        settings = repr([(key, value) for key, value in group.items() if key not in ("params", "param_names")])
+        if settings in tried:
+            continue
+        tried.add(settings)
+        if stage.shards_state and looks_at_all_tensors(optimizer, group):
             raise ValueError(
                 f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
                 "all gradients, and from stage 1 on no rank sees all; pass stage=0, or take another optimizer"
             )
-        if not options.atomic and not works_flat(optimizer, group):
+        if not options.atomic and looks_at_whole_tensors(optimizer, group):
             raise ValueError(
                 f"{kind} does not treat each element by itself (param_groups[{number}]), so its parameters cannot be "
                 "cut; pass atomic=True, which keeps each whole on one rank"
             )
 
 
-def _has_any(value: object, parameters: Container[nn.Parameter]) -> bool:
-    """Whether a collection, as an optimizer may have as its own, has one of some parameters."""
-    if isinstance(value, Mapping):  # what is known of parameters, by them as keys, steps none of them
-        return _has_any(list(value.values()), parameters)
+def _contains_any(value: object, parameters: Container[nn.Parameter]) -> bool:
+    """Whether a collection, as an optimizer may keep one for itself, contains one of some parameters."""
+    if isinstance(value, Mapping):  # an optimizer does not step the keys, about which it knows something
+        return _contains_any(list(value.values()), parameters)
     if isinstance(value, list | tuple | set | frozenset):
-        return any(_has_any(each, parameters) for each in value)
+        return any(_contains_any(item, parameters) for item in value)
     return isinstance(value, nn.Parameter) and value in parameters
 
 
-def _distinct(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Param groups that differ in their settings, with their numbers."""
-    seen = set()
-    for number, group in enumerate(groups):
-        settings = repr([(key, value) for key, value in group.items() if key not in ("params", "param_names")])
-        if settings not in seen:
-            seen.add(settings)
-            yield number, group
-
-
 def check_groups(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
-    """Raises ValueError where a rank would be a replica of one that it shares with."""
+    """Checks that no rank would be a replica of one with which it shares.
+
+    Raises:
+        ValueError: The groups have more ranks in common than this one.
+    """
     if replicas is not None:
-        near, far = (sorted(dist.get_process_group_ranks(each)) for each in (group, replicas))
+        near, far = (sorted(dist.get_process_group_ranks(one)) for one in (group, replicas))
         if set(near) & set(far) != {dist.get_rank()}:
             raise ValueError(
                 f"replicas are the ranks {far}, and group the ranks {near}; a rank's replicas are itself and ranks of "
@@ -121,13 +131,13 @@ def check_groups(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -
 def described(
     members: Sequence[Member], place_of: Mapping[nn.Parameter, Place], stage: int, options: ShardOptions
 ) -> str:
-    """What all ranks must have alike."""
+    """A text of everything that all ranks must have alike, for them to make the same chunks."""
     parts = [
         (
-            *(each.names, tuple(each.shape), str(each.parameter.dtype), each.group, place_of[each.parameter]),
-            each.parameter.requires_grad and each.group < 0,
+            *(member.names, tuple(member.shape), str(member.parameter.dtype), member.group, place_of[member.parameter]),
+            member.parameter.requires_grad and member.group < 0,
         )
-        for each in members
+        for member in members
     ]
     fields = (stage, options.bucket, options.param_dtype, options.reduce_dtype, options.reduce, options.atomic)
     return repr((fields, parts))

@@ -1,13 +1,16 @@
-"""Reduce-scatter and all-gather in place on flat buffers.
+"""Who shares a chunk, and reduce-scatter and all-gather in place on flat buffers.
 
-gloo's own reduce-scatter moves as many bytes as an all-reduce. So there it is an all-to-all and a sum of what arrives,
-in the order of the ranks: half the bytes, and the same rounding however the buffer is cut. Its all-gather goes around a
-ring into a buffer of its own and copies from there. So there every rank sends its share to all others at once, to its
-place. Between two ranks broadcasts do the same on gloo's threads, and the caller's goes on; where it would wait anyway,
-it had better send itself, which for 32 MiB each way takes 18 ms where broadcasts take 25.
+Two of gloo's collectives are replaced.
+
+- Its reduce-scatter moves as many bytes as an all-reduce. Here it is an all-to-all, and a sum of what arrives in the
+  order of the ranks: half the bytes, and the same rounding however the buffer is cut.
+- Its all-gather goes around a ring into a buffer of its own, and copies from there. Here every rank sends its share to
+  all others at once, right to its place. Between two ranks, two broadcasts do the same on gloo's own threads while the
+  caller computes; a caller that only waits sends large shares itself: 32 MiB each way take 18 ms, by broadcasts 25.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +21,58 @@ from par_groups import backend_of
 from .layout.buffers import Buffers
 
 _TAG = 7_213_000
-"""Of messages from here, so that they are taken for nobody else's between the same ranks."""
+"""Tag of the messages that are sent here, so that nobody else between the same ranks takes them for his."""
 
 _LARGE = 2**22
 """Bytes of a share from which on a caller that waits sends it itself; below, a broadcast costs less Python."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Who shares a chunk.
+
+    Args:
+        shards: The ranks that each keep a share.
+        replicas: The ranks that keep the same share, for hybrid sharding; None without.
+        mean: Whether gradients are averaged over the ranks, or else summed.
+    """
+
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    mean: bool
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether there are two ranks in all: a sum of two is the same in either order, so any all-reduce will do."""
+        return self.replicas is None and dist.get_world_size(self.shards) == 2
+
+    def device_of_flags(self, device: torch.device) -> torch.device:
+        """The device of what the host wants to know: the CPU, unless a group is of NCCL alone; then the chunks'."""
+        groups = [self.shards] if self.replicas is None else [self.shards, self.replicas]
+        return torch.device("cpu") if all(backend_of(group, "cpu") for group in groups) else device
+
+    @property
+    def scale(self) -> float:
+        """What a sum over all ranks is multiplied with."""
+        if not self.mean:
+            return 1.0
+        copies = 1 if self.replicas is None else dist.get_world_size(self.replicas)
+        return 1.0 / (dist.get_world_size(self.shards) * copies)
 
 
 class Handle:
     """A collective under way.
 
     Args:
-        works: What torch gave for it.
-        finish: What is left to do when all have arrived.
+        works: What torch returned for its parts.
+        finish: What is left to do when all parts have arrived.
     """
 
     def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = works, finish
 
     def wait(self) -> None:
-        """Waits; a second call does nothing."""
+        """Waits until the result is there. A second call does nothing."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -48,16 +84,14 @@ class Handle:
 def reduce_scatter(
     flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, scale: float, buffers: Buffers
 ) -> Handle:
-    """Sums the ranks' buffers; each keeps its share.
-
-    Its traffic is size * (N - 1) / N elements received by each rank.
+    """Sums the ranks' buffers, of which each rank keeps its share. Each rank receives n * (N - 1) elements.
 
     Args:
         flat: (N * n) elements, one share after the other; free for other use after the wait.
-        into: (n) elements: this rank's share of the sum, times `scale`. It may be a part of `flat`.
+        into: (n) elements for this rank's share of the sum, times `scale`. It may be a part of `flat`.
         group: The N ranks.
-        scale: Such as 1 / N for the mean.
-        buffers: For what gloo receives.
+        scale: Factor of the sum, such as 1 / N for the mean.
+        buffers: Lends the memory for what gloo receives.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
@@ -67,7 +101,10 @@ def reduce_scatter(
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
         def finish() -> None:
-            _sum(received.view(ranks, -1), into)
+            rows = received.view(ranks, -1)
+            torch.add(rows[0], rows[1], out=into)
+            for row in rows[2:]:  # in the order of the ranks
+                into.add_(row)
             _put(into, into, scale=scale)
             buffers.give_back(received)
 
@@ -79,13 +116,13 @@ def reduce_scatter(
 
 
 def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup, *, overlapped: bool = True) -> Handle:
-    """Gives every rank all shares.
+    """Gives every rank the shares of all. Each rank receives n * (N - 1) elements.
 
     Args:
-        flat: (N * n) elements, for all.
-        share: (n) elements, this rank's; it may be its own place in `flat`.
+        flat: (N * n) elements, for all shares.
+        share: (n) elements, this rank's share; they may be its own place in `flat`.
         group: The N ranks.
-        overlapped: Whether the caller computes meanwhile; else it waits at once.
+        overlapped: Whether the caller computes before it waits.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1 or _is_gloo(flat, group):
@@ -96,27 +133,22 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
             sources = range(ranks)
             return Handle([dist.broadcast(places[i], group=group, group_src=i, async_op=True) for i in sources])
         others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same one first
-        here = [dist.irecv(places[each], group=group, group_src=each, tag=_TAG) for each in others]
-        return Handle([*here, *(dist.isend(share, group=group, group_dst=each, tag=_TAG) for each in others)])
+        receives = [dist.irecv(places[other], group=group, group_src=other, tag=_TAG) for other in others]
+        sends = [dist.isend(share, group=group, group_dst=other, tag=_TAG) for other in others]
+        return Handle([*receives, *sends])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     return Handle([gather(flat, share, group=group, async_op=True)])
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Handle:
-    """Sums a tensor over the ranks of a group, in place, or what else `op` says."""
+    """Sums a tensor over the ranks of a group, in place; or takes its maximum, or what else `op` says."""
     if dist.get_world_size(group) == 1:
         return Handle([])
     return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)])
 
 
-def _sum(rows: torch.Tensor, into: torch.Tensor) -> None:
-    """Writes the sum of two rows or more, in order."""
-    torch.add(rows[0], rows[1], out=into)
-    for row in rows[2:]:
-        into.add_(row)
-
-
 def _put(total: torch.Tensor, into: torch.Tensor, *, scale: float) -> None:
+    """Writes a sum, times the scale, to its place."""
     if scale != 1.0:
         torch.mul(total, scale, out=into)
     elif total.data_ptr() != into.data_ptr():

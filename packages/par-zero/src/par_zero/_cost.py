@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ._stage import STAGES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of one rank after a step.
 
     Args:
-        parameters: As the module uses them.
-        gradients: As they are kept between reduction and step.
-        optimizer: Its state, and its own copies of parameters.
-        buffers: What two chunks that are reduced at a time use, one pair after the other.
+        parameters: Bytes of the parameters as the module uses them.
+        gradients: Bytes of the gradients that are kept between their reduction and the step.
+        optimizer: Bytes of the optimizer's state, and of its own copies of parameters.
+        buffers: Bytes that reductions work in: those of the two chunks that are reduced at a time.
     """
 
     parameters: float
@@ -26,7 +28,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes of all of it."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
@@ -44,24 +46,25 @@ def memory(
     """Bytes of one rank after a step on gloo. During it, stage 3 adds the parameters of two units.
 
     Args:
-        stage: 0 to 3.
-        parameters: Elements of all parameters.
-        ranks: That share.
-        dtype: Of the parameters that the optimizer updates.
-        param_dtype: Of the parameters in use; default: `dtype`.
-        reduce_dtype: Of the gradients that are kept; default: `param_dtype`.
+        stage: Stage of `shard`, 0 to 3.
+        parameters: Number of elements of all parameters.
+        ranks: Number of ranks that share.
+        dtype: Dtype of the parameters that the optimizer updates.
+        param_dtype: Dtype of the parameters in use. None: `dtype`.
+        reduce_dtype: Dtype of the gradients that are kept. None: `param_dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
         chunk: Elements of a chunk, of which there are two or more; 0 leaves out the buffers, which do not grow with
             the model. Other backends than gloo bring their own to receive into.
     """
+    cuts = STAGES[stage]
     used, reduced = param_dtype or dtype, reduce_dtype or param_dtype or dtype
-    shared = [1.0 if stage < first else 1.0 / ranks for first in (3, 2, 1)]
     copies = slots + (used != dtype)
-    buffers = 2 * ((stage > 1) + (stage > 0 or ranks > 2))  # whole gradients, and what a reduce-scatter receives
+    # Of each of two chunks: the whole gradient where it is not kept, and what a reduce-scatter receives.
+    buffers = 2 * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
     return Memory(
-        parameters=parameters * used.itemsize * shared[0],
-        gradients=parameters * reduced.itemsize * shared[1],
-        optimizer=parameters * dtype.itemsize * copies * shared[2],
+        parameters=parameters * used.itemsize / (ranks if cuts.shards_parameters else 1),
+        gradients=parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1),
+        optimizer=parameters * dtype.itemsize * copies / (ranks if cuts.shards_state else 1),
         buffers=chunk * reduced.itemsize * buffers,
     )
 
@@ -72,19 +75,20 @@ def traffic(
     """Elements that one rank receives in a step.
 
     Args:
-        stage: 0 to 3.
-        parameters: Elements of all parameters, padding included.
-        ranks: That share.
-        microbatches: Backward passes in a step.
+        stage: Stage of `shard`, 0 to 3.
+        parameters: Number of elements of all parameters, padding included.
+        ranks: Number of ranks that share.
+        microbatches: Number of backward passes in a step.
         no_sync: Whether all of them but the last are under `no_sync`.
-        replicas: The number of ranks that keep the same share.
+        replicas: Number of ranks that keep the same share.
     """
+    cuts = STAGES[stage]
     passes = 1 if no_sync else microbatches
-    if stage == 0:
-        count = 2 * passes
-    elif stage < 3:
-        count = passes + 1
-    else:  # gathered for forward and backward, unless it stays
+    if cuts.shards_parameters:  # gathered for forward and backward, unless they stay
         count = 2 if no_sync and microbatches > 1 else 3 * microbatches
+    elif cuts.shards_state:
+        count = passes + 1
+    else:
+        count = 2 * passes
     hybrid = 2 * (parameters / ranks) * (replicas - 1) / replicas * passes
     return parameters * count * (ranks - 1) / ranks + hybrid

@@ -1,33 +1,35 @@
-"""The engine of a sharded module: what happens around its forward, backward and step."""
+"""The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ._collectives import Handle, all_gather
-from ._gather import Gatherer, Unit, computed
-from ._reduce import Groups, Reducer
+from ._collectives import Groups, Handle, all_gather
+from ._gather import Gatherer, computed
+from ._reduce import Reducer
+from ._stage import Stage
 from ._step import Unmoved, rewire_
+from ._unit import Unit
 from .layout.chunk import Chunk
-from .layout.packed import Held
+from .layout.packed import Packed
 from .layout.units import called
 
 
-class Zero:
+class Engine:
     """The engine of a sharded module.
 
     Args:
         module: The module.
-        optimizer: Of its parameters, or None.
-        chunks: That hold them.
-        stage: 0 to 3.
-        groups: Who shares.
-        units: At stage 3, by number: a module that is gathered for itself.
+        optimizer: The optimizer of its parameters, or None.
+        chunks: The chunks that hold the parameters.
+        stage: Of what a rank keeps its share alone.
+        groups: The ranks that share.
+        units: The modules that are gathered by themselves, at stage 3.
     """
 
     def __init__(
@@ -35,105 +37,94 @@ class Zero:
         module: nn.Module,
         optimizer: Optimizer | None,
         chunks: Sequence[Chunk],
-        stage: int,
+        stage: Stage,
         groups: Groups,
         units: Sequence[Unit],
     ) -> None:
-        self.module, self.optimizer, self.stage, self.groups = module, optimizer, stage, groups
-        self.chunks = tuple(chunks)
-        trained = [chunk for chunk in chunks if chunk.trained]
-        for number, chunk in enumerate(trained):
-            chunk.number = number
-        self.gatherer = Gatherer(module, units, groups.shards) if stage == 3 else None
-        self.reducer = Reducer(trained, stage, groups, self.gatherer.end_backward if self.gatherer else None)
-        self._trained = trained
-        self._held = Held(module, self.chunks, whole=stage < 3)
+        self._optimizer, self._stage, self._groups, self._chunks = optimizer, stage, groups, tuple(chunks)
+        self._trained = [chunk for chunk in chunks if chunk.trained]
+        self._reducer = Reducer(self._trained, groups)
+        self._gatherer = Gatherer(module, units, self._reducer) if stage.shards_parameters else None
+        self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
         self._unmoved: Unmoved | None = None
         if optimizer is not None:
-            rewire_(optimizer, trained, stage)
+            rewire_(optimizer, self._trained)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
-            optimizer.__dict__.update(zero_grad=self.zero_grad, add_param_group=_refuse_group)
-        module.__dict__.update(zero_grad=self.zero_grad, no_sync=self.no_sync)
-        for each in dict.fromkeys((module, *called(module))):
+            _override_(optimizer, zero_grad=self.zero_grad, add_param_group=_refuse_group)
+        items = called(module)
+        for each in dict.fromkeys((module, *items)):
             each.register_load_state_dict_post_hook(self.refresh)
-            each.__dict__["__reduce_ex__"] = self.__reduce_ex__  # else pickle would stumble over a hook before
-        for number, item in enumerate(called(module)):
-            if item is not module:
-                item.__dict__.update(zero_grad=partial(self._zero_grad_of, number), no_sync=self.no_sync)
+            # copy and pickle ask an object for this first, and would else fail with a word about some hook.
+            _override_(each, no_sync=self.no_sync, __reduce_ex__=_refuse_copy)
+        for number, item in enumerate(items):
+            _override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))
+        _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `par_zero.no_sync`. At stage 3 what is gathered stays so, until gradients are reduced."""
-        with self.reducer.no_sync(), nullcontext() if self.gatherer is None else self.gatherer.kept():
+        with self._reducer.no_sync(), nullcontext() if self._gatherer is None else self._gatherer.kept():
             yield
 
     @contextmanager
     def summon(self) -> Iterator[None]:
         """See `par_zero.summon`. Where the optimizer has copies of more digits, only what was written is rounded."""
-        before = [(chunk, self._mine(chunk).clone()) for chunk in self.chunks if chunk.master.dtype != chunk.flat.dtype]
+        before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
         try:
-            with nullcontext() if self.gatherer is None else self.gatherer.summon():
+            with nullcontext() if self._gatherer is None else self._gatherer.summon():
                 yield
-                self._held.check(whole=True)
+                self._packed.check(whole=True)
         finally:
             for chunk, old in before:
-                new = self._mine(chunk)
-                chunk.master.copy_(torch.where(new == old, chunk.master, new))
+                chunk.master.copy_(torch.where(chunk.own == old, chunk.master, chunk.own))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, those too that wait under `no_sync`. The module's, and the optimizer's, are this."""
-        self.reducer.forget(self._trained)
-        if self.optimizer is not None:
-            type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+        """Drops all gradients, those too that wait under `no_sync`. It is the module's method, and the optimizer's."""
+        self._reducer.forget(self._trained)
+        if self._optimizer is not None:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
 
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drops the gradients of one of several called modules."""
         chunks = [chunk for chunk in self._trained if item in chunk.items]
-        self.reducer.forget(chunks)
-        for each in (each for chunk in chunks for each in chunk.slices):
-            each.tensor.grad = None
+        self._reducer.forget(chunks)
+        for chunk in chunks:
+            for part in chunk.slices:
+                part.tensor.grad = None
 
     def reset(self) -> None:
         """See `par_zero.reset`."""
-        self.reducer.reset()
-        if self.gatherer is not None:
-            self.gatherer.free_all()
+        self._reducer.reset()
+        if self._gatherer is not None:
+            self._gatherer.free_all()
 
     def refresh(self, *_: Any) -> None:
         """Parameters were written from outside: the optimizer's own copies follow."""
-        if self.gatherer is not None:
-            self.gatherer.free_hidden()
-        for chunk in self.chunks:
-            if chunk.master is not chunk.share and self.stage:
-                chunk.master.copy_(chunk.share)
-            elif chunk.master is not chunk.flat and not self.stage:
-                chunk.master.copy_(chunk.flat)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a sharded module can be neither copied nor pickled; do that before shard(), or with its state_dict() "
-            "within summon()"
-        )
+        if self._gatherer is not None:
+            self._gatherer.free_hidden()
+        for chunk in self._chunks:
+            if chunk.master is not chunk.own:
+                chunk.master.copy_(chunk.own)
 
     def _expect_backward(self, _: nn.Module, __: Any, output: Any) -> None:
         """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
         tensors = computed(output)
-        if tensors and self.reducer.failed:
+        if tensors and self._reducer.failed:
             raise RuntimeError(
                 "an earlier backward pass has failed half-way, and what it left would spoil the next; call "
                 "par_zero.reset(module) after an exception in forward or backward"
             )
         if tensors and torch.is_grad_enabled():
-            torch.autograd.graph.register_multi_grad_hook(tensors, self.reducer.start, mode="any")
+            torch.autograd.graph.register_multi_grad_hook(tensors, self._reducer.start, mode="any")
 
     def _before_step(self, optimizer: Optimizer, args: Any, keywords: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Notes what must not move; with a closure, when that has made the gradients."""
+        """Notes what must not move; of a step with a closure, when that has made the gradients."""
 
         def prepare() -> None:
-            self._held.look()
-            self._unmoved = Unmoved(optimizer, self._trained, self.reducer.unused())
+            self._packed.look()
+            self._unmoved = Unmoved(optimizer, self._trained, self._reducer.unused())
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
         closure = given.pop("closure", None)
@@ -141,41 +132,52 @@ class Zero:
             prepare()
             return None
 
-        def closed() -> Any:
+        def closure_then_prepare() -> Any:
             with torch.enable_grad():
                 loss = closure()
             prepare()
             return loss
 
-        return (given.pop("self"), closed), given
+        return (given.pop("self"), closure_then_prepare), given
 
     def _after_step(self, *_: Any) -> None:
+        """Brings what the optimizer has updated to the parameters, and to the other ranks."""
         if self._unmoved is not None:
             self._unmoved.restore_()
         self._unmoved = None
+        handles: list[Handle] = []
         with torch.no_grad():
-            handles = [self._publish(chunk) for chunk in self._trained]
+            for chunk in self._trained:
+                if chunk.master is not chunk.own:
+                    chunk.own.copy_(chunk.master)
+                if self._stage.shards_state and not self._stage.shards_parameters:
+                    handles.append(all_gather(chunk.flat, chunk.own, self._groups.shards, overlapped=False))
         for handle in handles:
             handle.wait()
-        if self.gatherer is not None:
-            self.gatherer.free_all()
-
-    def _mine(self, chunk: Chunk) -> torch.Tensor:
-        """The parameters of which the optimizer holds copies."""
-        return chunk.flat if self.stage == 0 else chunk.share
-
-    def _publish(self, chunk: Chunk) -> Handle:
-        """Brings what the optimizer has updated to the parameters."""
-        mine = self._mine(chunk)
-        if chunk.master is not mine:
-            mine.copy_(chunk.master)
-        if self.stage in (0, 3):
-            return Handle([])
-        return all_gather(chunk.flat, chunk.share, self.groups.shards, overlapped=False)
+        if self._gatherer is not None:
+            self._gatherer.free_all()
 
 
-def _refuse_group(param_group: dict[str, Any]) -> None:
-    """Instead of the optimizer's `add_param_group`."""
+def _override_(target: object, **methods: Callable[..., Any]) -> None:
+    """Gives one object methods in place of those of its class.
+
+    An attribute of an object comes before the methods of its class, so the object keeps its class, by which users and
+    torch know it, and other objects of that class are not concerned.
+    """
+    for name, method in methods.items():
+        setattr(target, name, method)
+
+
+def _refuse_copy(_: Any = None) -> NoReturn:
+    """In place of the `__reduce_ex__` of a sharded module."""
+    raise TypeError(
+        "a sharded module can be neither copied nor pickled; do that before shard(), or with its state_dict() "
+        "within summon()"
+    )
+
+
+def _refuse_group(param_group: dict[str, Any]) -> NoReturn:
+    """In place of the `add_param_group` of an optimizer whose module is sharded."""
     raise ValueError(
         f"a param group with {sorted(param_group)} came after shard(), where nothing would reduce its gradients; give "
         "the optimizer all parameters before, frozen ones too"

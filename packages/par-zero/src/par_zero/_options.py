@@ -1,28 +1,34 @@
-"""How to shard."""
+"""The options of `shard`."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from .layout.units import Units
+Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
+"""How units are chosen: "auto", a function that says of a module whether it is one, or the modules themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """How to shard. Each field may be given to `shard` as a keyword.
+    """Options of `shard`, checked. Every field is a keyword of `shard`, with the same default.
 
     Args:
-        units: At stage 3, what is gathered at a time; see `choose_units`. "auto": the items of ModuleLists,
-            ModuleDicts and Sequentials.
+        units: Which modules are gathered by themselves at stage 3. "auto": the items of every ModuleList, ModuleDict
+            and Sequential, small neighbours together. Or a function that is True of a module that is a unit, or a list
+            of the modules.
         bucket: Bytes of parameters that are reduced as one, such as 10_000_000.
-        param_dtype: Of the parameters in use, such as torch.bfloat16; the optimizer keeps the original ones.
-        reduce_dtype: Of gradients while they are added up over microbatches and ranks; default: the parameters'.
-        reduce: "mean" or "sum" over the ranks.
-        atomic: For optimizers that are not element-wise (Muon, Adafactor): keeps every parameter whole on one rank.
+        param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
+            original dtype. None: the original dtype.
+        reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
+        reduce: "mean" or "sum" of the gradients over the ranks.
+        atomic: Whether every parameter stays whole on one rank, which optimizers need that do not work element by
+            element, such as Muon and Adafactor.
 
     Raises:
         TypeError: A value of another type.
-        ValueError: A value that is none of these.
+        ValueError: A value that is not allowed.
     """
 
     units: Units = "auto"

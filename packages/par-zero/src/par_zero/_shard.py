@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from par_groups import on_written
 
 from ._check import ENGINE, check, check_alike, check_groups, described
-from ._engine import Zero
-from ._gather import Unit
-from ._options import ShardOptions
-from ._reduce import Groups
-from .layout.build import Plan, make_chunks, members_of
+from ._collectives import Groups
+from ._engine import Engine
+from ._options import ShardOptions, Units
+from ._stage import STAGES
+from ._unit import Unit
+from .layout.build import make_chunks, members_of
 from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places
 
@@ -27,24 +28,38 @@ def shard(
     stage: int,
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None = None,
-    **keywords: Any,
+    units: Units = "auto",
+    bucket: int = 10_000_000,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reduce: str = "mean",
+    atomic: bool = False,
 ) -> tuple[nn.Module, Optimizer | None]:
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
     They stay an ordinary nn.Module and torch.optim.Optimizer: `loss.backward(); optimizer.step()`. Rank 0's parameters
-    are everybody's, buffers stay each rank's own. The optimizer comes to hold flat slices; its group dicts stay the
-    objects that they were.
+    become those of all ranks, buffers stay each rank's own. The optimizer comes to hold flat slices; the dicts of its
+    param groups stay the objects that they were.
 
     Args:
-        module: On its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an actor and a
-            critic that share an optimizer; `no_sync`, `summon` and `reset` of an item are those of all.
-        optimizer: Made from the module's parameters, all that want gradients, before any step; None if the module is
-            only run.
+        module: The module, on its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an
+            actor and a critic that share an optimizer; `no_sync`, `summon` and `reset` of an item are those of all.
+        optimizer: An optimizer that has all of the module's parameters that want gradients, and has not stepped. None
+            if the module is only run.
         stage: What is not kept twice: 0 nothing (what DistributedDataParallel does), 1 the optimizer's state,
             2 gradients too, 3 parameters too.
         group: The ranks with different data that share the work.
-        replicas: For hybrid sharding: the ranks that keep the same share.
-        keywords: Fields of `ShardOptions`.
+        replicas: The ranks that keep the same share, for hybrid sharding. None: no others do.
+        units: Which modules are gathered by themselves at stage 3. "auto": the items of every ModuleList, ModuleDict
+            and Sequential, small neighbours together. Or a function that is True of a module that is a unit, or a list
+            of the modules.
+        bucket: Bytes of parameters that are reduced as one, such as 10_000_000.
+        param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
+            original dtype. None: the original dtype.
+        reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
+        reduce: "mean" or "sum" of the gradients over the ranks.
+        atomic: Whether every parameter stays whole on one rank, which optimizers need that do not work element by
+            element, such as Muon and Adafactor.
 
     Returns:
         The module and the optimizer.
@@ -52,91 +67,106 @@ def shard(
     Raises:
         ValueError, TypeError: What cannot be sharded, and what differs between the ranks; on every rank.
     """
-    problem, members, options = None, [], ShardOptions()
-    modules: list[list[nn.Module]] = [[module]]
+    problem: Exception | None = None
+    members, options, modules = [], ShardOptions(), [[module]]
     place_of: dict[nn.Parameter, Place] = {}
     try:
-        options = ShardOptions(**keywords)
+        options = ShardOptions(
+            units=units,
+            bucket=bucket,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            reduce=reduce,
+            atomic=atomic,
+        )
         check(module, optimizer, stage, options)
         check_groups(group, replicas)
-        if stage == 3:
-            modules = choose_units(module, options.units, options.bucket)
+        if STAGES[stage].shards_parameters:
+            modules = choose_units(module, units, bucket)
         place_of = places(module, modules)
-        members = members_of(module, optimizer, stage)
+        members = members_of(module, optimizer, STAGES[stage])
         if not members:
-            raise ValueError("the module has no parameters to shard; give one that has, or leave it alone")
+            raise ValueError(
+                f"the {type(module).__name__} has no parameters to shard; give one that has, or leave it alone"
+            )
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
     ranks = check_alike(problem, described(members, place_of, stage, options), group, replicas)
-    _same_everywhere_([member.parameter for member in members], group, replicas)
-    records = {member.parameter: record_of(member.parameter, ranks) for member in members}
-    chunks = make_chunks(members, place_of, records, _plan(stage, group, options))
+
+    parameters = [member.parameter for member in members]
+    _same_everywhere_(parameters, group, replicas)
+    records = {parameter: record_of(parameter, ranks) for parameter in parameters}
+    chunks = make_chunks(members, place_of, records, STAGES[stage], group, options)
     for chunk in chunks:
         for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
             member.parameter.data = view
-    units = [
-        Unit(number, each, [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number])
-        for number, each in enumerate(modules)
+    gathered = [
+        Unit(number, unit, [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number], group)
+        for number, unit in enumerate(modules)
     ]
-    groups = Groups(shards=group, replicas=replicas, mean=options.reduce == "mean")
-    zero = Zero(module, optimizer, chunks, stage, groups, units)
-    record_(chunks, records, stage, SameShare(group, replicas))
-    on_written([member.parameter for member in members], zero.refresh)
+    groups = Groups(shards=group, replicas=replicas, mean=reduce == "mean")
+    engine = Engine(module, optimizer, chunks, STAGES[stage], groups, gathered)
+    record_(chunks, records, SameShare(group, replicas))
+    on_written(parameters, engine.refresh)
     for each in (module, *called(module)):
-        each.__dict__[ENGINE] = zero
+        setattr(each, ENGINE, engine)
     return module, optimizer
-
-
-def engine_of(module: nn.Module) -> Zero:
-    """The engine of a sharded module.
-
-    Raises:
-        ValueError: It is not sharded.
-    """
-    zero = module.__dict__.get(ENGINE)
-    if not isinstance(zero, Zero):
-        raise ValueError(f"this {type(module).__name__} is not sharded; give what was given to shard()")
-    return zero
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Backward passes inside add up gradients on each rank; the first one outside reduces them all together.
 
     At stages 2 and 3 this takes a whole gradient's memory, as at stage 1.
+
+    Args:
+        module: What was given to `shard`, or an item of it that is called.
+
+    Raises:
+        ValueError: The module is not sharded.
     """
-    return engine_of(module).no_sync()
+    return _engine_of(module).no_sync()
 
 
 def summon(module: nn.Module) -> AbstractContextManager[None]:
-    """Whole parameters inside, at stage 3 too; what is written to them is kept. Collective."""
-    return engine_of(module).summon()
+    """Whole parameters inside, at stage 3 too; what is written to them is kept. Collective.
+
+    Args:
+        module: What was given to `shard`, or an item of it that is called.
+
+    Raises:
+        ValueError: The module is not sharded.
+        RuntimeError: At the end, where a parameter was replaced inside instead of written in place.
+    """
+    return _engine_of(module).summon()
 
 
 def reset(module: nn.Module) -> None:
-    """After an exception in forward or backward: drops half-made gradients, so that the next step is right."""
-    engine_of(module).reset()
+    """Drops half-made gradients after an exception in forward or backward, so that the next step is right.
+
+    Args:
+        module: What was given to `shard`, or an item of it that is called.
+
+    Raises:
+        ValueError: The module is not sharded.
+    """
+    _engine_of(module).reset()
 
 
-def _plan(stage: int, group: dist.ProcessGroup, options: ShardOptions) -> Plan:
-    return Plan(
-        stage=stage,
-        rank=dist.get_rank(group),
-        ranks=dist.get_world_size(group),
-        bucket=options.bucket,
-        param_dtype=options.param_dtype,
-        reduce_dtype=options.reduce_dtype,
-        atomic=options.atomic,
-    )
+def _engine_of(module: nn.Module) -> Engine:
+    engine = module.__dict__.get(ENGINE)
+    if not isinstance(engine, Engine):
+        raise ValueError(f"this {type(module).__name__} is not sharded; give what was given to shard()")
+    return engine
 
 
 def _same_everywhere_(
     parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
 ) -> None:
-    """The first rank's values on all. A broadcast for each parameter."""
+    """Gives all ranks the first one's values. A broadcast of each parameter over each group."""
     for parameter in parameters:
         data = parameter.detach().contiguous()
-        for each in (group, replicas):
-            if each is not None and dist.get_world_size(each) > 1:
-                dist.broadcast(data, group=each, group_src=0)
+        for ranks in (group, replicas):
+            if ranks is not None and dist.get_world_size(ranks) > 1:
+                dist.broadcast(data, group=ranks, group_src=0)
         if data.data_ptr() != parameter.data_ptr():
             parameter.detach().copy_(data)

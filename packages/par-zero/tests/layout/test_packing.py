@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_zero.layout.packing import ALIGNMENT, Item, pack, pack_whole
+from par_zero.layout.packing import ALIGNMENT, Item, pack, pack_atomic
 
 items = st.lists(st.builds(Item, numel=st.integers(1, 300), group=st.integers(-1, 3)), min_size=1, max_size=12)
 ranks = st.integers(1, 9)
 
 
-@pytest.mark.parametrize("packed", [pack, pack_whole])
+@pytest.mark.parametrize("packed", [pack, pack_atomic])
 @given(items=items, ranks=ranks)
 def test_parameters_lie_apart_and_inside(packed, items, ranks):
     layout = packed(items, ranks)
@@ -25,7 +25,7 @@ def test_parameters_lie_apart_and_inside(packed, items, ranks):
     assert layout.padding == layout.size - sum(item.numel for item in items)
 
 
-@pytest.mark.parametrize("packed", [pack, pack_whole])
+@pytest.mark.parametrize("packed", [pack, pack_atomic])
 @given(items=items, ranks=ranks)
 def test_gaps_are_what_is_between(packed, items, ranks):
     layout = packed(items, ranks)
@@ -35,14 +35,14 @@ def test_gaps_are_what_is_between(packed, items, ranks):
     assert all(one[1] == other[0] for one, other in itertools.pairwise(covered))
 
 
-@pytest.mark.parametrize("packed", [pack, pack_whole])
+@pytest.mark.parametrize("packed", [pack, pack_atomic])
 @given(items=items, ranks=ranks)
 def test_the_ranks_slices_are_the_regions_cut(packed, items, ranks):
     layout = packed(items, ranks)
     elements = [
         (each.group, element)
         for rank in range(ranks)
-        for each in layout.slices(rank)
+        for each in layout.slices(*layout.share(rank))
         for element in range(each.start, each.stop)
     ]
     expected = [(each.group, element) for each in layout.regions for element in range(each.start, each.stop)]
@@ -56,7 +56,7 @@ def test_the_ranks_slices_are_the_regions_cut(packed, items, ranks):
 def test_a_rank_has_one_slice_of_a_param_group(items, ranks):
     layout = pack(items, ranks)
     for rank in range(ranks):
-        groups = [each.group for each in layout.slices(rank)]
+        groups = [each.group for each in layout.slices(*layout.share(rank))]
         assert len(groups) == len(set(groups))
 
 
@@ -64,7 +64,7 @@ def test_a_rank_has_one_slice_of_a_param_group(items, ranks):
 def test_every_slice_begins_and_ends_on_a_multiple_of_16(items, ranks):
     layout = pack(items, ranks)
     for rank in range(ranks):
-        for each in layout.slices(rank):
+        for each in layout.slices(*layout.share(rank)):
             assert each.start % ALIGNMENT == each.stop % ALIGNMENT == 0
 
 
@@ -76,8 +76,8 @@ def test_padding_is_below_16_for_each_group_and_rank(items, ranks):
 
 @given(items=items, ranks=ranks)
 def test_atomic_parameters_are_on_one_rank(items, ranks):
-    layout = pack_whole(items, ranks)
-    assert layout.whole
+    layout = pack_atomic(items, ranks)
+    assert layout.atomic
     for start, stop in layout.slots:
         assert start // layout.shard == (stop - 1) // layout.shard
 
@@ -85,7 +85,7 @@ def test_atomic_parameters_are_on_one_rank(items, ranks):
 @given(items=items, ranks=ranks)
 def test_atomic_parameters_are_dealt_out_fairly(items, ranks):
     """The longest first: no rank has more than the average and one parameter."""
-    layout = pack_whole(items, ranks)
+    layout = pack_atomic(items, ranks)
     aligned = [-(-item.numel // ALIGNMENT) * ALIGNMENT for item in items]
     assert layout.shard <= sum(aligned) / ranks + max(aligned)
 

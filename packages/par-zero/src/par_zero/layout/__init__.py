@@ -1,1 +1,6 @@
-"""TODO: what lives in layout."""
+"""How parameters, gradients and what the optimizer holds lie in flat buffers, called chunks.
+
+`units` says which parameters belong together, `packing` where each lies in a buffer (pure arithmetic), `build` makes
+the chunks, and `records` writes on every tensor what it holds. A step works with a `chunk`, whose memory for gradients
+comes out of `buffers`; `packed` notices parameters that were replaced. Nothing here takes part in a collective.
+"""

@@ -1,44 +1,26 @@
 """Chunks out of a module's parameters."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import Sharding
 
-from .chunk import Chunk, Member, grouped
-from .packing import Item, pack, pack_whole
+from .._options import ShardOptions
+from .._stage import Stage
+from .chunk import Chunk, Member
+from .packing import Item, pack, pack_atomic
 from .units import Place
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How chunks are made.
+def members_of(module: nn.Module, optimizer: Optimizer | None, stage: Stage) -> list[Member]:
+    """The parameters that are packed.
 
-    Args:
-        stage: 0 to 3.
-        rank: Whose share this rank keeps.
-        ranks: The number of shares.
-        bucket: Bytes of a chunk, about.
-        param_dtype: Of the parameters in use; None leaves each its own.
-        reduce_dtype: Of sums of gradients; None: the parameters'.
-        atomic: Whether no parameter is cut.
+    They are those of the optimizer; without one, those that want gradients; where parameters are sharded, all.
     """
-
-    stage: int
-    rank: int
-    ranks: int
-    bucket: int
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    atomic: bool
-
-
-def members_of(module: nn.Module, optimizer: Optimizer | None, stage: int) -> list[Member]:
-    """The parameters that are packed: those of the optimizer, or that want gradients; at stage 3 frozen ones too."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -48,9 +30,9 @@ def members_of(module: nn.Module, optimizer: Optimizer | None, stage: int) -> li
         for parameter in group["params"]
     }
     return [
-        Member(parameter=parameter, names=tuple(each), group=groups.get(parameter, -1), shape=parameter.shape)
-        for parameter, each in names.items()
-        if parameter in groups or stage == 3 or (optimizer is None and parameter.requires_grad)
+        Member(parameter=parameter, names=tuple(all_names), group=groups.get(parameter, -1), shape=parameter.shape)
+        for parameter, all_names in names.items()
+        if parameter in groups or stage.shards_parameters or (optimizer is None and parameter.requires_grad)
     ]
 
 
@@ -58,12 +40,22 @@ def make_chunks(
     members: Sequence[Member],
     place_of: Mapping[nn.Parameter, Place],
     records: Mapping[nn.Parameter, Sharding],
-    plan: Plan,
+    stage: Stage,
+    group: dist.ProcessGroup,
+    options: ShardOptions,
 ) -> list[Chunk]:
-    """Packs parameters, the last first: their gradients come first.
+    """Packs parameters into chunks, the last first: their gradients come first.
 
     A chunk holds parameters of one place, dtype and device that are trained, or that are not. What ranks of other axes
-    hold alike lies apart from what they hold each for itself, so that it is cut alike there.
+    hold alike lies apart from what each of them holds for itself, so that it is cut alike there.
+
+    Args:
+        members: The parameters.
+        place_of: Where each parameter belongs; at stage 3 a unit's parameters of one kind are one chunk.
+        records: The parameters' records, before they are cut.
+        stage: Of what a rank keeps its share alone.
+        group: The ranks that share.
+        options: The size of a chunk, dtypes, and whether parameters may be cut.
     """
     kinds: dict[tuple[object, ...], list[Member]] = {}
     for member in reversed(members):
@@ -71,33 +63,50 @@ def make_chunks(
         trained = member.group >= 0 or parameter.requires_grad
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
         kinds.setdefault((place_of[parameter], parameter.dtype, parameter.device, trained, copies), []).append(member)
-    chunks: list[Chunk] = []
-    for kind in kinds.values():
-        for part in [kind] if plan.stage == 3 else grouped(kind, plan.bucket):
-            chunks.append(_make(part[::-1], plan))
-            chunks[-1].items = place_of[part[0].parameter].items
+    chunks = [
+        _make(part[::-1], place_of[part[0].parameter].items, stage, group, options)
+        for kind in kinds.values()
+        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket))
+    ]
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
     return sorted(chunks, key=lambda chunk: -min(first[member.parameter] for member in chunk.members))
 
 
-def _make(members: Sequence[Member], plan: Plan) -> Chunk:
-    items = [Item(numel=member.shape.numel(), group=member.group) for member in members]
-    layout = (pack_whole if plan.atomic else pack)(items, plan.ranks)
+def _buckets(members: Iterable[Member], limit: int) -> Iterator[list[Member]]:
+    """Neighbours together, until they have that many bytes."""
+    current: list[Member] = []
+    size = 0
+    for member in members:
+        current.append(member)
+        size += member.shape.numel() * member.parameter.element_size()
+        if size >= limit:
+            yield current
+            current, size = [], 0
+    if current:
+        yield current
+
+
+def _make(
+    members: Sequence[Member], items: tuple[int, ...], stage: Stage, group: dist.ProcessGroup, options: ShardOptions
+) -> Chunk:
+    layout = (pack_atomic if options.atomic else pack)(
+        [Item(numel=member.shape.numel(), group=member.group) for member in members], dist.get_world_size(group)
+    )
     first = members[0].parameter
-    original = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+    packed = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
     with torch.no_grad():
         for member, (start, stop) in zip(members, layout.slots, strict=True):
-            original[start:stop].view(member.shape).copy_(member.parameter)
-    low, high = layout.share(plan.rank)
+            packed[start:stop].view(member.shape).copy_(member.parameter)
     real = first.is_floating_point()  # complex ones keep their dtype, and their gradients too
-    dtype = plan.param_dtype if plan.param_dtype is not None and real else first.dtype
-    reduce_dtype = plan.reduce_dtype if plan.reduce_dtype is not None and real else dtype
-    flat = original if dtype == first.dtype else original.to(dtype)
-    share = flat[low:high].clone() if plan.stage == 3 else flat[low:high]
-    chunk = Chunk(members, layout, plan.rank, flat=flat, share=share, reduce_dtype=reduce_dtype)
-    if dtype != first.dtype:
-        chunk.master = original.clone() if plan.stage == 0 else original[low:high].clone()
-    elif plan.stage == 0:
-        chunk.master = flat
-    return chunk
+    dtype = options.param_dtype if options.param_dtype is not None and real else first.dtype
+    return Chunk(
+        members,
+        layout,
+        dist.get_rank(group),
+        stage=stage,
+        packed=packed,
+        dtype=dtype,
+        reduce_dtype=options.reduce_dtype if options.reduce_dtype is not None and real else dtype,
+        items=items,
+    )

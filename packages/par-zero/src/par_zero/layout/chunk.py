@@ -1,11 +1,13 @@
 """A chunk: parameters that lie in one flat buffer, with their gradients, reduced and gathered as one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from .._stage import Stage
+from .._torch_private import foreach_add_, foreach_copy_
 from .buffers import Buffers
 from .packing import Layout
 
@@ -15,10 +17,10 @@ class Member:
     """A parameter of a chunk.
 
     Args:
-        parameter: The module's.
-        names: All its names, tied ones included.
-        group: The number of its param group; -1 where no optimizer has it.
-        shape: Of the parameter on this rank.
+        parameter: The module's parameter.
+        names: All its names in the module, of which a tied parameter has several.
+        group: Number of its param group; -1 where no optimizer has it.
+        shape: Shape of the parameter on this rank, before it is cut.
     """
 
     parameter: nn.Parameter
@@ -29,11 +31,11 @@ class Member:
 
 @dataclass(eq=False, kw_only=True)
 class Slice:
-    """What one tensor of the optimizer holds of a chunk.
+    """A tensor of the optimizer, and which elements of a chunk it holds.
 
     Args:
-        tensor: The optimizer's, flat.
-        group: The number of its param group.
+        tensor: The optimizer's tensor, flat unless parameters are kept whole.
+        group: Number of its param group.
         start: Its first element in the chunk.
     """
 
@@ -43,31 +45,32 @@ class Slice:
 
     @property
     def stop(self) -> int:
-        """One past its last."""
+        """One past its last element in the chunk."""
         return self.start + self.tensor.numel()
 
 
 class Chunk:
-    """Flat buffers of some parameters.
+    """Parameters in one flat buffer of `size` elements, which the layout deals out to the ranks in shares.
 
     Args:
         members: The parameters.
-        layout: Where they lie.
-        rank: Whose share this rank keeps.
-        flat: All parameters.
-        share: This rank's.
-        reduce_dtype: Of gradients while they are summed.
+        layout: Where they lie in the buffer.
+        rank: Which share is this rank's.
+        stage: Of what this rank keeps its share alone.
+        packed: (size) The parameters' values, in the dtype of the optimizer.
+        dtype: Dtype of the parameters in use.
+        reduce_dtype: Dtype of gradients while they are summed.
+        items: Numbers of the called modules that have its parameters.
 
     Attributes:
-        flat: All parameters, (size) elements. At stage 3 its memory is there only while they are used.
-        share: This rank's part of them, (shard) elements; before stage 3 a view of `flat`.
-        master: The same share as the optimizer holds it, where that has another dtype; else `share` itself.
-        gradient: All gradients, (size) elements; there while they are gathered, and at stages 0 and 1 for good.
-        share_gradient: This rank's share of their sum, (shard) elements, where it does not lie in `gradient`.
-        reduced: What a reduction leaves, until the optimizer has it: all gradients at stage 0, the share at others.
-        slices: What the optimizer holds.
-        items: The numbers of the called modules that have its parameters.
-        number: Its place in the order in which gradients are expected.
+        flat: (size) All parameters as the module uses them. Where parameters are sharded, its memory is there only
+            while they are used.
+        own: The parameters that this rank's optimizer updates, elements `updated` of `flat`: a view of it, or, where
+            parameters are sharded, memory of their own.
+        master: The same elements as the optimizer holds them: `own` itself, or a copy in another dtype.
+        gradient: (size) The gradients of this rank; where gradients are sharded, from the first one to their reduction.
+        slices: The tensors of the optimizer that hold `master`.
+        number: Its place in the order in which gradients are expected; -1 if it gets none.
     """
 
     def __init__(
@@ -76,28 +79,32 @@ class Chunk:
         layout: Layout,
         rank: int,
         *,
-        flat: torch.Tensor,
-        share: torch.Tensor,
+        stage: Stage,
+        packed: torch.Tensor,
+        dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        items: tuple[int, ...],
     ) -> None:
-        self.members, self.layout, self.rank = tuple(members), layout, rank
-        self.flat, self.share, self.master = flat, share, share
-        self.reduce_dtype = reduce_dtype
-        self.gradient: torch.Tensor | None = None
-        self.share_gradient: torch.Tensor | None = None
-        self.reduced: torch.Tensor | None = None
+        self.members, self.layout, self.stage = tuple(members), layout, stage
+        self.share = layout.share(rank)
+        self.updated = self.share if stage.shards_state else (0, layout.size)
+        low, high = self.updated
+        self.flat = packed.to(dtype)
+        self.own = self.flat[low:high].clone() if stage.shards_parameters else self.flat[low:high]
+        self.master = self.own if dtype == packed.dtype else packed[low:high].clone()
+        self.reduce_dtype, self.items = reduce_dtype, items
         self.slices: list[Slice] = []
-        self.items: tuple[int, ...] = ()
         self.number = -1
-        self.pending = 0
-        self.ready: list[bool] = []
-        self._places: list[torch.Tensor] = []  # the members' in the last `gradient`, which may come again
+        self.gradient: torch.Tensor | None = None
+        self._places: list[torch.Tensor] = []  # of the members in the last `gradient`, which may come again
         self._filled = False  # whether `gradient` holds sums of this rank that are not reduced yet
-        self._held: torch.Tensor | None = None
+        self._earlier: torch.Tensor | None = None  # this rank's share of what earlier reductions have given
+        self._share_of_sum: torch.Tensor | None = None  # memory for it, where it does not lie in `gradient`
+        self._reduced: torch.Tensor | None = None  # elements `updated` of the sum, until the optimizer has them
 
     @property
     def trained(self) -> bool:
-        """Whether its parameters get gradients: those of an optimizer, or of none but asking for them."""
+        """Whether its parameters get gradients: an optimizer has them, or none has and they ask for gradients."""
         return any(member.group >= 0 or member.parameter.requires_grad for member in self.members)
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -105,126 +112,110 @@ class Chunk:
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             yield flat[start:stop].view(member.shape)
 
-    def begin(self) -> None:
-        """Expects a backward pass."""
-        self.pending = len(self.members)
-        self.ready = [False] * len(self.members)
+    # The way of a gradient: autograd leaves it in the parameter, `take_gradients` moves it into the buffer, its sum
+    # over the ranks is made in `place_of_sum` and kept by `take_sum`, and `bind_gradients` shows it to the optimizer.
 
-    def forget(self) -> None:
-        """Drops gradients that are not reduced."""
-        self._filled, self._held = False, None
-        for member in self.members:
-            member.parameter.grad = None
-
-    def take_gradients(self, buffers: Buffers | None) -> list[int]:
-        """Moves what autograd has left in the parameters into the buffer: by copy the first time, then by addition.
+    def take_gradients(self, buffers: Buffers) -> list[int]:
+        """Moves the members' gradients into `gradient`: by copy the first time, then by addition.
 
         Args:
-            buffers: Where the buffer comes from; None: the chunk's own.
+            buffers: Lends `gradient`, where gradients are sharded; else the chunk keeps one.
 
         Returns:
             1 for each member that had a gradient, else 0.
         """
         buffer = self._buffer(buffers)
+        if not self._filled:
+            self._earlier = self._reduced_earlier()
         gradients = [member.parameter.grad for member in self.members]
-        places = self._places
-        here = [(place, gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
-        into, given = [place for place, _ in here], [gradient for _, gradient in here]
-        if self._filled:
-            if given:
-                torch._foreach_add_(into, given)
-        else:
-            if len(here) < len(places):
-                buffer.zero_()
-            if given:
-                torch._foreach_copy_(into, given)
+        pairs = [
+            (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
+        ]
+        into, given = [place for place, _ in pairs], [gradient for _, gradient in pairs]
+        if not self._filled and len(pairs) < len(gradients):
+            buffer.zero_()
+        if given:
+            (foreach_add_ if self._filled else foreach_copy_)(into, given)
         self._filled = True
         for member in self.members:
             member.parameter.grad = None
         return [int(gradient is not None) for gradient in gradients]
 
-    def _buffer(self, buffers: Buffers | None) -> torch.Tensor:
-        """The gradient buffer, and what it holds of earlier reductions put aside."""
+    def _buffer(self, buffers: Buffers) -> torch.Tensor:
+        """The buffer of gradients, with zeros in its padding."""
         if self.gradient is None:
-            size, device = self.layout.size, self.share.device
-            if buffers is None:
-                self.gradient = torch.empty(size, dtype=self.reduce_dtype, device=device)
-            else:
+            size, device = self.layout.size, self.own.device
+            if self.stage.shards_gradients:
                 self.gradient = buffers.take(size, self.reduce_dtype, device)
+            else:
+                self.gradient = torch.empty(size, dtype=self.reduce_dtype, device=device)
             for start, stop in self.layout.gaps:  # padding is summed with the rest, whatever was there before
                 self.gradient[start:stop].zero_()
             if not self._places or self._places[0].untyped_storage().data_ptr() != self.gradient.data_ptr():
                 self._places = list(self.views(self.gradient))
-        if not self._filled:
-            self._held = self._earlier()
         return self.gradient
 
-    def _earlier(self) -> torch.Tensor | None:
+    def _reduced_earlier(self) -> torch.Tensor | None:
         """A copy of what the optimizer still holds of earlier reductions, as far as it is this rank's share."""
-        if all(each.tensor.grad is None for each in self.slices):
+        if all(part.tensor.grad is None for part in self.slices):
             return None
-        low, high = self.layout.share(self.rank)
-        earlier = torch.zeros(high - low, dtype=self.reduce_dtype, device=self.share.device)
-        for each in self.slices:
-            start, stop = max(each.start, low), min(each.stop, high)
-            if each.tensor.grad is not None and start < stop:
-                earlier[start - low : stop - low] = each.tensor.grad.view(-1)[start - each.start : stop - each.start]
+        low, high = self.share
+        earlier = torch.zeros(high - low, dtype=self.reduce_dtype, device=self.own.device)
+        for part in self.slices:
+            start, stop = max(part.start, low), min(part.stop, high)
+            if part.tensor.grad is not None and start < stop:
+                earlier[start - low : stop - low] = part.tensor.grad.view(-1)[start - part.start : stop - part.start]
         return earlier
 
-    def reduction_target(self, stage: int) -> torch.Tensor:
-        """Where this rank's share of the sum goes: into the whole buffer, or, from stage 2 on, beside it."""
-        low, high = self.layout.share(self.rank)
-        if stage < 2 and self.gradient is not None:
-            return self.gradient[low:high]
-        if self.share_gradient is None:
-            self.share_gradient = torch.empty(high - low, dtype=self.reduce_dtype, device=self.share.device)
-        return self.share_gradient
+    def place_of_sum(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Where this rank's share of the sum over the ranks goes.
+
+        Args:
+            gradient: (size) The whole buffer. The share stays there in its place, unless gradients are sharded.
+        """
+        low, high = self.share
+        if not self.stage.shards_gradients:
+            return gradient[low:high]
+        if self._share_of_sum is None:
+            self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
+        return self._share_of_sum
 
     @property
     def has_earlier(self) -> bool:
-        """Whether earlier reductions are still to be added to the sum."""
-        return self._held is not None
+        """Whether the results of earlier reductions are still to be added to the sum."""
+        return self._earlier is not None
 
     def add_earlier_(self, share: torch.Tensor) -> None:
-        """Adds earlier reductions to the sum that is this rank's share."""
-        if self._held is not None:
-            share.add_(self._held)
-            self._held = None
+        """Adds this rank's share of the results of earlier reductions to its share of the sum."""
+        if self._earlier is not None:
+            share.add_(self._earlier)
+            self._earlier = None
 
-    def reduced_(self, stage: int, share: torch.Tensor, buffers: Buffers | None) -> None:
-        """Takes in a reduction.
+    def take_sum(self, share: torch.Tensor, buffers: Buffers) -> None:
+        """Keeps the sum for the optimizer, and gives the whole buffer back where gradients are sharded.
 
         Args:
-            stage: Where gradients live.
-            share: This rank's share of the sum.
-            buffers: Where the whole buffer goes back to; None: the chunk keeps it.
+            share: This rank's share of the sum, in `place_of_sum`.
+            buffers: Where `gradient` came from.
         """
-        self.reduced = self.gradient if stage == 0 else share
-        if buffers is not None and self.gradient is not None:
+        self._reduced = share if self.stage.shards_state else self.gradient
+        self._filled = False
+        if self.stage.shards_gradients and self.gradient is not None:
             buffers.give_back(self.gradient)
             self.gradient = None
-        self._filled = False
 
-    def bind_gradients(self, stage: int) -> None:
-        """Shows the optimizer its gradients."""
-        if self.reduced is None:
+    def bind_gradients(self) -> None:
+        """Shows the optimizer its gradients, in its own dtype."""
+        if self._reduced is None:
             return
-        origin = 0 if stage == 0 else self.layout.share(self.rank)[0]
-        for each in self.slices:
-            part = self.reduced[each.start - origin : each.stop - origin].view(each.tensor.shape)
-            each.tensor.grad = part if part.dtype == each.tensor.dtype else part.to(each.tensor.dtype)
-        self.reduced = None  # the optimizer's now, for it to drop
+        origin, _ = self.updated
+        for part in self.slices:
+            view = self._reduced[part.start - origin : part.stop - origin].view(part.tensor.shape)
+            part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
+        self._reduced = None  # the optimizer's now, for it to drop
 
-
-def grouped(members: Iterable[Member], limit: int) -> Iterator[list[Member]]:
-    """Neighbours together until they have that many bytes."""
-    current: list[Member] = []
-    size = 0
-    for member in members:
-        current.append(member)
-        size += member.shape.numel() * member.parameter.element_size()
-        if size >= limit:
-            yield current
-            current, size = [], 0
-    if current:
-        yield current
+    def forget_gradients(self) -> None:
+        """Drops gradients that are not reduced."""
+        self._filled, self._earlier = False, None
+        for member in self.members:
+            member.parameter.grad = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 16
-"""Elements."""
+"""Number of elements of which the beginning of every group and share is a multiple."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class Item:
     """A parameter to be packed.
 
     Args:
-        numel: Its elements on this rank.
-        group: The number of its param group.
+        numel: Number of its elements on this rank.
+        group: Number of its param group.
     """
 
     numel: int
@@ -27,7 +27,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Elements start .. stop - 1 of the buffer, all of one param group or padding behind it."""
+    """Elements start to stop - 1 of a buffer, all of one param group, or padding behind it."""
 
     group: int
     start: int
@@ -36,46 +36,45 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where everything lies.
+    """Where parameters lie in a buffer.
 
     Args:
-        slots: By item: first element, and one past the last.
-        regions: By param group that there is: where its parameters lie.
-        shard: Elements of one rank's share.
-        ranks: The number of shares.
-        whole: Whether no parameter is cut; then `regions` has one range a parameter.
+        slots: The first element of each parameter, and one past its last.
+        regions: Where the parameters of each param group lie.
+        shard: Number of elements of one rank's share.
+        ranks: Number of shares.
+        atomic: Whether no parameter is cut; then `regions` has one range for each parameter.
     """
 
     slots: tuple[tuple[int, int], ...]
     regions: tuple[Range, ...]
     shard: int
     ranks: int
-    whole: bool = False
+    atomic: bool = False
 
     @property
     def size(self) -> int:
-        """Elements of the buffer."""
+        """Number of elements of the buffer."""
         return self.shard * self.ranks
 
     @property
     def padding(self) -> int:
-        """Elements that are no parameter's."""
+        """Number of elements that belong to no parameter."""
         return self.size - sum(stop - start for start, stop in self.slots)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Where the padding lies."""
+        """Where the padding lies: first elements, and ones past the last."""
         ends = [0, *(stop for _, stop in sorted(self.slots))]
         starts = [*(start for start, _ in sorted(self.slots)), self.size]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def share(self, rank: int) -> tuple[int, int]:
-        """The range of a rank."""
+        """The first element of a rank's share, and one past its last."""
         return rank * self.shard, (rank + 1) * self.shard
 
-    def slices(self, rank: int) -> Iterator[Range]:
-        """What a rank's share holds of each region."""
-        low, high = self.share(rank)
+    def slices(self, low: int, high: int) -> Iterator[Range]:
+        """What the elements low to high - 1 have of each region."""
         for region in self.regions:
             start, stop = max(low, region.start), min(high, region.stop)
             if start < stop:
@@ -102,8 +101,8 @@ def pack(items: Sequence[Item], ranks: int) -> Layout:
     return Layout(slots=tuple(slots), regions=tuple(regions), shard=_aligned(-(-end // ranks)), ranks=ranks)
 
 
-def pack_whole(items: Sequence[Item], ranks: int) -> Layout:
-    """Gives every parameter to one rank whole, the largest first to the rank with the least."""
+def pack_atomic(items: Sequence[Item], ranks: int) -> Layout:
+    """Gives every parameter to one rank as a whole: the largest first, to the rank that has the least so far."""
     loads = [0] * ranks
     places: list[tuple[int, int]] = [(0, 0)] * len(items)
     for number in sorted(range(len(items)), key=lambda n: -items[n].numel):
@@ -118,7 +117,7 @@ def pack_whole(items: Sequence[Item], ranks: int) -> Layout:
     regions = tuple(
         Range(group=item.group, start=start, stop=stop) for item, (start, stop) in zip(items, slots, strict=True)
     )
-    return Layout(slots=slots, regions=regions, shard=shard, ranks=ranks, whole=True)
+    return Layout(slots=slots, regions=regions, shard=shard, ranks=ranks, atomic=True)
 
 
 def _aligned(count: int) -> int:

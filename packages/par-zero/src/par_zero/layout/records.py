@@ -1,4 +1,4 @@
-"""Records for what is cut here: which part of which parameter a tensor holds."""
+"""Records: which part of which parameter each tensor holds once the parameters are cut."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,85 +17,80 @@ from par_groups import (
     whole,
 )
 
+from .._torch_private import default_store
 from .chunk import Chunk
 
 
 def record_of(parameter: nn.Parameter, ranks: tuple[int, ...]) -> Sharding:
-    """A parameter's record before it is cut here: its own, or whole on all ranks that share the work."""
+    """A parameter's record before it is cut here: its own, or one that says that all `ranks` have all of it."""
     return sharding_of(parameter) if hasattr(parameter, "par_sharding") else whole(tuple(parameter.shape), ranks)
 
 
 class SameShare:
-    """Which ranks keep the same share as this one.
+    """Which ranks keep the same share of a parameter as this one.
 
-    Of ranks that hold a parameter alike for other reasons, such as tensor parallelism, this package knows no groups.
-    All of them shard it, so they tell each other through the store by which ranks found each other.
+    The ranks with the same share are the replicas, and, where a parameter has a record that says so, ranks that have
+    copies of it for another reason, such as those of a tensor group that all have the same bias. For these there is no
+    process group here to ask. But every one of them shards the parameter too and comes by the same question, so each
+    leaves the number of its share in the store through which all ranks have met, and reads the others' numbers there.
 
     Args:
         group: The ranks with different shares.
-        replicas: Those with the same, or None.
+        replicas: The ranks with the same share, or None.
     """
 
     def __init__(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
-        self._index = dist.get_rank(group)
-        self._near = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
+        self._share = dist.get_rank(group)
+        self._share_of = {rank: share for share, rank in enumerate(dist.get_process_group_ranks(group))}
         if replicas is not None:
-            self._near.update(dict.fromkeys(dist.get_process_group_ranks(replicas), self._index))
+            self._share_of.update(dict.fromkeys(dist.get_process_group_ranks(replicas), self._share))
         self._known: dict[frozenset[int], frozenset[int]] = {}
 
     def of(self, record: Sharding) -> frozenset[int]:
-        """The holders of this rank's share of a parameter."""
+        """The ranks that keep this rank's share of the parameter with that record."""
         copies = frozenset(rank for box in record.boxes for rank in box.copies) | {dist.get_rank()}
         if copies not in self._known:
-            indices = self._near if copies <= set(self._near) else self._asked(copies)
-            self._known[copies] = frozenset(rank for rank in copies if indices[rank] == self._index)
+            share_of = self._share_of if copies <= self._share_of.keys() else self._exchanged(copies)
+            self._known[copies] = frozenset(rank for rank in copies if share_of[rank] == self._share)
         return self._known[copies]
 
-    def _asked(self, copies: frozenset[int]) -> dict[int, int]:
-        store = dist.distributed_c10d._get_default_store()
-        me, key = dist.get_rank(), "par_zero/" + ",".join(map(str, sorted(copies)))
-        call = store.add(f"{key}/calls/{me}", 1)  # the ranks' n-th calls belong together
-        store.set(f"{key}/{call}/{me}", str(self._index))
-        return {rank: int(store.get(f"{key}/{call}/{rank}")) for rank in sorted(copies)}
+    def _exchanged(self, copies: frozenset[int]) -> dict[int, int]:
+        """The number of the share that each of some ranks keeps, exchanged through the store."""
+        store, rank = default_store(), dist.get_rank()
+        key = "par_zero/" + ",".join(map(str, sorted(copies)))
+        call = store.add(f"{key}/calls/{rank}", 1)  # the n-th calls of the ranks belong together
+        store.set(f"{key}/{call}/{rank}", str(self._share))
+        return {other: int(store.get(f"{key}/{call}/{other}")) for other in sorted(copies)}
 
 
-def record_(
-    chunks: Sequence[Chunk],
-    records: Mapping[nn.Parameter, Sharding],
-    stage: int,
-    same: SameShare,
-) -> None:
+def record_(chunks: Sequence[Chunk], records: Mapping[nn.Parameter, Sharding], same: SameShare) -> None:
     """Attaches records to the module's parameters and to the optimizer's tensors.
 
     Args:
-        chunks: All of them.
-        records: Of the parameters, before they were cut here.
-        stage: From 1 on the optimizer holds a share, at 3 the module too.
+        chunks: All chunks, with their slices.
+        records: The parameters' records before they were cut.
         same: Which ranks keep the same share.
     """
     for chunk in chunks:
-        low, high = chunk.layout.share(chunk.rank)
+        low, high = chunk.share
         for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
             record = records[member.parameter]
-            if stage == 3:
-                first, last = min(max(start, low), high), max(min(stop, high), low)
-                part = cut(record, max(first - start, 0), max(last - start, first - start, 0), holders=same.of(record))
+            if chunk.stage.shards_parameters:
+                first = min(max(start, low), high)
+                last = max(first, min(stop, high))
+                part = cut(record, max(first - start, 0), max(last - start, 0), holders=same.of(record))
                 set_sharding(member.parameter, part)
             elif record.boxes:
                 set_sharding(member.parameter, record)
             if member.group >= 0:
                 set_gradient_elsewhere(member.parameter, "its optimizer's flat tensors")
-        for each in chunk.slices:
+        for held in chunk.slices:
             segments = []
             for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
-                first, last = max(start, each.start), min(stop, each.stop)
+                first, last = max(start, held.start), min(stop, held.stop)
                 if first < last:
-                    part = cut(
-                        records[member.parameter],
-                        first - start,
-                        last - start,
-                        offset=first - each.start,
-                        holders=same.of(records[member.parameter]) if stage else None,
-                    )
+                    record = records[member.parameter]
+                    holders = same.of(record) if chunk.stage.shards_state else None
+                    part = cut(record, first - start, last - start, offset=first - held.start, holders=holders)
                     segments.append(Segment(member.names[0], part))
-            set_segments(each.tensor, Segments(segments))
+            set_segments(held.tensor, Segments(segments))

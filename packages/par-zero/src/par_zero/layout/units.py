@@ -1,20 +1,19 @@
 """Which modules are called by themselves, and which form a unit: the grain of gathering at stage 3."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
-"""How to choose them."""
+from .._options import Units
 
 
 class Place(NamedTuple):
-    """Where a parameter belongs. What belongs elsewhere is packed elsewhere.
+    """Where a parameter belongs. Parameters of different places lie in different chunks.
 
     Args:
-        unit: Its number.
-        items: The numbers of the called modules that have it.
+        unit: Number of the unit.
+        items: Numbers of the called modules that have the parameter.
     """
 
     unit: int
@@ -22,43 +21,48 @@ class Place(NamedTuple):
 
 
 def called(module: nn.Module) -> list[nn.Module]:
-    """What is called of a module: itself, or, of a ModuleList or ModuleDict without a forward, its items."""
+    """What of a module is called in training: itself, or of a ModuleList or ModuleDict without a forward its items."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward:
         return [module]
-    return list(dict.fromkeys(each for child in module.children() for each in called(child)))
+    return list(dict.fromkeys(item for child in module.children() for item in called(child)))
 
 
 def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Module]]:
-    """What is gathered at a time: the root for what is in no other, then lists of modules that run one after the other.
+    """Chooses which modules are gathered together.
 
     Args:
-        root: The whole module.
-        units: "auto": the items of every ModuleList, ModuleDict and Sequential that have parameters, but no items of
-            items, unless these are all that is called; neighbours together until they have `bucket` bytes. Or a
-            function that says it of a module, or the modules themselves; each is then a unit.
-        bucket: Bytes.
+        root: The module that is sharded.
+        units: "auto", for the items of every ModuleList, ModuleDict and Sequential that have parameters, but no items
+            of items, unless these are all that is called; neighbours together until they have `bucket` bytes. Or a
+            function that is True of a module that is a unit, or the modules themselves.
+        bucket: Size in bytes up to which neighbours are joined.
+
+    Returns:
+        The units, as lists of modules that run one after the other. The first is the root, for parameters that are in
+        no other unit.
 
     Raises:
         TypeError: What is neither a word, nor a function, nor modules.
         ValueError: A word that is not "auto", or a module that is not in the root.
     """
+    allowed = "give 'auto', a function of a module, or a list of modules"
     if isinstance(units, str):
         if units != "auto":
-            raise ValueError(f"units is {units!r}; give 'auto', a function of a module, or a list of modules")
+            raise ValueError(f"units is {units!r}; {allowed}")
         return [[root], *_automatic(root, bucket)]
     if callable(units):
-        chosen = [each for each in root.modules() if units(each)]
+        chosen = [module for module in root.modules() if units(module)]
     elif not isinstance(units, Iterable):
-        raise TypeError(f"units is {units!r}; give 'auto', a function of a module, or a list of modules")
+        raise TypeError(f"units is {units!r}; {allowed}")
     else:
-        known = {id(each) for each in root.modules()}
+        known = {id(module) for module in root.modules()}
         chosen = list(units)
-        for each in chosen:
-            if id(each) not in known:
+        for module in chosen:
+            if id(module) not in known:
                 raise ValueError(
-                    f"units has a {type(each).__name__} that is not in the module; give modules of its own"
+                    f"units has a {type(module).__name__} that is not in the module; give modules of its own"
                 )
-    return [[root], *([each] for each in chosen if each is not root)]
+    return [[root], *([module] for module in chosen if module is not root)]
 
 
 def _automatic(root: nn.Module, bucket: int) -> Iterator[list[nn.Module]]:
@@ -71,10 +75,11 @@ def _automatic(root: nn.Module, bucket: int) -> Iterator[list[nn.Module]]:
 
 
 def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Module]]:
+    """Neighbours together, as long as they have no more than that many bytes."""
     current: list[nn.Module] = []
     size = 0
     for module in modules:
-        own = sum(each.numel() * each.element_size() for each in module.parameters())
+        own = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         if current and size + own > bucket:
             yield current
             current, size = [], 0
@@ -84,9 +89,10 @@ def _joined(modules: Iterable[nn.Module], bucket: int) -> Iterator[list[nn.Modul
         yield current
 
 
-def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterable[nn.Module]:
+def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The items of containers within a module, without those that are called by themselves."""
     for child in module.children():
-        if any(child is each for each in apart):
+        if any(child is other for other in apart):
             continue
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and _has_parameters(child):
             yield child
@@ -104,20 +110,20 @@ def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Par
     for number, module in enumerate(called(root)):
         for parameter in module.parameters():
             items[parameter] = (*items.get(parameter, ()), number)
-    return {parameter: Place(unit, items[parameter]) for parameter, unit in owners(root, units).items()}
+    return {parameter: Place(unit, items[parameter]) for parameter, unit in _owners(root, units).items()}
 
 
-def owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, int]:
+def _owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, int]:
     """The unit of each parameter: the innermost that holds it, or the root where several units share it."""
-    numbers = {id(module): number for number, each in enumerate(units) for module in each}
-    found: dict[nn.Parameter, int] = {}
+    numbers = {id(module): number for number, modules in enumerate(units) for module in modules}
+    owners: dict[nn.Parameter, int] = {}
 
     def visit(module: nn.Module, number: int) -> None:
         number = numbers.get(id(module), number)
         for parameter in module.parameters(recurse=False):
-            found[parameter] = number if found.get(parameter, number) == number else 0
+            owners[parameter] = number if owners.get(parameter, number) == number else 0
         for child in module.children():
             visit(child, number)
 
     visit(root, 0)
-    return found
+    return owners

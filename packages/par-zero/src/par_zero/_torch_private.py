@@ -1,0 +1,76 @@
+"""The underscore names of torch that this package uses: the first file to open when a new torch breaks something.
+
+`tests/test_torch_private.py` calls every one of them. What is bound without a function of its own is called so often
+that a wrapper would show in a step.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+foreach_copy_ = torch._foreach_copy_
+"""Copies a list of tensors to another in one call. Since torch 2.0; without it every gradient is a call of its own."""
+
+foreach_add_ = torch._foreach_add_
+"""Adds a list of tensors to another in one call. Since torch 1.9."""
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread.
+
+    `torch._C._current_graph_task_id` is there since torch 2.0. No public function tells a pass that has failed from one
+    that is still under way.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_at_end_of_backward(call: Callable[[], None]) -> None:
+    """Has autograd call a function when the backward pass under way has done everything else.
+
+    `_execution_engine.queue_callback` is there since torch 0.4; DistributedDataParallel and FSDP2 end their reductions
+    with it. A hook of a tensor would come before the gradients of other tensors.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def without_new_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Inside, what is written to a tensor is not counted as a change.
+
+    `_unsafe_preserve_version_counter` is there since torch 1.13, with tuples of tensors since 2.6. Autograd has saved
+    views of gathered parameters, and would refuse a backward pass after they were gathered again, with the same values.
+    """
+    manager: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
+    return manager
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary in which a module itself keeps its parameters, without those of its children.
+
+    `_parameters` is there since the first torch. `named_parameters()` copies it, and is too slow for every step.
+    """
+    return module._parameters
+
+
+def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes in which an optimizer keeps the hooks that were registered with it, by name.
+
+    `_optimizer_step_pre_hooks` and its like are there since torch 2.0. Nothing public removes them from a copy.
+    """
+    return {
+        name: hooks
+        for name, hooks in vars(optimizer).items()
+        if name.startswith("_optimizer_") and isinstance(hooks, dict)
+    }
+
+
+def default_store() -> Any:
+    """The store of key and value pairs through which the ranks of the default process group have met.
+
+    `_get_default_store` is there since torch 1.8. torch gives its users no other way to that store.
+    """
+    return dist.distributed_c10d._get_default_store()

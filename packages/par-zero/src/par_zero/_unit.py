@@ -1,0 +1,125 @@
+"""A unit of stage 3: modules whose parameters are gathered and freed together, and where these parameters are now.
+
+    FREED --begin_gathering--> ARRIVING --show--> SHOWN --hide--> HIDDEN --show--> SHOWN
+                                                                                           all of them --free--> FREED
+
+A freed parameter is not left as a view of memory that is gone: it shows this rank's part of it, a flat tensor. Autograd
+keeps views of the gathered buffer, so its memory is given back and taken again under the same storage.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ._collectives import Handle, all_gather
+from ._torch_private import without_new_version
+from .layout.chunk import Chunk
+
+
+class State(Enum):
+    """What the parameters of a unit show, and what is in the memory for whole ones."""
+
+    FREED = auto()
+    """The parameters show this rank's part of them, and there is no memory for whole ones."""
+
+    ARRIVING = auto()
+    """The parameters show this rank's part of them, and an all-gather fills the memory."""
+
+    HIDDEN = auto()
+    """The parameters show this rank's part of them, though they are there as a whole."""
+
+    SHOWN = auto()
+    """The parameters are whole."""
+
+
+class Unit:
+    """Modules that run one after the other, and the chunks that hold their parameters.
+
+    Args:
+        number: Its place among the units; 0 is the root's own.
+        modules: The modules, without their children.
+        chunks: The chunks that hold parameters of theirs or of their children.
+        group: The ranks that keep the shares.
+
+    Attributes:
+        state: Where its parameters are.
+        kept: Whether they stay gathered for later passes too.
+        running: Number of calls of forward that are under way.
+        outer: Numbers of the units around it.
+    """
+
+    def __init__(
+        self, number: int, modules: Sequence[nn.Module], chunks: Sequence[Chunk], group: dist.ProcessGroup
+    ) -> None:
+        self.number, self.modules, self.chunks = number, tuple(modules), tuple(chunks)
+        self.state = State.SHOWN  # as the parameters are packed
+        self.kept = False
+        self.running = 0
+        self.outer: frozenset[int] = frozenset()
+        self._group = group
+        self._handles: list[Handle] = []
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the parameters are there as a whole."""
+        return self.state in (State.SHOWN, State.HIDDEN)
+
+    def begin_gathering(self) -> None:
+        """Takes memory for whole parameters of a freed unit, and begins to fill it. All-gather over the group."""
+        self.state = State.ARRIVING
+        for chunk in self.chunks:
+            _resize_(chunk.flat, chunk.layout.size * chunk.flat.element_size())
+            with without_new_version(chunk.flat):
+                self._handles.append(all_gather(chunk.flat, chunk.own, self._group))
+
+    def wait(self) -> None:
+        """Waits until an all-gather under way has filled the memory."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+        if self.state is State.ARRIVING:
+            self.state = State.HIDDEN
+
+    def show(self) -> None:
+        """The parameters of a gathered unit become whole."""
+        if self.state is State.SHOWN:
+            return
+        self.state = State.SHOWN
+        for chunk in self.chunks:
+            for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
+                member.parameter.data = view
+
+    def hide(self) -> None:
+        """The parameters show this rank's part; a pass that needs them whole shows them, or gathers them again."""
+        if self.state is not State.SHOWN:
+            return
+        self.state = State.HIDDEN
+        for chunk in self.chunks:
+            low, high = chunk.share
+            for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
+                first = min(max(start, low), high)
+                member.parameter.data = chunk.own[first - low : max(first, min(stop, high)) - low]
+
+    def free(self) -> None:
+        """Gives back the memory of whole parameters."""
+        self.wait()
+        self.hide()
+        self.state, self.kept = State.FREED, False
+        for chunk in self.chunks:
+            _resize_(chunk.flat, 0)
+
+    def write_back(self) -> None:
+        """This rank's part becomes what was written to whole parameters."""
+        for chunk in self.chunks:
+            low, high = chunk.share
+            chunk.own.copy_(chunk.flat[low:high])
+
+
+def _resize_(flat: torch.Tensor, size: int) -> None:
+    """Gives memory back, or takes it. What NumPy has seen of it may still be in use, and stays as it is."""
+    storage = flat.untyped_storage()
+    if storage.resizable():
+        storage.resize_(size)

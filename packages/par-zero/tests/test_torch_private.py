@@ -1,0 +1,47 @@
+"""Every underscore name of torch that is used, by itself: this file fails first when a new torch breaks something."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_zero import _torch_private as private
+
+
+@pytest.mark.ranks(1)
+def test_every_one_does_what_it_is_used_for():
+    one, other = torch.zeros(3), torch.arange(3.0)
+    private.foreach_copy_([one], [other])
+    private.foreach_add_([one], [other])
+    assert one.tolist() == [0, 2, 4]
+
+    x = torch.ones(2, requires_grad=True)
+    notes = []
+
+    def hook(_):
+        notes.append(private.is_in_backward())
+        private.call_at_end_of_backward(lambda: notes.append("end"))
+
+    y = x * 2
+    y.register_hook(hook)
+    x.register_post_accumulate_grad_hook(lambda _: notes.append("gradient"))
+    y.sum().backward()
+    assert notes == [True, "gradient", "end"]
+    assert not private.is_in_backward()
+
+    version = one._version
+    with private.without_new_version(one):
+        one.zero_()
+    assert one._version == version
+
+    linear = nn.Linear(2, 2)
+    assert private.own_parameters(linear)["weight"] is linear.weight
+    assert not private.own_parameters(nn.Sequential(linear))
+
+    optimizer = torch.optim.SGD(linear.parameters())
+    handle = optimizer.register_step_post_hook(hook)
+    assert [list(hooks.values()) for hooks in private.hooks_of(optimizer).values() if hooks] == [[hook]]
+    handle.remove()
+
+    assert dist.get_world_size() == 1
+    assert private.default_store().add("par_zero/test", 2) == 2
