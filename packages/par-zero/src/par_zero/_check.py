@@ -146,7 +146,21 @@ def described(
 def agreed_ranks(
     problem: Exception | None, text: str, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
 ) -> tuple[int, ...]:
-    """All ranks; raises on every one if any has a problem, or if they are about to make different chunks."""
+    """Agrees with the other ranks on whether to go on. Objects are gathered over each of the groups.
+
+    Args:
+        problem: What this rank cannot do, if there is something.
+        text: What all ranks must have alike, from `described`.
+        group: The ranks that share.
+        replicas: The ranks that keep the same share, or None.
+
+    Returns:
+        All ranks of both groups, ascending.
+
+    Raises:
+        Exception: This rank's own problem, as it is.
+        ValueError: Another rank's problem, or a difference between the ranks.
+    """
     digests = agree(
         problem, hashlib.sha256(text.encode()).hexdigest(), group, *([] if replicas is None else [replicas])
     )

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from par_groups import on_written
 
-from ._check import ENGINE, check, check_alike, check_groups, described
+from ._check import ENGINE, check, agreed_ranks, check_groups, described
 from ._collectives import Groups
 from ._engine import Engine
 from ._options import ShardOptions, Units
@@ -91,7 +91,7 @@ def shard(
             )
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
-    ranks = check_alike(problem, described(members, place_of, stage, options), group, replicas)
+    ranks = agreed_ranks(problem, described(members, place_of, stage, options), group, replicas)
 
     parameters = [member.parameter for member in members]
     _same_everywhere_(parameters, group, replicas)
