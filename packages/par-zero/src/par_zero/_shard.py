@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from par_groups import on_written
 
-from ._check import ENGINE, check, agreed_ranks, check_groups, described
+from ._check import ENGINE, agreed_ranks, check, check_groups, described
 from ._collectives import Groups
 from ._engine import Engine
 from ._options import ShardOptions, Units
