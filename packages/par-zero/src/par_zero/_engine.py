@@ -56,7 +56,7 @@ class Engine:
         for each in dict.fromkeys((module, *items)):
             each.register_load_state_dict_post_hook(self.refresh)
             # copy and pickle ask an object for this first, and would else fail with a word about some hook.
-            _override_(each, no_sync=self.no_sync, __reduce_ex__=_refuse_copy)
+            _override_(each, no_sync=self.no_sync, __reduce_ex__=partial(_refuse_copy, type(each).__name__))
         for number, item in enumerate(items):
             _override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))
@@ -108,13 +108,13 @@ class Engine:
             if chunk.master is not chunk.own:
                 chunk.master.copy_(chunk.own)
 
-    def _expect_backward(self, _: nn.Module, __: Any, output: Any) -> None:
+    def _expect_backward(self, module: nn.Module, _: Any, output: Any) -> None:
         """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
         tensors = computed(output)
         if tensors and self._reducer.failed:
             raise RuntimeError(
-                "an earlier backward pass has failed half-way, and what it left would spoil the next; call "
-                "par_zero.reset(module) after an exception in forward or backward"
+                f"an earlier backward pass of this {type(module).__name__} has failed half-way, and what it left would "
+                "spoil the next; call par_zero.reset(module) after an exception in forward or backward"
             )
         if tensors and torch.is_grad_enabled():
             torch.autograd.graph.register_multi_grad_hook(tensors, self._reducer.start, mode="any")
@@ -168,11 +168,11 @@ def _override_(target: object, **methods: Callable[..., Any]) -> None:
         setattr(target, name, method)
 
 
-def _refuse_copy(_: Any = None) -> NoReturn:
+def _refuse_copy(kind: str, _: Any = None) -> NoReturn:
     """In place of the `__reduce_ex__` of a sharded module."""
     raise TypeError(
-        "a sharded module can be neither copied nor pickled; do that before shard(), or with its state_dict() "
-        "within summon()"
+        f"this {kind} is sharded, and can be neither copied nor pickled; do that before shard(), or with its "
+        "state_dict() within summon()"
     )
 
 

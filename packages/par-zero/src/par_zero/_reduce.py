@@ -131,7 +131,7 @@ class Reducer:
         """The collectives of one chunk, each begun when the one before has arrived."""
         groups, gradient = self._groups, chunk.gradient
         if gradient is None:
-            raise RuntimeError("a chunk is reduced before its gradients were taken; this is a bug of par-zero")
+            raise RuntimeError(f"chunk {chunk.number} is reduced before its gradients were taken; a bug of par-zero")
         share = chunk.place_of_sum(gradient)
         if not chunk.stage.shards_state and groups.is_pair and not chunk.has_earlier:
             yield all_reduce(gradient, groups.shards)

@@ -45,15 +45,14 @@ def choose_units(root: nn.Module, units: Units, bucket: int) -> list[list[nn.Mod
         TypeError: What is neither a word, nor a function, nor modules.
         ValueError: A word that is not "auto", or a module that is not in the root.
     """
-    allowed = "give 'auto', a function of a module, or a list of modules"
     if isinstance(units, str):
         if units != "auto":
-            raise ValueError(f"units is {units!r}; {allowed}")
+            raise ValueError(f"units is {units!r}; give 'auto', a function of a module, or a list of modules")
         return [[root], *_automatic(root, bucket)]
     if callable(units):
         chosen = [module for module in root.modules() if units(module)]
     elif not isinstance(units, Iterable):
-        raise TypeError(f"units is {units!r}; {allowed}")
+        raise TypeError(f"units is {units!r}; give 'auto', a function of a module, or a list of modules")
     else:
         known = {id(module) for module in root.modules()}
         chosen = list(units)
