@@ -122,3 +122,20 @@ def assert_near(one, other, rtol=1e-5, atol=1e-6):
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=lambda text, name=name: name + text)
+
+
+class NormScaled(torch.optim.Optimizer):
+    """Steps of the same length for each tensor, as LARS makes."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
+
+
+WHOLE = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "NormScaled": NormScaled}

@@ -251,7 +251,7 @@ def mixed_by_hand(steps, world, *, wide):
 
 
 @for_each(wide=(False, True))
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(4)
 def test_bf16_parameters_have_fp32_masters(wide):
     world = dist.get_world_size()
     reduce_dtype = torch.float32 if wide else None

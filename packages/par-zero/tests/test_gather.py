@@ -42,7 +42,7 @@ def sizes(buffers):
     return [storage.nbytes() for storage in buffers]
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(4)
 def test_outside_parameters_are_flat_parts_with_a_record():
     module, optimizer = sharded(uneven(), 3)
     expected = uneven()
