@@ -40,9 +40,14 @@ def test_an_element_wise_optimizer_is_taken_and_left_as_it_is(make):
 
 @for_each(make=(*WHOLE.values(), torch.optim.LBFGS))
 @pytest.mark.ranks(1)
-def test_one_that_looks_at_whole_tensors_or_needs_a_closure_is_refused(make):
+def test_one_that_looks_at_whole_tensors_or_needs_a_closure_is_refused_and_left_as_it_is(make):
+    module = matrix()
+    value = module.weight.detach().clone()
+    optimizer = make(module.parameters())
     with pytest.raises(ValueError, match=r"pass atomic=True|in its attribute '_params'"):
-        sharded(matrix(), 1, make)
+        shard(module, optimizer, stage=1, group=dist.group.WORLD)
+    assert not optimizer.state
+    assert torch.equal(module.weight, value)
 
 
 @for_each(foreach=(None, True))
