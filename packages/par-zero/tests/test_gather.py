@@ -189,6 +189,22 @@ def test_a_frozen_module_is_freed_after_a_forward_with_gradients_on():
         assert not any(sizes(memory))
 
 
+@pytest.mark.ranks(2)
+def test_a_frozen_unit_at_the_end_of_another_stays_for_the_backward_of_both():
+    """Both return the same tensor, and the frozen one waits for no gradient."""
+    results = []
+    for stage in (2, 3):
+        module = mlp()
+        for block in module:
+            block[2].requires_grad_(False)
+        optimizer = sgd([each for each in module.parameters() if each.requires_grad])
+        units = [*module, *(block[2] for block in module)]
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, units=units)
+        train(module, optimizer, [[batch(step, width=8)] for step in range(3)])
+        results.append(whole(module))
+    assert_same(*results)
+
+
 @for_each_stage
 @pytest.mark.ranks(2)
 def test_summon_reads_and_writes(stage):
