@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, agree, check_alike, segments_of
 
+from ._dtensor import is_placed
 from ._float8 import float8_layers
 from ._optimizer import MixedOptimizer
 from ._precisions import check_device, precision_of
 from .norm.ownership import Ownership, tensors_in
-from .norm.placed import is_placed
 
 ATTRIBUTE = "par_precision"  # where the user's optimizer keeps the one around it
 

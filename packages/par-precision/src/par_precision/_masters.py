@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from par_groups import on_written, set_gradient_elsewhere, set_sharding, sharding_of
 
+from ._dtensor import is_in_place, is_placed, local_gradient, local_part, local_parts
 from ._weights import Change, Weights
 from .norm.counted import EVERYTHING, Counted
 from .norm.norm import Held
 from .norm.ownership import Ownership
-from .norm.placed import is_in_place, is_placed, local_gradient, local_part, local_parts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)

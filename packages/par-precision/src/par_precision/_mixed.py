@@ -20,7 +20,7 @@ from ._weights import Own, Rounded, Weights
 from .norm.clip import check_max_norm
 from .norm.norm import device_of
 from .norm.ownership import Ownership, tensors_in
-from .rounding.stochastic_step import StochasticStep
+from .rounding.step import StochasticStep
 from .scale.scale import DynamicScale
 from .scale.scaling import Scaling
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._dtensor import local_gradient, local_gradients
 from .norm.clip import clamp_, multiply_
 from .norm.norm import Held
 from .norm.ownership import Ownership
-from .norm.placed import local_gradient, local_gradients
-from .rounding.stochastic_step import StochasticStep, stochastic_step_
+from .rounding.step import StochasticStep, stochastic_step_
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from .._dtensor import local_gradients
 from .norm import check_order, device_of, held_gradients, total_norm
 from .ownership import Ownership, Parameters, tensors_in
-from .placed import local_gradients
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from par_groups import backend_of
 
+from .._dtensor import local_gradient
 from .counted import EVERYTHING, Counted
 from .ownership import Ownership, Parameters, tensors_in
-from .placed import local_gradient
 from .sums import largest, sum_of_powers
 
 

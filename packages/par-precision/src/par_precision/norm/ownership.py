@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from par_groups import Segments, segments_of
 
+from .._dtensor import is_placed
 from .counted import EVERYTHING, NOTHING, Counted, counted
-from .placed import is_placed
 
 Parameters = Tensor | Iterable[Tensor] | nn.Module | torch.optim.Optimizer
 """Whose gradients are meant."""

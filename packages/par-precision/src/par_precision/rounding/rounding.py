@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from par_groups import Box, Segment, Segments, segments_of, whole
 
-from ..norm.placed import local_part
+from .._dtensor import local_part
 
 Keys = tuple[int, int]
 """Two numbers below 2**32, of one tensor at one step."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .items import Items
+from .loss_weights import Items
 from .scale import DynamicScale
 
 

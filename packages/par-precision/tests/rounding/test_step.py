@@ -11,7 +11,7 @@ from torch import nn
 
 from par_precision import mixed, stochastic_round_
 from par_precision.rounding import rounding as _rounding
-from par_precision.rounding.stochastic_step import StochasticStep, stochastic_step_
+from par_precision.rounding.step import StochasticStep, stochastic_step_
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"first": (15, 17), "second": (123,), "scale": (), "third": (3, 5, 7)}

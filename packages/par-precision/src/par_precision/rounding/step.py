@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from par_groups import Segments
 
-from ..norm.placed import local_part
+from .._dtensor import local_part
 from .floats import floats_of
 from .rounding import DROPPED, Rounding, packed_in, round_all_
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_precision import DynamicScale, mixed
-from par_precision.scale.items import Items
+from par_precision.scale.loss_weights import Items
 from par_testing import count_collectives
 
 from ..training import MAKERS, adamw, loss_of, model
