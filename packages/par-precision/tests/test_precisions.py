@@ -19,7 +19,7 @@ VOLTA, AMPERE, HOPPER, NONE = (7, 0), (8, 0), (9, 0), (0, 0)
         ("tf32", "cuda", VOLTA, "has compute capability 7.0; use 'fp32'"),
         ("fp8", "cuda", AMPERE, "8.9 or above, and this GPU has compute capability 8.0; use 'bf16'"),
         ("fp8", "mps", NONE, "the module is on 'mps'; use 'bf16'"),
-        ("bf16", "cuda", VOLTA, "this GPU has 7.0; use 'fp16'"),
+        ("bf16", "cuda", VOLTA, "this GPU has compute capability 7.0; use 'fp16'"),
         ("bf16-sr", "cuda", VOLTA, "use 'fp16'"),
         ("bf16-amp", "cuda", VOLTA, "use 'fp16-amp'"),
     ],

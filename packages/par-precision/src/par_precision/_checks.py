@@ -9,13 +9,12 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, agree, check_alike, segments_of
 
-from ._dtensor import is_placed
+from ._dtensor import is_dtensor
 from ._float8 import float8_layers
-from ._optimizer import MixedOptimizer
+from ._masters import has_master
+from ._optimizer import AROUND, MixedOptimizer
 from ._precisions import check_device, precision_of
 from .norm.ownership import Ownership, tensors_in
-
-ATTRIBUTE = "par_precision"  # where the user's optimizer keeps the one around it
 
 
 def is_own(module: nn.Module, optimizer: Optimizer) -> bool:
@@ -32,7 +31,7 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the optimizer is of type {type(optimizer).__name__}; give a torch.optim.Optimizer")
-    if isinstance(optimizer, MixedOptimizer) or ATTRIBUTE in optimizer.__dict__:
+    if isinstance(optimizer, MixedOptimizer) or AROUND in optimizer.__dict__:
         inside = optimizer.inner if isinstance(optimizer, MixedOptimizer) else optimizer
         raise ValueError(
             f"this {type(inside).__name__} is mixed already; call mixed() once, and go on with what it returned"
@@ -41,30 +40,29 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
         raise TypeError(
             "LBFGS computes gradients many times in a step, each to be scaled and clipped; use AdamW or SGD"
         )
-    _check_dense(module)
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(f"{name!r} has sparse gradients, and norms and casts are of dense ones; use sparse=False")
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise ValueError(f"{name!r} has dtype {parameter.dtype}; no precision is made for complex parameters")
         if parameter.is_meta:
             raise ValueError(f"{name!r} is on the meta device; materialise it first, or load a checkpoint into it")
         check_device(precision, parameter.device)
-    chosen = precision_of(precision)
-    if chosen.weights is not None:
-        _check_cast(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
-    elif accumulate_fp32:
-        raise ValueError(f"accumulate_fp32: under {precision!r} gradients are fp32 already; leave it away")
+    if precision_of(precision).weights is None:
+        _check_left(optimizer, precision, accumulate_fp32=accumulate_fp32)
+    elif isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(f"{precision!r} casts parameters, which DDP has laid into buckets; mix first, then wrap")
+    elif is_own(module, optimizer):
+        _check_cast(optimizer, precision, accumulate_fp32=accumulate_fp32)
     else:
-        _check_wide(optimizer, precision)
+        _check_foreign(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
 
 
-def _check_dense(module: nn.Module) -> None:
-    for name, each in module.named_modules():
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
-            raise ValueError(f"{name!r} has sparse gradients, and norms and casts are of dense ones; use sparse=False")
-
-
-def _check_wide(optimizer: Optimizer, precision: str) -> None:
-    """What a precision that leaves weights alone asks for: bf16 and fp16 ones would round small steps away."""
+def _check_left(optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+    """What a precision asks for that leaves weights as they are: bf16 and fp16 ones would round small steps away."""
+    if accumulate_fp32:
+        raise ValueError(f"accumulate_fp32: under {precision!r} gradients are fp32 already; leave it away")
     for tensor in tensors_in(optimizer):
         if tensor.dtype in {torch.bfloat16, torch.float16} and tensor.requires_grad:
             name = "fp16" if tensor.dtype == torch.float16 else "bf16"
@@ -74,16 +72,11 @@ def _check_wide(optimizer: Optimizer, precision: str) -> None:
             )
 
 
-def _check_cast(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
-    """What a precision that casts weights asks for."""
+def _check_cast(optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
+    """What a precision asks for that casts the optimizer's own parameters."""
     chosen, kind = precision_of(precision), type(optimizer).__name__
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ValueError(f"{precision!r} casts parameters, which DDP has laid into buckets; mix first, then wrap")
-    if not is_own(module, optimizer):
-        _check_foreign(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
-        return
     for tensor in tensors_in(optimizer):
-        if tensor.__dict__.get(ATTRIBUTE) == id(tensor):
+        if has_master(tensor):
             raise ValueError(
                 f"a parameter of shape {tuple(tensor.shape)} has an fp32 master in an optimizer that was mixed before; "
                 "go on with that one, or make the module anew and load its weights"
@@ -95,19 +88,17 @@ def _check_cast(module: nn.Module, optimizer: Optimizer, precision: str, *, accu
 
 
 def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate_fp32: bool) -> None:
-    """The optimizer's tensors are another package's: they are the masters, and the module's dtypes are its affair."""
+    """What a precision asks for if the optimizer holds another package's tensors: they are the masters."""
     chosen = precision_of(precision)
     wanted = chosen.weights if chosen.rounded else torch.float32
+    remedy = "cast the module before it is sharded"
+    if not chosen.rounded:
+        remedy = f"shard an fp32 module with param_dtype={chosen.weights}"
     for tensor in tensors_in(optimizer):
         if tensor.dtype != wanted:
             raise ValueError(
                 f"the optimizer holds tensors of dtype {tensor.dtype} that are not the module's parameters, and "
-                f"{precision!r} needs {wanted}; "
-                + (
-                    "cast the module before it is sharded"
-                    if chosen.rounded
-                    else f"shard an fp32 module with param_dtype={chosen.weights}"
-                )
+                f"{precision!r} needs {wanted}; {remedy}"
             )
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != chosen.weights:
@@ -123,24 +114,30 @@ def _check_foreign(module: nn.Module, optimizer: Optimizer, precision: str, *, a
 
 
 def check_cut(optimizer: Optimizer, ownership: Ownership) -> None:
-    """Raises if parameters are cut over ranks and there is no group."""
+    """Raises a ValueError if parameters are cut over ranks and there is no group."""
     for tensor in tensors_in(optimizer):
         ownership.of(tensor)
 
 
 def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sharding]]:
-    """What says of itself how it is cut, for a look at whether the group counts it once.
+    """The name and sharding of whatever says itself how it is cut, for a look at whether the group counts it once.
 
     Names of DTensors are told apart by their mesh: pipeline stages may have equal ones.
     """
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            attributes = tensor.__dict__
-            if is_placed(tensor) or "par_sharding" in attributes or "par_segments" in attributes:
-                mesh = f" on ranks {tensor.device_mesh.mesh.flatten().tolist()}" if is_placed(tensor) else ""
-                for segment in segments_of(tensor, names.get(tensor, "")):
-                    yield segment.name + mesh, segment.sharding
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    for tensor in tensors_in(optimizer):
+        attributes = tensor.__dict__
+        if is_dtensor(tensor) or "par_sharding" in attributes or "par_segments" in attributes:
+            mesh = f" on ranks {tensor.device_mesh.mesh.flatten().tolist()}" if is_dtensor(tensor) else ""
+            for segment in segments_of(tensor, names.get(tensor, "")):
+                yield segment.name + mesh, segment.sharding
+
+
+def lack_of_layers(module: nn.Module, precision: str) -> str:
+    """What a module lacks for a precision, or "". A stage of a pipeline may lack it if others have it."""
+    if not precision_of(precision).float8 or float8_layers(module):
+        return ""
+    return "'fp8' is for linear layers with sizes that are multiples of 16, and there is none; use 'bf16'"
 
 
 def check_all(problem: Exception | None, text: str, lack: str, group: dist.ProcessGroup | None) -> None:
@@ -149,10 +146,3 @@ def check_all(problem: Exception | None, text: str, lack: str, group: dist.Proce
     check_alike({rank: chosen for rank, (chosen, _) in every.items()}, "settings")
     if all(theirs for _, theirs in every.values()):
         raise ValueError(lack)
-
-
-def lack_of_layers(module: nn.Module, precision: str) -> str:
-    """What a module lacks for a precision; a stage of a pipeline may, if others have it."""
-    if not precision_of(precision).float8 or float8_layers(module):
-        return ""
-    return "'fp8' is for linear layers with sizes that are multiples of 16, and there is none; use 'bf16'"

@@ -1,64 +1,56 @@
-"""DTensors: what this rank has of them. Who has none does not import them."""
+"""The parts of DTensors that this rank holds. DTensor itself is never imported: only who has one pays for it."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
 
+from ._torch_private import local_tensor_of, spec_of
 
-class Placed(Protocol):
-    """What is asked of a DTensor."""
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-    placements: tuple[Any, ...]
-    device_mesh: Any
-    _local_tensor: Tensor
-    _spec: Any
-
-    def redistribute(self, *, placements: tuple[Any, ...]) -> Tensor:
-        """The same, placed otherwise."""
+_ORDINARY = (nn.Parameter, Tensor)  # comparing types is quicker than looking for an attribute
 
 
-_ORDINARY = (nn.Parameter, Tensor)  # a look at the type is quicker than one at an attribute
-
-
-def is_placed(tensor: object) -> TypeGuard[Placed]:
+def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor."""
     kind = type(tensor)
     return kind not in _ORDINARY and hasattr(kind, "placements")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, of which no graph is made: what `to_local()` returns then, after more looks."""
-    return tensor._local_tensor if is_placed(tensor) else tensor
+    """The part of a tensor that this rank holds, outside of autograd; an ordinary tensor itself."""
+    return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The same of several."""
-    return [each if type(each) in _ORDINARY else local_part(each) for each in tensors]
+    """The parts of several tensors that this rank holds."""
+    return [tensor if type(tensor) in _ORDINARY else local_part(tensor) for tensor in tensors]
 
 
 def local_gradient(tensor: Tensor) -> Tensor | None:
-    """This rank's part of the gradient of a tensor, cut like the tensor; None if there is none.
+    """The part of a tensor's gradient that this rank holds, cut like the tensor; None if there is no gradient.
 
-    A DTensor's gradient may be placed otherwise, or still be a sum over ranks; then it is first brought into place,
-    which is a collective over its mesh.
+    A DTensor's gradient may be placed otherwise than the DTensor, or still be a sum over ranks. Then it is brought into
+    place first, which is a collective over its mesh.
     """
     gradient = tensor.grad
-    if gradient is None or type(gradient) is Tensor or not is_placed(gradient):
+    if gradient is None or type(gradient) is Tensor or not is_dtensor(gradient):
         return gradient
-    placements = tensor._spec.placements  # type: ignore[attr-defined]  # only DTensors have such gradients
-    if gradient._spec.placements == placements:
-        return gradient._local_tensor
+    placements = spec_of(tensor).placements  # only DTensors have such gradients
+    if spec_of(gradient).placements == placements:
+        return local_tensor_of(gradient)
     tensor.grad = gradient.redistribute(placements=placements)
     return local_part(tensor.grad)
 
 
 def local_gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that there are."""
+    """The parts of gradients that this rank holds, of those tensors that have a gradient."""
     return [gradient for tensor in tensors if (gradient := local_gradient(tensor)) is not None]
 
 
-def is_in_place(tensor: Tensor) -> bool:
-    """Whether the gradient that a tensor has is cut like the tensor."""
+def gradient_is_in_place(tensor: Tensor) -> bool:
+    """Whether a tensor's gradient is cut like the tensor, so that `local_gradient` needs no communication."""
     gradient = tensor.grad
-    return not is_placed(tensor) or not is_placed(gradient) or gradient.placements == tensor.placements
+    return not is_dtensor(tensor) or not is_dtensor(gradient) or gradient.placements == tensor.placements

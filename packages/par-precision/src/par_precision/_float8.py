@@ -12,14 +12,16 @@ from torch.nn import functional
 
 from par_groups import WeightGradHook, WeightGradient, weight_and_hook
 
+from ._torch_private import child_modules, scaled_mm
+
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 """Activations and weights need the digits, gradients the range."""
 MULTIPLE = 16
-"""What every side of a matrix is a multiple of, as GPUs' float8 products need it."""
+"""GPUs' float8 products take matrices whose sides are multiples of this."""
 _SMALLEST = 2.0**-100
-"""Of maxima: a tensor of zeros has a finite scale, too."""
+"""Maxima below this count as this, so that a tensor of zeros has a finite scale too."""
 _EXPONENT = 0x7F800000
-"""The bits of an fp32 number that its exponent has."""
+"""The bits of an fp32 number that hold its exponent."""
 
 
 class Float8Linear(nn.Linear):
@@ -34,22 +36,23 @@ class Float8Linear(nn.Linear):
     Args:
         in_features: Size of the last dim of inputs, a multiple of 16.
         out_features: Size of the last dim of outputs, a multiple of 16.
-        bias: Whether it has one.
-        group: Scale by the largest element that any of its ranks has, so that each rounds as one device with all of
-            the data, or the whole weight, would. All of its ranks must then call forward and backward equally often; 8
-            and 4 bytes are reduced. None: each rank for itself, which is seldom felt: another power of two rounds
-            differently only what is below some 2**-14 (input, weight) or 2**-29 (gradient) of the largest element.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        bias: Whether the layer has a bias.
+        group: The ranks that scale by the largest element that any of them has, so that each rounds as one device with
+            all of the data, or the uncut weight, would. All of them must then call forward and backward equally often;
+            8 and 4 bytes are reduced. None: each rank scales for itself, which is seldom felt: another power of two
+            rounds differently only what is below some 2**-14 (input, weight) or 2**-29 (gradient) of the largest
+            element.
+        device: Device of the parameters.
+        dtype: dtype of the parameters, bf16 or fp32.
 
     Raises:
-        ValueError: Sizes that are no multiples of 16.
+        ValueError: Sizes that are not multiples of 16.
 
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (the formats and which tensor has which).
     """
 
     weight_grad_hook: WeightGradHook | None = None
-    """Set by who wants to compute weight gradients later, such as a pipeline schedule."""
+    """Set by whoever wants to compute weight gradients later, such as a pipeline schedule."""
 
     def __init__(
         self,
@@ -66,45 +69,45 @@ class Float8Linear(nn.Linear):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
-        """The linear map of (..., in_features), bf16 or fp32."""
+        """Maps (..., in_features) to (..., out_features), both bf16 or fp32."""
         return float8_linear(input, self.weight, self.bias, group=self.group, layer=self)
 
 
 def float8_linear(
-    given: Tensor,
+    inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     layer: nn.Module | None = None,
 ) -> Tensor:
-    """`functional.linear` in float8, as `Float8Linear` says; for layers of other classes.
+    """`functional.linear` with the float8 products of `Float8Linear`, for layers of other classes.
 
     Args:
-        given: (..., in), bf16 or fp32.
+        inputs: (..., in), bf16 or fp32.
         weight: (out, in), bf16 or fp32; both sizes are multiples of 16.
         bias: (out) or None.
-        group: See `Float8Linear`.
-        layer: Whose weight it is. If its `weight_grad_hook` is set, backward hands it a closure that adds the weight's
-            gradient, instead of computing it.
+        group: The ranks that scale by the largest element of any of them. None: each rank scales for itself.
+        layer: The layer whose weight it is. If its `weight_grad_hook` is set, backward hands that a closure which adds
+            the weight's gradient, instead of computing it.
 
     Returns:
-        (..., out), in the dtype of `given`, or of autocast.
+        (..., out), in the dtype of the inputs, or of autocast.
 
     Raises:
         TypeError: Another dtype, or a DTensor.
-        ValueError: Sizes that are no multiples of 16.
+        ValueError: Sizes that are not multiples of 16.
     """
-    if torch.is_autocast_enabled(given.device.type):
-        given = given.to(torch.get_autocast_dtype(given.device.type))
-    for name, tensor in (("input", given), ("weight", weight)):
+    if torch.is_autocast_enabled(inputs.device.type):
+        inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
+    for name, tensor in (("input", inputs), ("weight", weight)):
         if hasattr(tensor, "to_local"):
             raise TypeError(f"the {name} of a float8 product is a DTensor; give it local tensors")
         if tensor.dtype not in {torch.bfloat16, torch.float32}:
             raise TypeError(f"the {name} of a float8 product has dtype {tensor.dtype}; give it bfloat16 or float32")
     _check_sizes(weight.shape[1], weight.shape[0], "keep this layer as it is")
     weight, hook = (weight, None) if layer is None else weight_and_hook(layer, weight)
-    output: Tensor = _Float8Product.apply(given, weight, bias, group, hook)  # type: ignore[no-untyped-call]
+    output: Tensor = _Float8Product.apply(inputs, weight, bias, group, hook)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -116,34 +119,40 @@ def convert_to_float8_(
 ) -> nn.Module:
     """Swaps nn.Linear layers for `Float8Linear`, in place. Parameters, hooks and names stay the same objects.
 
-    Layers of other classes that have `in_features`, `out_features` and an attribute `linear`, None or a function in the
-    place of torch's product, as those of par-layers have, get `float8_linear` there.
+    Layers of other classes that have `in_features`, `out_features` and an attribute `linear`, which is None or a
+    function in the place of torch's product, as those of par-layers have, get `float8_linear` there.
 
     Args:
         module: The model; subclasses of nn.Linear in it are left alone.
-        chosen: Called with name and layer, says which to convert. None: those whose sizes are multiples of 16. It is
-            usual to leave out the last layer, whose errors go straight into the loss.
-        group: See `Float8Linear`.
+        chosen: Called with the name of a layer and the layer, says whether to convert it. None: those whose sizes are
+            multiples of 16 are converted. It is usual to leave out the last layer, whose errors go straight into the
+            loss.
+        group: The ranks that scale by the largest element of any of them. None: each rank scales for itself, as
+            `Float8Linear` explains.
 
     Returns:
         The module; a new one only if it is itself an nn.Linear.
 
     Raises:
         RuntimeError: A device that has no float8 products.
-        ValueError: A chosen layer with sizes that are no multiples of 16, or no layer to swap.
+        ValueError: A chosen layer with sizes that are not multiples of 16, or no layer to swap.
     """
-    found = float8_layers(module, chosen)
-    if not found:
+    layers = float8_layers(module, chosen)
+    if not layers:
         raise ValueError("there is no linear layer to convert to float8: none is chosen, or none has fitting sizes")
-    for name, linear in found.items():
-        _check_sizes(linear.in_features, linear.out_features, f"do not choose {name!r}")
-        check_float8(linear.weight.device)
-    for linear in found.values():
-        if type(linear) is not nn.Linear:
-            linear.linear = partial(float8_linear, group=group, layer=linear)
-    swapped = {linear: _as_float8(linear, group) for linear in found.values() if type(linear) is nn.Linear}
+    for name, layer in layers.items():
+        _check_sizes(layer.in_features, layer.out_features, f"do not choose {name!r}")
+        check_float8(layer.weight.device)
+    swapped: dict[nn.Module | None, nn.Module] = {}
+    for layer in layers.values():
+        if type(layer) is nn.Linear:
+            converted = Float8Linear(layer.in_features, layer.out_features, bias=False, group=group, device="meta")
+            converted.__dict__.update(layer.__dict__)  # parameters, hooks, mode: all that makes this layer this one
+            swapped[layer] = converted
+        else:
+            layer.linear = partial(float8_linear, group=group, layer=layer)
     for parent in list(module.modules()):
-        for name, child in parent._modules.items():  # named_children() passes over a layer's second name
+        for name, child in child_modules(parent).items():
             if child in swapped:
                 setattr(parent, name, swapped[child])
     return swapped[module] if isinstance(module, nn.Linear) else module
@@ -153,9 +162,9 @@ def float8_layers(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | 
     """The layers that `convert_to_float8_` changes, by name."""
     choose = chosen or (lambda _, linear: _fits(linear.in_features, linear.out_features))
     return {
-        name: each
-        for name, each in module.named_modules()
-        if (type(each) is nn.Linear or _takes_product(each)) and choose(name, each)
+        name: layer
+        for name, layer in module.named_modules()
+        if (type(layer) is nn.Linear or _takes_product(layer)) and choose(name, layer)
     }
 
 
@@ -190,20 +199,14 @@ def _check_sizes(in_features: int, out_features: int, remedy: str) -> None:
         )
 
 
-def _as_float8(linear: nn.Linear, group: dist.ProcessGroup | None) -> Float8Linear:
-    converted = Float8Linear(linear.in_features, linear.out_features, bias=False, group=group, device="meta")
-    converted.__dict__.update(linear.__dict__)  # parameters, hooks, mode: all that makes this layer this one
-    return converted
-
-
 class _Scaled(NamedTuple):
-    """A float8 matrix, and the fp32 number that its elements are to be multiplied by."""
+    """A float8 matrix, and the fp32 scalar that its elements are to be multiplied by."""
 
     values: Tensor
     unit: Tensor
 
     def t(self) -> "_Scaled":
-        """Transposed, without moving anything: what was row-major is column-major."""
+        """The transposed matrix, without moving anything: what was row-major is column-major."""
         return _Scaled(self.values.t(), self.unit)
 
     def turned(self) -> "_Scaled":
@@ -212,29 +215,28 @@ class _Scaled(NamedTuple):
 
 
 class _Float8Product(torch.autograd.Function):
-    """`functional.linear`. Its matrices: input (rows, in), weight (out, in), output (rows, out)."""
+    """`functional.linear` of matrices in float8: inputs (rows, in), weight (out, in), output (rows, out)."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        given: Tensor,
+        inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         group: dist.ProcessGroup | None,
         hook: WeightGradHook | None,
     ) -> Tensor:
-        rows = _rows(given)
+        rows = _rows(inputs)
         largest = _largest(group, rows, weight)
-        given8, weight8 = _cast(rows, FORWARD, largest[0]), _cast(weight, FORWARD, largest[1])
-        output = _product(given8, weight8.t(), given.dtype, fast=True)[: given.shape[:-1].numel()]
+        inputs8, weight8 = _cast(rows, FORWARD, largest[0]), _cast(weight, FORWARD, largest[1])
+        output = _product(inputs8, weight8.t(), inputs.dtype, fast=True)[: inputs.shape[:-1].numel()]
         if bias is not None:
             output += bias
-        ctx.save_for_backward(*given8, weight, largest[1])
+        ctx.save_for_backward(*inputs8, weight, largest[1])
         ctx.group, ctx.hook = group, hook
-        ctx.shape, ctx.dtype, ctx.bias = given.shape, given.dtype, bias is not None and bias.dtype
-        return output.view(
-            *given.shape[:-1], weight.shape[0]
-        ).data  # not a view for autograd: FSDP warns of outputs that are
+        ctx.shape, ctx.dtype, ctx.bias = inputs.shape, inputs.dtype, bias is not None and bias.dtype
+        # .data, so that it is not a view for autograd: FSDP warns of outputs that are
+        return output.view(*inputs.shape[:-1], weight.shape[0]).data
 
     @staticmethod
     @once_differentiable
@@ -242,24 +244,24 @@ class _Float8Product(torch.autograd.Function):
         values, unit, weight, largest = ctx.saved_tensors
         rows = _rows(gradient)
         gradient8 = _cast(rows, BACKWARD, _largest(ctx.group, rows)[0])
-        of_given = of_weight = of_bias = None
+        inputs_gradient = weight_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:
             product = _product(gradient8, _cast(weight, FORWARD, largest).turned(), ctx.dtype)
-            of_given = product[: ctx.shape[:-1].numel()].view(ctx.shape)
+            inputs_gradient = product[: ctx.shape[:-1].numel()].view(ctx.shape)
         if ctx.needs_input_grad[1]:
             compute = partial(_weight_gradient, gradient8, _Scaled(values, unit), weight.dtype)
             if ctx.hook is None:
-                of_weight = compute()
+                weight_gradient = compute()
             else:
                 ctx.hook(WeightGradient(weight, compute))
         if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
-        return of_given, of_weight, of_bias, None, None
+            bias_gradient = rows.sum(0, dtype=torch.float32).to(ctx.bias)
+        return inputs_gradient, weight_gradient, bias_gradient, None, None
 
 
-def _weight_gradient(gradient: _Scaled, given: _Scaled, dtype: torch.dtype) -> Tensor:
-    """(rows, out) and (rows, in) to (out, in)."""
-    return _product(gradient.turned().t(), given.turned(), dtype)
+def _weight_gradient(gradient: _Scaled, inputs: _Scaled, dtype: torch.dtype) -> Tensor:
+    """The weight's gradient (out, in), from that of the output (rows, out) and the inputs (rows, in)."""
+    return _product(gradient.turned().t(), inputs.turned(), dtype)
 
 
 def _product(one: _Scaled, other: _Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -267,23 +269,20 @@ def _product(one: _Scaled, other: _Scaled, dtype: torch.dtype, *, fast: bool = F
 
     Args:
         one: The first matrix.
-        other: The second.
-        dtype: Of the product.
-        fast: On Hopper, to sum in the tensor cores alone, with fewer bits; usual forward, where values are forgiving.
+        other: The second matrix.
+        dtype: dtype of the product.
+        fast: Whether Hopper GPUs sum in the tensor cores alone, with fewer bits; usual forward, which forgives it.
     """
-    # torch.nn.functional.scaled_mm is younger on CPUs than the oldest torch that this package works with
-    return torch._scaled_mm(
-        one.values, other.values, scale_a=one.unit, scale_b=other.unit, out_dtype=dtype, use_fast_accum=fast
-    )
+    return scaled_mm(one.values, other.values, one.unit, other.unit, dtype, fast=fast)
 
 
 def _cast(matrix: Tensor, dtype: torch.dtype, largest: Tensor) -> _Scaled:
-    """To float8, row-major.
+    """A matrix in float8, row-major.
 
     Args:
         matrix: bf16 or fp32.
-        dtype: A float8 one.
-        largest: The absolute value that is to stay below the largest number of `dtype`; fp32, without dims.
+        dtype: A float8 dtype.
+        largest: The absolute value that is to stay below the largest number of `dtype`; an fp32 scalar.
     """
     ratio = torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)
     scale = ratio.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)  # the power of two below
@@ -294,9 +293,9 @@ def _largest(group: dist.ProcessGroup | None, *tensors: Tensor) -> Tensor:
     """The largest absolute value of each tensor, over the group; infinite, so that products are NaN, where one is NaN.
 
     Returns:
-        (tensors) fp32.
+        (number of tensors) in fp32.
     """
-    ends = [torch.aminmax(each) for each in tensors]
+    ends = [torch.aminmax(tensor) for tensor in tensors]
     largest = torch.stack([torch.maximum(high, -low) for low, high in ends]).float()
     largest.masked_fill_(largest.isnan(), torch.inf)  # not every backend's MAX passes a NaN on
     if group is not None:

@@ -11,11 +11,15 @@ from torch.optim import Optimizer
 
 from par_groups import on_written, set_gradient_elsewhere, set_sharding, sharding_of
 
-from ._dtensor import is_in_place, is_placed, local_gradient, local_part, local_parts
+from ._dtensor import gradient_is_in_place, is_dtensor, local_gradient, local_part, local_parts
+from ._torch_private import foreach_copy_
 from ._weights import Change, Weights
 from .norm.counted import EVERYTHING, Counted
-from .norm.norm import Held
+from .norm.norm import CountedGradients
 from .norm.ownership import Ownership
+
+_LINK = "par_precision_masters"
+"""The attribute of a parameter that has a master: its `_Link`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -23,10 +27,10 @@ class Pair:
     """A parameter, and the fp32 copy of what this rank holds of it.
 
     Args:
-        parameter: The module's; a DTensor maybe.
-        master: The optimizer's, never a DTensor: fused optimizers take it beside others.
+        parameter: The module's parameter, maybe a DTensor.
+        master: The optimizer's tensor, never a DTensor: fused optimizers take it beside others.
         counted: What this rank counts of it.
-        kind: The same for all masters whose gradients fit into one tensor.
+        kind: Equal for all masters whose gradients fit into one tensor.
     """
 
     parameter: nn.Parameter
@@ -36,19 +40,19 @@ class Pair:
 
 
 class Masters(Weights):
-    """fp32 copies take the parameters' places in the optimizer, and carry their names and records.
+    """fp32 copies that take the parameters' places in the optimizer, and carry their names and records.
 
-    Parameters of whole numbers, which nothing trains, have none, and keep their places. The parameters do not hold the
-    masters, which go with the optimizer.
+    Parameters of whole numbers, which nothing trains, have none, and keep their places. The parameters do not keep the
+    masters alive, which go with the optimizer.
 
     A master shows the gradient of its parameter, which still has the parameter's dtype: `gradients(optimizer)` finds
     it, and it takes no memory. It becomes fp32 when the optimizer steps, for a bucket of parameters at a time.
 
     Args:
-        module: Whose parameters are copied; cast afterwards.
-        optimizer: Of these parameters.
-        ownership: Who counts what.
-        accumulate: Whether gradients are added up in fp32 instead, in the masters, after each backward pass.
+        module: The module whose parameters are copied. It is cast afterwards, so that copies have all digits.
+        optimizer: The optimizer of these parameters.
+        ownership: What this rank counts of them.
+        accumulate: Whether gradients are instead added up in fp32, in the masters, after each backward pass.
         bucket: Bytes of fp32 gradients that there are at a time.
     """
 
@@ -60,27 +64,37 @@ class Masters(Weights):
         names = {parameter: name for name, parameter in module.named_parameters()}
         for group in optimizer.param_groups:
             parameters = group["params"]
-            pairs = {each: _pair(each, ownership) for each in parameters if each.is_floating_point()}
-            group["param_names"] = [names[each] for each in parameters]
-            group["params"] = [pairs[each].master if each in pairs else each for each in parameters]
-            self._pairs += pairs.values()
-        self._by_id = {id(each.parameter): each for each in self._pairs}
-        self._buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
-        self._alike = [_alike(each) for each in self._buckets]
+            group["param_names"] = [names[parameter] for parameter in parameters]
+            group["params"] = stepped = []
+            for parameter in parameters:
+                if parameter.is_floating_point():
+                    self._pairs.append(_pair(parameter, ownership))
+                    stepped.append(self._pairs[-1].master)
+                else:
+                    stepped.append(parameter)
+        for pair in self._pairs:
+            if pair.parameter in optimizer.state:  # Adagrad's constructor fills it
+                state = optimizer.state.pop(pair.parameter)
+                optimizer.state[pair.master] = {k: v.float() if isinstance(v, Tensor) else v for k, v in state.items()}
+        self._by_id = {id(pair.parameter): pair for pair in self._pairs}
+        buckets = [self._pairs] if accumulate else list(_buckets(self._pairs, bucket))
+        self._buckets = [(bucket, _by_kind(bucket)) for bucket in buckets]
 
     def watch(self) -> None:
-        """Follows gradients, and what is written to the parameters from outside. After the module was cast."""
+        """Follows gradients, and what is written to the parameters from outside. To be called after the cast."""
+        link = _Link(self)
         for pair in self._pairs:
+            pair.parameter.__dict__[_LINK] = link
             _on_gradient(pair.parameter, partial(_arrived, weakref.ref(self), id(pair.parameter)))
             if self._accumulate:
                 set_gradient_elsewhere(pair.parameter, "the optimizer's fp32 master")
-        on_written([pair.parameter for pair in self._pairs], _Refresh(self))
+        on_written([pair.parameter for pair in self._pairs], link)
 
     @torch.no_grad()
-    def gradients(self) -> Held:
-        """Those there are, in their own dtype or added up in fp32; if one bucket holds them all, made fp32 already."""
+    def gradients(self) -> CountedGradients:
+        """The gradients that there are, in their own dtype or added up in fp32; widened if one bucket has all."""
         if len(self._buckets) == 1 and not self._accumulate:
-            return _widen(self._alike[0])
+            return _widen(self._buckets[0][1])
         for pair in self._pairs:
             if not self._accumulate or pair.parameter.grad is not None:
                 self._take(pair)
@@ -91,9 +105,9 @@ class Masters(Weights):
         several = len(self._buckets) > 1
         if several:
             _hide(self._pairs)
-        for bucket, alike in zip(self._buckets, self._alike, strict=True):
+        for bucket, kinds in self._buckets:
             if several:
-                _widen(alike)
+                _widen(kinds)
             stepped = [pair for pair in bucket if pair.master.grad is not None]
             if stepped:
                 change.apply_([pair.master for pair in stepped])
@@ -106,12 +120,12 @@ class Masters(Weights):
         _hide(self._pairs)
 
     def zero_grad(self) -> None:
-        """Drops the parameters' own."""
+        """Drops the parameters' gradients; the optimizer drops the masters'."""
         for pair in self._pairs:
             pair.parameter.grad = None
 
     def masters(self) -> list[Tensor]:
-        """In the order of the parameters."""
+        """The fp32 copies, in the order of their parameters."""
         return [pair.master.detach() for pair in self._pairs]
 
     @torch.no_grad()
@@ -121,19 +135,19 @@ class Masters(Weights):
 
     @torch.no_grad()
     def refresh(self, written: Sequence[Tensor]) -> None:
-        """Takes over what was written to parameters."""
-        pairs = [self._by_id[id(each)] for each in written]
+        """Takes over what was written to parameters from outside."""
+        pairs = [self._by_id[id(parameter)] for parameter in written]
         _copy_([pair.master for pair in pairs], [local_part(pair.parameter) for pair in pairs])
 
     @torch.no_grad()
-    def arrived(self, number: int) -> None:
-        """Takes the gradient of a backward pass. What communication must bring into place first waits for the step.
+    def arrived(self, parameter: int) -> None:
+        """Takes the gradient of a backward pass. One that communication must first bring into place waits for the step.
 
         Args:
-            number: The `id` of the parameter.
+            parameter: The `id` of the parameter.
         """
-        pair = self._by_id[number]
-        if self._accumulate or is_in_place(pair.parameter):
+        pair = self._by_id[parameter]
+        if self._accumulate or gradient_is_in_place(pair.parameter):
             self._take(pair)
 
     def _take(self, pair: Pair) -> None:
@@ -148,30 +162,38 @@ class Masters(Weights):
             pair.master.grad.add_(gradient)
 
 
-class _Refresh:
-    """What is called when parameters were written. A module that is pickled leaves the masters behind.
+class _Link:
+    """What a parameter has of its master: a weak reference to the optimizer's masters, called when it was written.
+
+    A parameter that is copied or loaded from a file has an empty one, since nobody keeps a master of it.
 
     Args:
-        masters: Of the parameters, which are not kept alive; None: of a module that was loaded.
+        masters: The masters of an optimizer; None: there are none.
     """
 
     def __init__(self, masters: Masters | None = None) -> None:
-        self._masters = None if masters is None else weakref.ref(masters)
+        self.masters = None if masters is None else weakref.ref(masters)
 
     def __call__(self, written: Sequence[Tensor]) -> None:
-        masters = None if self._masters is None else self._masters()
+        masters = None if self.masters is None else self.masters()
         if masters is not None:
             masters.refresh(written)
 
-    def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
-        return _Refresh, ()
+    def __reduce__(self) -> tuple[type["_Link"], tuple[()]]:  # how copy and pickle make another
+        return _Link, ()
+
+
+def has_master(tensor: Tensor) -> bool:
+    """Whether an optimizer was given an fp32 master of a parameter, even if that optimizer is gone."""
+    link: _Link | None = tensor.__dict__.get(_LINK)
+    return link is not None and link.masters is not None
 
 
 def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
     local = local_part(parameter)
     master = nn.Parameter(local.detach().to(torch.float32, copy=True), requires_grad=parameter.requires_grad)
     master.grad_dtype = None  # it shows gradients of the parameter's dtype
-    if is_placed(parameter) or "par_sharding" in parameter.__dict__:
+    if is_dtensor(parameter) or "par_sharding" in parameter.__dict__:
         set_sharding(master, sharding_of(parameter))
     counted = ownership.of(parameter)
     kind = repr((master.shape, master.stride(), master.device, counted is EVERYTHING))
@@ -179,7 +201,7 @@ def _pair(parameter: nn.Parameter, ownership: Ownership) -> Pair:
 
 
 def _arrived(masters: "weakref.ref[Masters]", number: int, parameter: Tensor) -> None:  # noqa: ARG001
-    """A parameter's hook. Python's collector does not look into hooks, so what one holds would never be freed."""
+    """A parameter's hook. Python's collector does not look into hooks, so what one refers to would never be freed."""
     alive = masters()
     if alive is not None:
         alive.arrived(number)
@@ -195,7 +217,7 @@ def _on_gradient(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> Non
 
 
 def _buckets(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
-    """Pairs with fp32 gradients of so many bytes together, or one pair if it has more."""
+    """Pairs whose fp32 gradients have at most so many bytes together, or one pair if it has more."""
     bucket: list[Pair] = []
     size = 0
     for pair in pairs:
@@ -208,38 +230,43 @@ def _buckets(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
         yield bucket
 
 
-def _alike(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Those of each kind."""
+def _by_kind(pairs: Iterable[Pair]) -> list[list[Pair]]:
     kinds: dict[str, list[Pair]] = {}
     for pair in pairs:
         kinds.setdefault(pair.kind, []).append(pair)
     return list(kinds.values())
 
 
-def _widen(kinds: Iterable[Sequence[Pair]]) -> Held:
-    """Gives masters their gradients in fp32. Those of a kind lie in one tensor, made and summed up at once."""
-    return [each for alike in kinds for each in _stack(alike)]
+def _widen(kinds: Iterable[Sequence[Pair]]) -> CountedGradients:
+    """Gives masters their gradients in fp32, laid out like the masters.
 
-
-def _stack(alike: Sequence[Pair]) -> Held:
-    """Gives masters of one kind their gradients, laid out like the masters, in fp32."""
-    found = [local_gradient(pair.parameter) for pair in alike]
-    gradients = [each for each in found if each is not None]
-    if len(gradients) < len(alike):
-        _hide(alike)
-        alike = [pair for pair, gradient in zip(alike, found, strict=True) if gradient is not None]
-    if not alike:
-        return []
-    master, counted = alike[0].master, alike[0].counted
-    size, stride = (len(alike), *master.shape), (master.numel(), *master.stride())
-    wide = torch.empty_strided(size, stride, dtype=torch.float32, device=master.device)
-    views = wide.unbind()
-    _copy_(views, gradients)
-    for pair, view in zip(alike, views, strict=True):
-        pair.master.grad = view
-    if counted is EVERYTHING:
-        return [(EVERYTHING, wide)]
-    return [(pair.counted, view) for pair, view in zip(alike, views, strict=True)]
+    Those of a kind lie in one tensor, which is made, and summed up, at once.
+    """
+    counted_gradients: CountedGradients = []
+    for pairs in kinds:
+        gradients: list[Tensor] = []
+        alike: list[Pair] = []
+        for pair in pairs:
+            gradient = local_gradient(pair.parameter)
+            if gradient is None:
+                pair.master.grad = None
+            else:
+                gradients.append(gradient)
+                alike.append(pair)
+        if not alike:
+            continue
+        master, counted = alike[0].master, alike[0].counted
+        size, stride = (len(alike), *master.shape), (master.numel(), *master.stride())
+        wide = torch.empty_strided(size, stride, dtype=torch.float32, device=master.device)
+        views = wide.unbind()
+        _copy_(views, gradients)
+        for pair, view in zip(alike, views, strict=True):
+            pair.master.grad = view
+        if counted is EVERYTHING:
+            counted_gradients.append((EVERYTHING, wide))
+        else:
+            counted_gradients += [(pair.counted, view) for pair, view in zip(alike, views, strict=True)]
+    return counted_gradients
 
 
 def _hide(pairs: Iterable[Pair]) -> None:
@@ -253,4 +280,4 @@ def _round(pairs: Sequence[Pair]) -> None:
 
 def _copy_(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     if into:
-        torch._foreach_copy_(list(into), list(given))
+        foreach_copy_(list(into), list(given))

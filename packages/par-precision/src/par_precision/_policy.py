@@ -8,22 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ._precisions import Precision
+from ._torch_private import inside_ddp, tree_flatten, tree_unflatten
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Policy:
     """Runs a module's forward in a precision.
 
     Floating-point inputs take the dtype of the weights. Floating-point outputs become `output_dtype`, so that a loss
-    made of them has the digits it needs. Where it runs within another that has the same policy, as it or an item of a
-    ModuleList may, nothing more is done.
+    made of them has the digits it needs. A module that runs inside another one with the same policy, as an item of a
+    ModuleList may, is left to the outer one.
 
     Args:
         precision: The precision.
         device: Type of the module's device.
-        output_dtype: Of half-precision outputs; None leaves them.
+        output_dtype: dtype that half-precision outputs get. None leaves them.
         takes_gradients: Whether gradients are taken from parameters as they come, before DDP has averaged them.
     """
 
@@ -35,34 +37,38 @@ class Policy:
         self._here = _Here()
 
     def attach(self, module: nn.Module) -> None:
-        """Puts itself around a module's forward, inside all hooks."""
-        for each in called(module):
-            each.forward = _Forward(self, each.forward)
+        """Puts the policy around a module's forward, inside all hooks."""
+        for part in called(module):
+            part.forward = _Forward(self, part.forward)
 
     def backward(self) -> AbstractContextManager[Any]:
-        """What backward runs in: autocast has chosen its dtypes in forward, TF32 is a setting of the process."""
+        """What a backward pass runs in: autocast has chosen its dtypes in forward, but TF32 is set for the process."""
         return tf32() if self._precision.tf32 else nullcontext()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What forward returns."""
+        """Calls a module's own forward within the policy.
+
+        Raises:
+            RuntimeError: DDP around a module whose gradients are taken before it averages them.
+        """
         if self._here.inside:
             return forward(*args, **keywords)
-        if self._takes_gradients and nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        if self._takes_gradients and inside_ddp():
             raise RuntimeError(
                 "accumulate_fp32=True adds gradients up before DistributedDataParallel averages them, so replicas "
                 "would drift apart; leave it away, or use FSDP2 or par-zero"
             )
         weights = self._precision.weights
         if weights is not None:
-            args = tuple(_cast(each, weights) for each in args)
-            keywords = {name: _cast(each, weights) for name, each in keywords.items()}
+            args = tuple(_cast(value, weights) for value in args)
+            keywords = {name: _cast(value, weights) for name, value in keywords.items()}
         self._here.inside = True
         try:
             with self._context():
                 output = forward(*args, **keywords)
         finally:
             self._here.inside = False
-        return output if self._output_dtype is None else _cast(output, self._output_dtype, of=_HALF)
+        return output if self._output_dtype is None else _cast(output, self._output_dtype, only=_HALF)
 
     def _context(self) -> AbstractContextManager[Any]:
         if self._precision.autocast is not None:
@@ -73,7 +79,7 @@ class Policy:
 class _Here(threading.local):
     """Whether a thread is inside a policy. A copy begins outside."""
 
-    def __init__(self) -> None:  # in every thread; what a class alone has, torch.compile takes for absent
+    def __init__(self) -> None:  # runs in every thread; an attribute of the class torch.compile takes for absent
         self.inside = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -81,10 +87,10 @@ class _Here(threading.local):
 
 
 class _Forward:
-    """A module's forward within a policy. An object and no closure: a copy of the module has its own."""
+    """A module's forward within a policy: an object and no closure, so that a copy of the module has its own."""
 
     def __init__(self, policy: Policy, forward: Callable[..., Any]) -> None:
-        update_wrapper(self, forward)  # for its signature; it copies attributes, too, so they come after
+        update_wrapper(self, forward)  # for its signature; it copies attributes too, so ours are set after it
         self._policy, self._forward = policy, forward
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -92,27 +98,29 @@ class _Forward:
 
 
 def called(module: nn.Module) -> list[nn.Module]:
-    """What is called of a module: itself, or, where it has no forward, as a ModuleDict has none, its children."""
+    """The modules that a caller calls: the module, or its children if it has no forward, as a ModuleDict has none."""
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         return [module]
-    return list(dict.fromkeys(each for child in module.children() for each in called(child)))
+    return list(dict.fromkeys(part for child in module.children() for part in called(child)))
 
 
-_HALF = (torch.bfloat16, torch.float16)
+def _cast(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
+    """An argument with its floating-point tensors in another dtype.
 
+    An argument in which nothing is cast stays the object that it is: forward may write into a caller's dict or list.
 
-def _cast(value: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] | None = None) -> Any:
-    """The floating-point tensors in an argument as another dtype; only those `of` some dtypes.
-
-    What has none of them stays the object that it is: forward may write into a caller's dict or list.
+    Args:
+        value: Tensors, nested in tuples, lists, dicts and the like.
+        dtype: What they become.
+        only: The dtypes that are cast. None: all floating-point ones.
     """
 
-    def one(leaf: Any) -> Any:
-        cast = isinstance(leaf, Tensor) and leaf.is_floating_point() and (of is None or leaf.dtype in of)
-        return leaf.to(dtype) if cast else leaf
+    def cast(leaf: Any) -> Any:
+        fits = isinstance(leaf, Tensor) and leaf.is_floating_point() and (only is None or leaf.dtype in only)
+        return leaf.to(dtype) if fits else leaf
 
     leaves, structure = tree_flatten(value)
-    changed = [one(leaf) for leaf in leaves]
+    changed = [cast(leaf) for leaf in leaves]
     if all(after is before for after, before in zip(changed, leaves, strict=True)):
         return value
     return tree_unflatten(changed, structure)
@@ -126,11 +134,11 @@ def tf32() -> Iterator[None]:
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]
         torch.backends.cudnn.rnn,
     )
-    before = [each.fp32_precision for each in settings]
+    before = [setting.fp32_precision for setting in settings]
     try:
-        for each in settings:
-            each.fp32_precision = "tf32"
+        for setting in settings:
+            setting.fp32_precision = "tf32"
         yield
     finally:
-        for each, value in zip(settings, before, strict=True):
-            each.fp32_precision = value
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value

@@ -10,11 +10,11 @@ class Precision:
     """How numbers are kept and multiplied.
 
     Args:
-        weights: dtype of the module's parameters; None leaves them.
-        autocast: dtype in which torch.autocast multiplies; None: it is off.
+        weights: dtype that the module's parameters get. None leaves them as they are.
+        autocast: dtype in which torch.autocast multiplies. None: autocast is off.
         masters: Whether the optimizer gets fp32 copies of the parameters.
-        scaled: Whether the loss is scaled, because small gradients would become 0.
-        rounded: Whether new parameters are rounded stochastically, having no masters.
+        scaled: Whether the loss is scaled by default, because small gradients would become 0.
+        rounded: Whether new parameters are rounded stochastically, since they have no masters.
         tf32: Whether fp32 products drop digits.
         float8: Whether linear layers multiply float8 numbers.
     """
@@ -41,52 +41,25 @@ PRECISIONS = {
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of that name.
+    """The precision of a name that `mixed` takes.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no precision of that name.
     """
     if name not in PRECISIONS:
         raise ValueError(f"precision is {name!r}; it can be {', '.join(map(repr, PRECISIONS))}")
     return PRECISIONS[name]
 
 
-def lack(name: str, device: str, capability: tuple[int, int]) -> str | None:
-    """What a device lacks for a precision and what to use instead, or None.
-
-    Args:
-        name: Of the precision.
-        device: Its type, such as "cuda".
-        capability: Compute capability of an NVIDIA GPU; (0, 0) of anything else.
-    """
-    version = ".".join(map(str, capability))
-    if name == "tf32" and capability < (8, 0):
-        have = f"this GPU has compute capability {version}" if device == "cuda" else f"the module is on {device!r}"
-        return (
-            f"'tf32' needs the TF32 units of an NVIDIA GPU of compute capability 8.0 or above, and {have}; use 'fp32'"
-        )
-    if name == "fp8" and (device not in ("cuda", "cpu") or (device == "cuda" and capability < (8, 9))):
-        have = f"this GPU has compute capability {version}" if device == "cuda" else f"the module is on {device!r}"
-        return (
-            f"'fp8' needs the float8 units of an NVIDIA GPU of compute capability 8.9 or above, and {have}; use 'bf16'"
-        )
-    if name.startswith("bf16") and device == "cuda" and capability < (8, 0):
-        return (
-            f"{name!r} needs bfloat16 units, compute capability 8.0 or above, and this GPU has {version}; "
-            f"use {'fp16-amp' if name.endswith('amp') else 'fp16'!r}"
-        )
-    return None
-
-
 def check_device(name: str, device: torch.device) -> None:
-    """Raises unless a device can work in a precision. `mixed` does the same.
+    """Raises unless a device can work in a precision. `mixed` asks the same of each parameter's device.
 
     Args:
-        name: Of the precision.
+        name: Name of the precision.
         device: Where the module is.
 
     Raises:
-        RuntimeError: What it lacks, and what to use.
+        RuntimeError: What the device lacks, and what to use instead.
     """
     nvidia = device.type == "cuda" and torch.version.hip is None
     capability = torch.cuda.get_device_capability(device) if nvidia else (0, 0)
@@ -94,3 +67,29 @@ def check_device(name: str, device: torch.device) -> None:
     problem = lack(name, kind, capability)
     if problem is not None:
         raise RuntimeError(problem)
+
+
+def lack(name: str, device: str, capability: tuple[int, int]) -> str | None:
+    """What a device lacks for a precision and what to use instead; None if it lacks nothing.
+
+    Args:
+        name: Name of the precision.
+        device: Type of the device, such as "cuda".
+        capability: Compute capability of an NVIDIA GPU; (0, 0) for anything else.
+    """
+    version = ".".join(map(str, capability))
+    here = f"this GPU has compute capability {version}" if device == "cuda" else f"the module is on {device!r}"
+    if name == "tf32" and capability < (8, 0):
+        return (
+            f"'tf32' needs the TF32 units of an NVIDIA GPU of compute capability 8.0 or above, and {here}; use 'fp32'"
+        )
+    if name == "fp8" and (device not in ("cuda", "cpu") or (device == "cuda" and capability < (8, 9))):
+        return (
+            f"'fp8' needs the float8 units of an NVIDIA GPU of compute capability 8.9 or above, and {here}; use 'bf16'"
+        )
+    if name.startswith("bf16") and device == "cuda" and capability < (8, 0):
+        return (
+            f"{name!r} needs bfloat16 units, compute capability 8.0 or above, and {here}; "
+            f"use {'fp16-amp' if name.endswith('amp') else 'fp16'!r}"
+        )
+    return None

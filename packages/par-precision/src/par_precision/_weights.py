@@ -1,4 +1,4 @@
-"""What an optimizer steps: where gradients are counted, and where numbers are."""
+"""What an optimizer steps, behind one interface: fp32 tensors as they are, rounded ones, or (in `_masters`) copies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ._dtensor import local_gradient, local_gradients
 from .norm.clip import clamp_, multiply_
-from .norm.norm import Held
+from .norm.norm import CountedGradients
 from .norm.ownership import Ownership
 from .rounding.step import StochasticStep, stochastic_step_
 
@@ -20,68 +20,77 @@ class Change:
     """What is done to gradients before the optimizer sees them.
 
     Args:
-        factor: They are multiplied with this scalar; None leaves them.
-        limit: Each element is then clipped to -limit .. limit; None leaves them.
+        factor: A scalar that they are multiplied with. None leaves them.
+        limit: Largest absolute value that an element keeps after that. None leaves them.
     """
 
     factor: Tensor | None = None
     limit: float | None = None
 
     def apply_(self, tensors: Iterable[Tensor]) -> None:
-        """In place, to the gradients of some tensors."""
+        """Changes the gradients of some tensors, in place."""
         if self.factor is None and self.limit is None:
             return
-        given = local_gradients(tensors)
+        gradients = local_gradients(tensors)
         if self.factor is not None:
-            multiply_(given, self.factor)
+            multiply_(gradients, self.factor)
         if self.limit is not None:
-            clamp_(given, self.limit)
+            clamp_(gradients, self.limit)
 
 
 class Weights(ABC):
-    """What an optimizer steps. Who has fp32 copies beside the parameters overrides the rest too."""
+    """What an optimizer steps. Those that keep fp32 copies of parameters override more than the abstract methods."""
 
     @abstractmethod
-    def gradients(self) -> Held:
-        """Those there are."""
+    def gradients(self) -> CountedGradients:
+        """The gradients that there are, and what this rank counts of them."""
 
     @abstractmethod
     def step(self, change: Change, number: int) -> None:
-        """Changes the gradients and steps the optimizer; it is the `number`-th step."""
+        """Changes the gradients and steps the optimizer.
+
+        Args:
+            change: What is done to gradients first.
+            number: Number of the step.
+        """
 
     def forget(self) -> None:  # noqa: B027 - as below
-        """Drops what it made of gradients for a step that is not taken."""
+        """Drops what was made of gradients for a step that is not taken."""
 
     def zero_grad(self) -> None:  # noqa: B027 - nothing to do is right for most
-        """Drops gradients that the optimizer does not hold itself."""
+        """Drops gradients of tensors that the optimizer does not hold itself."""
 
     def masters(self) -> list[Tensor]:
-        """The fp32 copies, in the order of the parameters."""
+        """The fp32 copies, in the order of their parameters."""
         return []
 
     def publish(self) -> None:  # noqa: B027
-        """Brings the copies to the parameters."""
+        """Rounds the copies to their parameters."""
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:  # noqa: B027
-        """Mends what the optimizer has made of a state, by number of parameter, that it loaded."""
+        """Mends what the optimizer has made of a state that it loaded.
+
+        Args:
+            state: The state as it was saved, by number of parameter.
+        """
 
 
-class Own(Weights):
+class OwnWeights(Weights):
     """The optimizer's tensors are stepped as they are: fp32 parameters, or what another package put there.
 
     Args:
-        optimizer: The optimizer.
-        ownership: Who counts what.
+        optimizer: The user's optimizer.
+        ownership: What this rank counts of them.
     """
 
     def __init__(self, optimizer: Optimizer, ownership: Ownership) -> None:
         self._optimizer = optimizer
         self._counted = {tensor: ownership.of(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
-    def gradients(self) -> Held:
-        """Those there are."""
-        held = self._counted.items()
-        return [(counted, gradient) for tensor, counted in held if (gradient := local_gradient(tensor)) is not None]
+    def gradients(self) -> CountedGradients:
+        """The gradients that there are, and what this rank counts of them."""
+        every = self._counted.items()
+        return [(counted, gradient) for tensor, counted in every if (gradient := local_gradient(tensor)) is not None]
 
     def step(self, change: Change, number: int) -> None:  # noqa: ARG002
         """Changes the gradients and steps the optimizer."""
@@ -89,13 +98,13 @@ class Own(Weights):
         self._optimizer.step()
 
 
-class Rounded(Own):
+class RoundedWeights(OwnWeights):
     """Half-precision parameters without masters: a step is computed in fp32, then rounded stochastically.
 
     Args:
-        optimizer: The optimizer.
-        ownership: Who counts what.
-        options: How it is rounded.
+        optimizer: The user's optimizer.
+        ownership: What this rank counts of its tensors.
+        options: How steps are rounded.
     """
 
     def __init__(self, optimizer: Optimizer, ownership: Ownership, options: StochasticStep) -> None:
@@ -107,7 +116,7 @@ class Rounded(Own):
         stochastic_step_(self._optimizer, number, self._options, change.apply_)
 
     def restore(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """The optimizer gives moments their parameter's dtype; here they get back the one that they were saved with."""
+        """Gives moments the dtype that they were saved with; the optimizer has given them their parameter's."""
         tensors = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
         for number, slots in state.items():
             loaded = self._optimizer.state[tensors[number]]

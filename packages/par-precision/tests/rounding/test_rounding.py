@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from par_groups import Box, Segment, Segments, Sharding, cut, set_segments, set_sharding, whole
 from par_precision import stochastic_round_
-from par_precision.rounding import rounding as _rounding
+from par_precision.rounding import tiles
+from par_precision.rounding.matrices import SPREAD, keys_of, signed
+from par_precision.rounding.rounding import Rounding, round_all_
 
 HALVES = (torch.bfloat16, torch.float16)
 DROPPED = {torch.bfloat16: 16, torch.float16: 13}
@@ -56,7 +58,7 @@ def same(one, other):
 @pytest.mark.parametrize("shape", [(), (1,), (123,), (15, 17), (3, 5, 7)])
 def test_every_element_equals_the_model(shape, dtype):
     source = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    expected = modelled(source, range(source.numel()), _rounding.keys_of(1, 2, "w"), dtype)
+    expected = modelled(source, range(source.numel()), keys_of(1, 2, "w"), dtype)
     assert same(rounded(source, dtype=dtype), expected)
 
 
@@ -68,7 +70,7 @@ def test_indices_above_32_bits_equal_the_model():
     set_sharding(target, Sharding((rows, columns), (Box(start, (3, 5), 0, (5, 1), (0,)),)))
     stochastic_round_(target, source, 1, 2, name="w")
     indices = [(start[0] + row) * columns + start[1] + column for row in range(3) for column in range(5)]
-    assert same(target, modelled(source, indices, _rounding.keys_of(1, 2, "w"), torch.bfloat16))
+    assert same(target, modelled(source, indices, keys_of(1, 2, "w"), torch.bfloat16))
 
 
 @pytest.mark.parametrize("tile", [1, 7, 64])
@@ -76,7 +78,7 @@ def test_the_size_of_a_tile_changes_nothing(tile, monkeypatch):
     sources = [torch.randn(shape) for shape in [(100,), (9, 11), (2, 50), (50, 2)]]
     expected = [rounded(source.t(), dtype=torch.float16) for source in sources[1:]]
     expected += [rounded(source) for source in sources]
-    monkeypatch.setattr(_rounding, "_TILE", tile)
+    monkeypatch.setattr(tiles, "_TILE", tile)
     found = [rounded(source.t(), dtype=torch.float16) for source in sources[1:]]
     found += [rounded(source) for source in sources]
     assert all(same(one, other) for one, other in zip(expected, found, strict=True))
@@ -166,15 +168,15 @@ def test_updates_too_small_for_round_to_nearest_add_up():
 
 def random_numbers(seed, step, name, count=1 << 17):
     """The upper 16 bits of the hash, which are what bf16 takes."""
-    keys = _rounding.keys_of(seed, step, name)
-    state = (torch.arange(count) * _rounding.SPREAD + keys[0]).to(torch.int32)
-    _rounding._mix_(state, torch.empty_like(state), torch.tensor(_rounding.signed(keys[1]), dtype=torch.int32))
+    keys = keys_of(seed, step, name)
+    state = (torch.arange(count) * SPREAD + keys[0]).to(torch.int32)
+    tiles.mix_(state, torch.empty_like(state), torch.tensor(signed(keys[1]), dtype=torch.int32))
     return (state >> 16) & 0xFFFF
 
 
 def test_the_random_numbers_are_those_of_the_model():
     found = random_numbers(3, 4, "w", 1000)
-    assert found.tolist() == [hashed(index, _rounding.keys_of(3, 4, "w")) >> 16 for index in range(1000)]
+    assert found.tolist() == [hashed(index, keys_of(3, 4, "w")) >> 16 for index in range(1000)]
 
 
 def test_random_numbers_are_uniform():
@@ -353,9 +355,9 @@ def test_the_kernel_for_gpus_has_the_same_hash(monkeypatch):
     monkeypatch.delitem(sys.modules, "par_precision.rounding.triton", raising=False)
     kernel = importlib.import_module("par_precision.rounding.triton")
     monkeypatch.delitem(sys.modules, "par_precision.rounding.triton")
-    keys = _rounding.keys_of(1, 2, "w")
+    keys = keys_of(1, 2, "w")
     for index in [*range(1000), 2**31, 2**32 + 5]:
-        state = Unsigned(index * _rounding.SPREAD + keys[0] & EVERY_BIT)
+        state = Unsigned(index * SPREAD + keys[0] & EVERY_BIT)
         assert kernel.mix(state, Unsigned(keys[1])) == hashed(index, keys)
 
 
@@ -378,7 +380,7 @@ def test_many_tensors_round_together_as_each_does_alone():
     for dtype in HALVES:
         targets = {name: torch.empty(source.shape, dtype=dtype) for name, source in sources.items()}
         pairs = [(targets[name], source, name) for name, source in sources.items()]
-        _rounding.round_all_([_rounding.Rounding(*pair, suffix=".moment") for pair in pairs], 1, 2)
+        round_all_([Rounding(*pair, suffix=".moment") for pair in pairs], 1, 2)
         for name, source in sources.items():
             assert same(targets[name], rounded(source, name=f"{name}.moment", dtype=dtype))
 

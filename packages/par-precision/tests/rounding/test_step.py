@@ -108,7 +108,7 @@ def test_the_size_of_a_piece_changes_nothing(make):
 def test_all_tensors_of_a_piece_are_rounded_at_once(piece, pieces, monkeypatch):
     """So that a GPU's host starts one kernel for weights and moments, of which the parameter without dims has none."""
     counts = []
-    monkeypatch.setattr(_rounding, "_rounds_on", lambda _: lambda matrices: counts.append(len(matrices)))
+    monkeypatch.setattr(_rounding, "rounds_on", lambda _: lambda matrices: counts.append(len(matrices)))
     trained(OPTIMIZERS["AdamW fused"], steps=1, piece=piece)
     assert len(counts) == pieces
     assert sum(counts) == 3 * 3 + 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_precision import DynamicScale, mixed
-from par_precision.scale.loss_weights import Items
+from par_precision.scale.loss_weights import LossWeights
 from par_testing import count_collectives
 
 from ..training import MAKERS, adamw, loss_of, model
@@ -28,7 +28,7 @@ def together(*ranks):
 
 
 def test_gradients_are_divided_by_the_mean_weight_of_the_ranks_that_have_a_loss():
-    first, second, silent = (Items(CPU) for _ in range(3))
+    first, second, silent = (LossWeights(CPU) for _ in range(3))
     for _ in range(3):
         for each, weights in ((first, (15, 17)), (second, (torch.tensor(123), 0.0))):
             for weight in weights:
@@ -41,11 +41,11 @@ def test_gradients_are_divided_by_the_mean_weight_of_the_ranks_that_have_a_loss(
 
 
 def test_what_no_rank_weighs_is_divided_by_one():
-    silent, ordinary = Items(CPU), Items(CPU)
+    silent, ordinary = LossWeights(CPU), LossWeights(CPU)
     assert together(silent) == [1]
     assert ordinary.count(None) is None
     assert together(silent, ordinary) == [1, None]
-    weighed = Items(CPU)
+    weighed = LossWeights(CPU)
     weighed.count(100)
     assert together(silent, weighed) == [100, 100]
     assert together(silent, weighed) == [1, 1]
@@ -54,27 +54,27 @@ def test_what_no_rank_weighs_is_divided_by_one():
 
 @pytest.mark.parametrize("weight", [0, math.inf, math.nan])
 def test_sums_that_say_nothing_leave_what_is_typical(weight):
-    items = Items(CPU)
-    items.count(100)
-    together(items)
-    items.count(torch.tensor(float(weight)))
-    (divisor,) = together(items)
+    weights = LossWeights(CPU)
+    weights.count(100)
+    together(weights)
+    weights.count(torch.tensor(float(weight)))
+    (divisor,) = together(weights)
     assert not (1 / divisor).isfinite() or divisor == math.inf
-    assert items.typical == 128
+    assert weights.typical == 128
 
 
 def test_weights_and_none_do_not_mix_within_a_step():
     for given, other in ((None, 1), (1, None)):
-        items = Items(CPU)
-        items.count(given)
+        weights = LossWeights(CPU)
+        weights.count(given)
         with pytest.raises(ValueError, match="give every loss of a step its number of items, or none of them"):
-            items.count(other)
-        items.forget()
-        items.count(other)
+            weights.count(other)
+        weights.forget()
+        weights.count(other)
 
 
 def test_ranks_that_differ_all_notice_and_go_on():
-    weighed, ordinary, _ = ranks = [Items(CPU) for _ in range(3)]
+    weighed, ordinary, _ = ranks = [LossWeights(CPU) for _ in range(3)]
     weighed.count(1000)
     ordinary.count(None)
     totals = torch.stack([each.beside(torch.ones((), dtype=torch.float64)) for each in ranks]).sum(0)
@@ -94,13 +94,13 @@ def test_ranks_that_differ_all_notice_and_go_on():
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, -math.inf])
 def test_numbers_that_count_nothing_are_refused(weight):
     with pytest.raises(ValueError, match=rf"the weight is {weight}; give the number of items"):
-        Items(CPU).count(weight)
+        LossWeights(CPU).count(weight)
 
 
 def test_a_weight_is_one_number():
     with pytest.raises(ValueError, match=r"shape \(2,\); give one number of items"):
-        Items(CPU).count(torch.ones(2))
-    assert Items(CPU).count(torch.tensor([[3]])) == 3
+        LossWeights(CPU).count(torch.ones(2))
+    assert LossWeights(CPU).count(torch.tensor([[3]])) == 3
 
 
 class Scalar(nn.Module):

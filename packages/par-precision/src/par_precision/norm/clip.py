@@ -7,10 +7,16 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from .._dtensor import local_gradients
-from .norm import check_order, device_of, held_gradients, total_norm
+from .._torch_private import (
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    foreach_unscale_,
+    grouped_by_device_and_dtype,
+)
+from .norm import check_order, counted_gradients, device_of, total_norm
 from .ownership import Ownership, Parameters, tensors_in
 
 
@@ -24,32 +30,37 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales gradients down so that their norm over all ranks of a group is `max_norm` at most.
+    """Scales gradients down so that their norm over all ranks of a group is at most `max_norm`.
+
+    Who counts which element is said by the tensors, as `grad_norm` describes. There is one all-reduce over the group,
+    of one number.
 
     Args:
-        params: As for `grad_norm`.
-        max_norm: Above 0.
-        group: As for `grad_norm`.
-        replicas: As for `grad_norm`.
-        norm_type: As for `grad_norm`.
+        params: Parameters, a module or an optimizer. Under par-zero an optimizer, since that is where gradients live.
+        max_norm: Largest norm that gradients keep, above 0.
+        group: The ranks that sum: those that share the model and its gradients. None: this rank alone.
+        replicas: The ranks on which tensors that say nothing of ranks are copies of each other.
+        norm_type: Order of the norm, above 0; math.inf for the largest absolute value.
         error_if_nonfinite: Whether a norm that is not finite is an error, which costs a wait for the device. Otherwise
-            it spoils the gradients, as in torch.
+            such a norm spoils the gradients, as in torch.
 
     Returns:
-        The norm before, an fp64 scalar, the same on all ranks of the group.
+        The norm before clipping, an fp64 scalar, the same on all ranks of the group.
 
     Raises:
-        ValueError: max_norm is not above 0; and as for `grad_norm`.
-        RuntimeError: A norm that is not finite, on all ranks of the group, gradients unchanged.
+        ValueError: A max_norm or norm_type that is not above 0; or tensors that are cut over ranks, and no group.
+        TypeError: A sparse gradient.
+        RuntimeError: With error_if_nonfinite a norm that is not finite, on all ranks of the group. Gradients are then
+            unchanged.
     """
-    check_max_norm(max_norm, "max_norm")
+    check_limit(max_norm, "max_norm")
     check_order(norm_type)
     tensors = list(tensors_in(params))
-    held = held_gradients(tensors, Ownership(group, replicas))
-    norm = total_norm(held, group, device_of(tensors, group), norm_type)
+    gradients = counted_gradients(tensors, Ownership(group, replicas))
+    norm = total_norm(gradients, group, device_of(tensors, group), norm_type)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(f"the norm of the gradients is {norm.item()}; look for the layer whose output overflows")
-    multiply_([gradient for _, gradient in held], clip_coefficient(norm, max_norm))
+    multiply_([gradient for _, gradient in gradients], clip_coefficient(norm, max_norm))
     return norm
 
 
@@ -58,18 +69,18 @@ def clip_grad_value_(params: Parameters, clip_value: float) -> None:
     """Clips every element of the gradients to -clip_value .. clip_value. No communication.
 
     Args:
-        params: As for `grad_norm`.
-        clip_value: Above 0.
+        params: Parameters, a module or an optimizer. Under par-zero an optimizer, since that is where gradients live.
+        clip_value: Largest absolute value that an element keeps, above 0.
 
     Raises:
-        ValueError: Another clip_value.
+        ValueError: A clip_value that is not above 0.
     """
-    check_max_norm(clip_value, "clip_value")
+    check_limit(clip_value, "clip_value")
     clamp_(local_gradients(tensors_in(params)), clip_value)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of that norm are multiplied with: 1 at most."""
+    """What gradients of a norm are multiplied with so that it is `max_norm` at most: 1 or less."""
     return (max_norm / norm).clamp(max=1.0)
 
 
@@ -77,26 +88,26 @@ _SINGLE = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies in place with a scalar tensor."""
-    if factor.is_cpu and factor == 1:  # a look at it is free there
+    """Multiplies gradients of any devices and dtypes, in place, with a scalar tensor."""
+    if factor.is_cpu and factor == 1:  # on a GPU this look would wait
         return
-    groups = _group_tensors_by_device_and_dtype([list(gradients)]) if gradients else {}
-    for (device, dtype), ((here,), _) in groups.items():
+    groups = grouped_by_device_and_dtype([list(gradients)]) if gradients else {}
+    for (device, dtype), ((alike,), _) in groups.items():
         by = factor.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-        if device.type == "cpu" and dtype in _SINGLE:  # where GradScaler's kernel takes half as long for the same bits
-            torch._amp_foreach_non_finite_check_and_unscale_(cast("list[Tensor]", here), torch.zeros(()), by)
+        if device.type == "cpu" and dtype in _SINGLE:  # the quicker of the two there, with the same bits
+            foreach_unscale_(cast("list[Tensor]", alike), torch.zeros(()), by)
         else:
-            torch._foreach_mul_(cast("list[Tensor]", here), by)
+            foreach_mul_(cast("list[Tensor]", alike), by)
 
 
 def clamp_(gradients: Sequence[Tensor], limit: float) -> None:
-    """Clips each element in place."""
+    """Clips each element of gradients to -limit .. limit, in place."""
     if gradients:
-        torch._foreach_clamp_min_(list(gradients), -limit)
-        torch._foreach_clamp_max_(list(gradients), limit)
+        foreach_clamp_min_(list(gradients), -limit)
+        foreach_clamp_max_(list(gradients), limit)
 
 
-def check_max_norm(value: float, name: str) -> None:
-    """Raises unless it is a limit."""
+def check_limit(value: float, name: str) -> None:
+    """Raises a ValueError unless a number is a limit for gradients."""
     if not value > 0:
         raise ValueError(f"{name} is {value}; give a number above 0, or leave clipping away")

@@ -25,86 +25,89 @@ def grad_norm(
 ) -> Tensor:
     """The norm of gradients over all ranks of a group, each element counted once.
 
-    A DTensor, a tensor with a `Sharding` and a flat one with `Segments` say themselves who owns what. Any other is this
-    rank's own (a pipeline stage's, say), unless `replicas` says that it is a copy. One all-reduce of one number; a rank
-    without gradients takes part too.
+    A DTensor, a tensor with a `Sharding` and a flat one with `Segments` say themselves which rank owns which element.
+    Any other tensor is this rank's own (as a pipeline stage's is), unless `replicas` says that it is a copy. There is
+    one all-reduce, of one number; a rank without gradients takes part too.
 
     Args:
-        params: Parameters, a module or an optimizer. Under par-zero an optimizer, which is where gradients live.
-        group: The ranks that sum: those that share the model, and its gradients. None: this rank alone.
-        replicas: The ranks on which tensors that say nothing are copies.
-        norm_type: Above 0; math.inf for the largest.
+        params: Parameters, a module or an optimizer. Under par-zero an optimizer, since that is where gradients live.
+        group: The ranks that sum: those that share the model and its gradients. None: this rank alone.
+        replicas: The ranks on which tensors that say nothing of ranks are copies of each other.
+        norm_type: Order of the norm, above 0; math.inf for the largest absolute value.
 
     Returns:
         An fp64 scalar, the same on all ranks of the group.
 
     Raises:
-        ValueError: Another norm_type; or tensors that are cut over ranks, and no group.
-        TypeError: A sparse gradient. On all ranks of the group where sums are made on a CPU; else on its own rank, and
-            the others get what is not finite.
+        ValueError: A norm_type that is not above 0; or tensors that are cut over ranks, and no group.
+        TypeError: A sparse gradient. On all ranks of the group if the sum is made on a CPU; else on its own rank, and
+            the others get a norm that is not finite.
     """
     check_order(norm_type)
     tensors = list(tensors_in(params))
-    held = held_gradients(tensors, Ownership(group, replicas))
-    return total_norm(held, group, device_of(tensors, group), norm_type)
+    gradients = counted_gradients(tensors, Ownership(group, replicas))
+    return total_norm(gradients, group, device_of(tensors, group), norm_type)
 
 
-Held = list[tuple[Counted, Tensor]]
-"""Gradients, and what of them this rank counts."""
+CountedGradients = list[tuple[Counted, Tensor]]
+"""This rank's parts of gradients, and which elements of each it counts."""
 
 
-def held_gradients(tensors: Iterable[Tensor], ownership: Ownership) -> Held:
-    """This rank's parts of the gradients that some tensors have."""
+def counted_gradients(tensors: Iterable[Tensor], ownership: Ownership) -> CountedGradients:
+    """This rank's parts of the gradients of some tensors, passing over tensors without one."""
     return [(ownership.of(tensor), gradient) for tensor in tensors if (gradient := local_gradient(tensor)) is not None]
 
 
-def total_norm(held: Held, group: dist.ProcessGroup | None, device: torch.device, order: float = 2.0) -> Tensor:
-    """The norm of what all ranks of a group count.
+def total_norm(
+    gradients: CountedGradients, group: dist.ProcessGroup | None, device: torch.device, order: float = 2.0
+) -> Tensor:
+    """The norm of what all ranks of a group count. One all-reduce over the group, of one fp64 number.
 
     Args:
-        held: This rank's gradients.
-        group: Who sums; None: this rank alone.
-        device: Of the all-reduce and of the result.
-        order: Of the norm.
+        gradients: This rank's gradients.
+        group: The ranks that sum. None: this rank alone.
+        device: Device of the all-reduce and of the result.
+        order: Order of the norm.
 
     Raises:
-        TypeError: A gradient is sparse; as for `grad_norm`.
+        TypeError: A sparse gradient; on which ranks, `grad_norm` says.
     """
-    sparse = next((gradient for _, gradient in held if gradient.is_sparse), None)
-    parts = counted_parts(held) if sparse is None else []
+    sparse = next((gradient for _, gradient in gradients if gradient.is_sparse), None)
+    parts = counted_parts(gradients) if sparse is None else []
     if order == math.inf:
         total, operation = largest(parts, device), dist.ReduceOp.MAX
     else:
         total, operation = sum_of_powers(parts, order, device), dist.ReduceOp.SUM
     if sparse is not None:
-        total.fill_(math.inf if order == math.inf else -math.inf)  # no sum of powers is negative: others see it
+        # the others must be reached through the one number: no sum of powers is negative, so they know what this means
+        total.fill_(math.inf if order == math.inf else -math.inf)
     if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(total, op=operation, group=group)  # one fp64 number
-    if sparse is not None or (total.is_cpu and total < 0):  # where a look at it is free
+        dist.all_reduce(total, op=operation, group=group)
+    if sparse is not None or (total.is_cpu and total < 0):  # on a GPU this look would wait
         what = "on another rank" if sparse is None else f"of shape {tuple(sparse.shape)}"
         raise TypeError(f"a gradient {what} is sparse, and norms are of dense ones; use an embedding with sparse=False")
     return total if order == math.inf else total.sqrt() if order == 2 else total.pow(1 / order)
 
 
-def counted_parts(held: Held) -> list[Tensor]:
-    """What this rank counts of its gradients."""
+def counted_parts(gradients: CountedGradients) -> list[Tensor]:
+    """What this rank counts of its gradients, as tensors to be summed."""
     parts: list[Tensor] = []
-    for part, gradient in held:
-        if part is EVERYTHING:
+    for counted, gradient in gradients:
+        if counted is EVERYTHING:
             parts.append(gradient)
         else:
-            parts.extend(part.of(gradient))
+            parts.extend(counted.of(gradient))
     return parts
 
 
 def check_order(order: float) -> None:
-    """Raises unless it is the order of a norm."""
+    """Raises a ValueError unless a number is the order of a norm."""
     if not order > 0:
         raise ValueError(f"norm_type is {order}; give a number above 0, or math.inf for the largest gradient")
 
 
 def device_of(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
-    """Where a sum over ranks is made: where tensors are, or else where the group's backend works."""
+    """The device on which ranks sum: that of the tensors, or, without tensors, one where the group's backend works."""
     if tensors:
         return tensors[0].device
     if group is None or backend_of(group, "cpu") is not None:

@@ -1,4 +1,4 @@
-"""Who counts what of a tensor, from what the tensor says of itself."""
+"""What this rank counts of a tensor, from what the tensor says of itself."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,21 +9,23 @@ from torch import Tensor, nn
 
 from par_groups import Segments, segments_of
 
-from .._dtensor import is_placed
+from .._dtensor import is_dtensor
+from .._torch_private import spec_of
 from .counted import EVERYTHING, NOTHING, Counted, counted
 
 Parameters = Tensor | Iterable[Tensor] | nn.Module | torch.optim.Optimizer
 """Whose gradients are meant."""
 
-_NOTE = "par_counted"  # where a tensor keeps what was found last: its record, who sums, and what is counted then
+_NOTE = "par_counted"
+"""The attribute in which a tensor keeps the last answer: its record, who summed, and what counted then."""
 
 
 class Ownership:
-    """What this rank counts when a group sums.
+    """What this rank counts of tensors when a group sums.
 
     Args:
-        group: The ranks that sum; None: this one alone.
-        replicas: The ranks on which tensors without a record are copies of each other; None: they are this rank's own.
+        group: The ranks that sum. None: this one alone.
+        replicas: The ranks on which tensors without a record are copies of each other. None: they are this rank's own.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
@@ -32,57 +34,59 @@ class Ownership:
         self.ranks = frozenset([self.rank] if group is None else dist.get_process_group_ranks(group))
         copies = {self.rank} if replicas is None else set(dist.get_process_group_ranks(replicas))
         self._plain = EVERYTHING if self.rank == min(copies & self.ranks, default=self.rank) else NOTHING
-        self._placed: list[tuple[Any, Any, Counted]] = []  # meshes and placements; there are few
+        self._placed: list[tuple[Any, Any, Counted]] = []  # by mesh and placements, of which a model has few
 
     def of(self, tensor: Tensor) -> Counted:
-        """What is counted of a parameter's local tensor, or of its gradient's.
+        """What counts of a parameter's local tensor, or of its gradient's.
 
         Raises:
             ValueError: The tensor is cut over ranks, and there is no group.
         """
-        if is_placed(tensor):
-            return self._of_placed(tensor)
+        if is_dtensor(tensor):
+            return self._of_dtensor(tensor)
         attributes = tensor.__dict__
         record = attributes.get("par_sharding") or attributes.get("par_segments")
         return self._plain if record is None else self._of_recorded(tensor, record)
 
-    def _of_recorded(self, tensor: Tensor, record: object) -> Counted:
-        known = tensor.__dict__.get(_NOTE)
-        if known is None or known[0] is not record or known[1:3] != (self.ranks, self._alone):
-            known = tensor.__dict__[_NOTE] = (record, self.ranks, self._alone, self._recorded(tensor))
-        found: Counted = known[3]
-        return found
-
-    def _of_placed(self, tensor: Any) -> Counted:
-        spec = tensor._spec
+    def _of_dtensor(self, tensor: Tensor) -> Counted:
+        spec = spec_of(tensor)
         mesh, placements = spec.mesh, spec.placements
-        for known, placed, found in self._placed:  # the same for all that lie so, and it costs time to find
-            if known is mesh and placed == placements:
-                return found
-        found = self._of_recorded(tensor, spec)
-        self._placed.append((mesh, placements, found))
-        return found
+        for known_mesh, known_placements, answer in self._placed:
+            if known_mesh is mesh and placements == known_placements:
+                return answer
+        answer = self._of_recorded(tensor, spec)
+        self._placed.append((mesh, placements, answer))
+        return answer
 
-    def _recorded(self, tensor: Tensor) -> Counted:
+    def _of_recorded(self, tensor: Tensor, record: object) -> Counted:
+        """The answer noted on the tensor, if it was for this record and these ranks; else a new one, which is noted."""
+        note = tensor.__dict__.get(_NOTE)
+        if note is None or note[0] is not record or note[1:3] != (self.ranks, self._alone):
+            note = tensor.__dict__[_NOTE] = (record, self.ranks, self._alone, self._computed(tensor))
+        answer: Counted = note[3]
+        return answer
+
+    def _computed(self, tensor: Tensor) -> Counted:
         segments = segments_of(tensor)
         if self._alone:
-            self._check_whole(segments)
-        if not is_placed(tensor):
+            _check_uncut(segments)
+        if not is_dtensor(tensor):
             return counted(segments, tensor.numel(), self.rank, self.ranks)
         owned = any(box.owns(self.rank, self.ranks) for segment in segments for box in segment.sharding.boxes)
         return EVERYTHING if owned else NOTHING
 
-    def _check_whole(self, segments: Segments) -> None:
-        for segment in segments:
-            if segment.sharding.local_numel != segment.sharding.numel:
-                raise ValueError(
-                    f"a parameter of shape {segment.sharding.shape} is cut over ranks, of which this one holds "
-                    f"{segment.sharding.local_numel} elements; pass the group of all ranks that hold it"
-                )
+
+def _check_uncut(segments: Segments) -> None:
+    for segment in segments:
+        if segment.sharding.local_numel != segment.sharding.numel:
+            raise ValueError(
+                f"a parameter of shape {segment.sharding.shape} is cut over ranks, of which this one holds "
+                f"{segment.sharding.local_numel} elements; pass the group of all ranks that hold it"
+            )
 
 
 def tensors_in(parameters: Parameters) -> Iterator[Tensor]:
-    """The tensors whose gradients are meant.
+    """The tensors whose gradients are meant by a tensor, several, a module or an optimizer.
 
     Raises:
         RuntimeError: A module's parameter whose gradient lives elsewhere.

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from par_groups import Segments
 
 from .._dtensor import local_part
-from .floats import floats_of
-from .rounding import DROPPED, Rounding, packed_in, round_all_
+from .._torch_private import bare_step, foreach_copy_, note_step, with_step_hooks
+from .matrices import DROPPED
+from .rounding import ORDINARY, Rounding, packed_in, round_all_
 
 State = dict[str, Any]
 
@@ -28,12 +29,14 @@ class StochasticStep:
     """How steps are rounded.
 
     Args:
-        seed: Of the run, the same on all ranks.
-        names: Of parameters in the whole model, by which random numbers are told apart. The same whoever holds them;
-            flat tensors with `Segments` have their own. Without: "param_groups.0.params.1", or as the optimizer has it.
-        moments: Of what the optimizer keeps for each element: torch.bfloat16, rounded stochastically too, since a
-            second moment that changes by a thousandth a step stands still otherwise; or torch.float32.
-        piece: Elements that are fp32 at a time, or one parameter if it has more: 16 bytes each with Adam.
+        seed: Seed of the run, the same on all ranks.
+        names: Names of parameters in the uncut model, which set their random numbers apart; the same whoever holds
+            them. Flat tensors with `Segments` have names of their own. Without names a parameter is called as the
+            optimizer calls it, or "param_groups.0.params.1".
+        moments: dtype between steps of what the optimizer keeps for each element. torch.bfloat16 is rounded
+            stochastically too: a second moment that changes by a thousandth a step would stand still otherwise.
+            torch.float32 is kept as it is.
+        piece: Number of elements that are fp32 at a time, at 16 bytes each with Adam; a larger parameter is a piece.
 
     Raises:
         ValueError: Another dtype of moments, or an empty piece.
@@ -66,8 +69,8 @@ def stochastic_step_(
 
     Args:
         optimizer: Any that keeps its state by parameter and steps each parameter alone; not LBFGS.
-        step: Of training, counted by the caller: at another one the random numbers are others.
-        options: How.
+        step: Number of the training step, counted by the caller: another step has other random numbers.
+        options: How steps are rounded.
         prepare: Changes gradients before the optimizer sees them.
 
     Raises:
@@ -82,16 +85,16 @@ def stochastic_step_(
         for piece in _pieces(optimizer, options):
             _step_piece_(optimizer, piece, step, options, prepare)
 
-    Optimizer.profile_hook_step(in_pieces)(optimizer)  # what torch puts around every optimizer's step
-    optimizer.__dict__["_opt_called"] = True  # as lr schedulers' wrapper of `step` says, which is passed by
+    with_step_hooks(in_pieces)(optimizer)
+    note_step(optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Held:
+class _Trained:
     """A parameter with a gradient.
 
     Args:
-        parameter: The optimizer's.
+        parameter: The optimizer's parameter.
         gradient: Its gradient.
         group: The number of its param group.
         packed: What it packs, or its name.
@@ -103,47 +106,65 @@ class _Held:
     packed: Segments | str
 
 
-def _pieces(optimizer: Optimizer, options: StochasticStep) -> Iterator[list[_Held]]:
+def _pieces(optimizer: Optimizer, options: StochasticStep) -> Iterator[list[_Trained]]:
     """All parameters with gradients, a few at a time."""
-    piece: list[_Held] = []
+    piece: list[_Trained] = []
     size = 0
-    for held in _with_gradients(optimizer, options.names or {}):
-        count = local_part(held.parameter).numel()
+    for trained in _with_gradients(optimizer, options.names or {}):
+        count = local_part(trained.parameter).numel()
         if piece and size + count > options.piece:
             yield piece
             piece, size = [], 0
-        piece.append(held)
+        piece.append(trained)
         size += count
     if piece:
         yield piece
 
 
-def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[_Held]:
+def _with_gradients(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[_Trained]:
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [f"param_groups.{number}.params.{i}" for i in range(len(group["params"]))]
-        for name, parameter in list(zip(given, group["params"], strict=True)):
+        for name, parameter in list(zip(given, group["params"], strict=True)):  # params change while pieces step
             if parameter.grad is not None:
                 packed = packed_in(parameter, names.get(parameter, name))
-                yield _Held(parameter=parameter, gradient=parameter.grad, group=number, packed=packed)
+                yield _Trained(parameter=parameter, gradient=parameter.grad, group=number, packed=packed)
 
 
 def _step_piece_(
-    optimizer: Optimizer, piece: Sequence[_Held], step: int, options: StochasticStep, prepare: Prepare
+    optimizer: Optimizer, piece: Sequence[_Trained], step: int, options: StochasticStep, prepare: Prepare
 ) -> None:
-    stand_ins = [_StandIn(optimizer, held, options.moments) for held in piece]
-    copies = iter(floats_of([tensor for each in stand_ins for tensor in each.copied()]))
+    stand_ins = [_StandIn(optimizer, trained, options.moments) for trained in piece]
+    copies = iter(_floats_of([tensor for stand_in in stand_ins for tensor in stand_in.to_copy()]))
     try:
-        for each in stand_ins:
-            each.enter(copies)
-        prepare([each.tensor for each in stand_ins])
-        with _only(optimizer, stand_ins):
-            _bare_step(optimizer)(optimizer)
-        round_all_([rounding for each in stand_ins for rounding in each.results()], options.seed, step)
-        for each in stand_ins:
-            each.keep()
+        for stand_in in stand_ins:
+            stand_in.enter(copies)
+        prepare([stand_in.tensor for stand_in in stand_ins])
+        with _params_replaced(optimizer, stand_ins):
+            bare_step(optimizer)(optimizer)
+        round_all_([rounding for stand_in in stand_ins for rounding in stand_in.results()], options.seed, step)
+        for stand_in in stand_ins:
+            stand_in.keep()
     finally:
-        for each in stand_ins:
-            each.leave()
+        for stand_in in stand_ins:
+            stand_in.leave()
+
+
+@torch.no_grad()
+def _floats_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """An fp32 copy of each tensor, in few calls; an fp32 tensor itself."""
+    copies: list[Tensor] = []
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for tensor in tensors:
+        if type(tensor) in ORDINARY and tensor.dtype in DROPPED:
+            copies.append(torch.empty_like(tensor, dtype=torch.float32))
+            into, given = alike.setdefault((tensor.device, tensor.dtype), ([], []))
+            into.append(copies[-1])
+            given.append(tensor)
+        else:
+            copies.append(tensor.detach().float())
+    for into, given in alike.values():
+        foreach_copy_(into, given)
+    return copies
 
 
 class _StandIn:
@@ -152,59 +173,66 @@ class _StandIn:
     A parameter of another dtype than bf16 and fp16 stands in for itself.
 
     Args:
-        optimizer: Whose state moves.
-        held: The parameter.
-        moments: The dtype that moments have between steps.
+        optimizer: The optimizer whose state moves.
+        trained: The parameter and its gradient.
+        moments: dtype of moments between steps.
+
+    Attributes:
+        tensor: What the optimizer steps: the copy, or the parameter itself.
+        group: The number of its param group.
     """
 
-    def __init__(self, optimizer: Optimizer, held: _Held, moments: torch.dtype) -> None:
-        self._optimizer, self._held = optimizer, held
-        self.group, self.tensor = held.group, held.parameter
-        self._copies = held.parameter.dtype in DROPPED
+    def __init__(self, optimizer: Optimizer, trained: _Trained, moments: torch.dtype) -> None:
+        self._optimizer, self._parameter, self._gradient = optimizer, trained.parameter, trained.gradient
+        self.group, self.tensor = trained.group, trained.parameter
+        self._packed = trained.packed
+        self._copies = trained.parameter.dtype in DROPPED
         # without dims a moment looks like a scalar of the optimizer's own, and takes as little: both stay fp32
-        self._dtype = moments if held.parameter.dim() else torch.float32
-        self._state: State = optimizer.state.get(held.parameter, {})
-        self._kept = self._moments(self._state)
+        self._dtype = moments if trained.parameter.dim() else torch.float32
+        self._state: State = optimizer.state.get(trained.parameter, {})
+        self._before = self._moments(self._state)
         self._result: State = {}
 
-    def copied(self) -> list[Tensor]:
-        """What `enter` needs fp32 copies of."""
-        return [self._held.parameter, self._held.gradient, *self._kept.values()] if self._copies else []
+    def to_copy(self) -> list[Tensor]:
+        """The tensors of which `enter` needs fp32 copies."""
+        return [self._parameter, self._gradient, *self._before.values()] if self._copies else []
 
     def enter(self, copies: Iterator[Tensor]) -> None:
         """Takes the parameter's place, with the next of these copies."""
         if self._copies:
             self.tensor = nn.Parameter(next(copies))
             self.tensor.grad = next(copies)
-        self._optimizer.state.pop(self._held.parameter, None)
+        self._optimizer.state.pop(self._parameter, None)
         if self._state:
-            self._optimizer.state[self.tensor] = {**self._state, **{slot: next(copies) for slot in self._kept}}
+            self._optimizer.state[self.tensor] = {**self._state, **{slot: next(copies) for slot in self._before}}
 
     def results(self) -> Iterator[Rounding]:
-        """What is to be rounded: the parameter, and its moments, into their own tensors where these are there."""
+        """What is to be rounded: the parameter, and its moments, into their own tensors if these are there."""
         self._result = dict(self._optimizer.state.get(self.tensor, {}))
         if not self._copies:
             return
-        yield Rounding(self._held.parameter, self.tensor.detach(), self._held.packed)
-        for slot, value in self._moments(self._result).items() if self._dtype != torch.float32 else ():
+        yield Rounding(self._parameter, self.tensor.detach(), self._packed)
+        if self._dtype == torch.float32:
+            return
+        for slot, value in self._moments(self._result).items():
             target = self._state.get(slot)
             if target is None or target.dtype != self._dtype:
                 target = torch.empty_like(value, dtype=self._dtype)
             self._result[slot] = target
-            yield Rounding(target, value, self._held.packed, f".{slot}")
+            yield Rounding(target, value, self._packed, f".{slot}")
 
     def keep(self) -> None:
         """Makes `results`, now that they are rounded, what `leave` gives back."""
         self._state = self._result
 
     def leave(self) -> None:
-        """Gives the state back: that of `keep`, or, if the step failed, what was there before."""
+        """Gives the state back to the parameter: that of `keep`, or, if the step failed, what was there before."""
         self._optimizer.state.pop(self.tensor, None)
         if self._state:
-            self._optimizer.state[self._held.parameter] = self._state
+            self._optimizer.state[self._parameter] = self._state
 
     def _moments(self, state: State) -> dict[str, Tensor]:
-        """What the optimizer keeps for each element."""
+        """What of a state the optimizer keeps for each element."""
         return {
             slot: value
             for slot, value in state.items()
@@ -212,25 +240,18 @@ class _StandIn:
             and slot != "step"
             and isinstance(value, Tensor)
             and value.is_floating_point()
-            and value.shape == self._held.parameter.shape
+            and value.shape == self._parameter.shape
         }
 
 
 @contextmanager
-def _only(optimizer: Optimizer, stand_ins: Sequence[_StandIn]) -> Iterator[None]:
+def _params_replaced(optimizer: Optimizer, stand_ins: Sequence[_StandIn]) -> Iterator[None]:
     """Param groups with nothing but the stand-ins. The groups stay the same objects, and so do their lists."""
     lists = [group["params"] for group in optimizer.param_groups]
     try:
         for number, group in enumerate(optimizer.param_groups):
-            group["params"] = [each.tensor for each in stand_ins if each.group == number]
+            group["params"] = [stand_in.tensor for stand_in in stand_ins if stand_in.group == number]
         yield
     finally:
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
-
-
-def _bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """The step of its class without the hooks around it."""
-    function: Any = type(optimizer).step
-    bare: Callable[[Optimizer], object] = function.__wrapped__ if getattr(function, "hooked", False) else function
-    return bare

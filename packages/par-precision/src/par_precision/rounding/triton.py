@@ -1,10 +1,10 @@
-"""Stochastic rounding on a GPU: `_rounding`'s arithmetic as a Triton kernel. Whoever imports this has Triton.
+"""Stochastic rounding on a GPU: the arithmetic of `tiles` as a Triton kernel. Importing it needs Triton.
 
-One launch rounds any number of matrices: a table has a row of numbers for each, and each program looks up whose block
-it rounds. A matrix that is alone needs no table.
+One launch rounds any number of matrices. A table has a row of numbers for each matrix; each program looks up which
+matrix its block belongs to. A matrix that is alone needs no table.
 """
 
-# ruff: noqa: ANN001, N803, PLR0124, PLR0917 - a kernel is no Python function
+# ruff: noqa: ANN001, ANN201, N803, PLR0124, PLR0917 - a kernel is no Python function
 # mypy: disable-error-code="import-not-found, no-untyped-def, untyped-decorator"
 
 from collections.abc import Sequence
@@ -14,15 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rounding import DROPPED, SPREAD, Matrix, signed
+from .matrices import DROPPED, SPREAD, Matrix, signed
 
 _BLOCK = 4096
-"""Elements a program; a thread has 16, which it loads and stores by 16 bytes."""
+"""Number of elements that a program rounds; each thread has 16, which it loads and stores 16 bytes at a time."""
 _WARPS = 8
-_PART = 256
-_ALIGNED = 16
-"""Bytes that addresses must be multiples of for that."""
 _RIGHT = signed(SPREAD)
+"""What the state of the hash grows by from an element to the next of a tensor that is not cut."""
+_PART = 256
+"""Number of elements at a time of a block that cannot be taken as one."""
+_ALIGNED = 16
+"""Number of bytes that addresses must be multiples of for loads and stores of 16 bytes."""
 
 
 def round_matrices_(matrices: Sequence[Matrix]) -> None:
@@ -40,12 +42,12 @@ def _round_one_(matrix: Matrix) -> None:
     dropped = DROPPED[target.dtype]
     with torch.cuda.device_of(target):
         round_block[(triton.cdiv(target.numel(), _BLOCK),)](
-            target, source, 0, *_numbers(matrix), DROPPED=dropped, BLOCK=_BLOCK, PART=_PART, num_warps=_WARPS
+            target, source, 0, *_arguments(matrix), DROPPED=dropped, BLOCK=_BLOCK, PART=_PART, num_warps=_WARPS
         )
 
 
 def _round_many_(matrices: Sequence[Matrix]) -> None:
-    """Those of one dtype."""
+    """Rounds matrices whose targets have one dtype, with one launch."""
     target = matrices[0].target
     table, blocks = _table(matrices)
     with torch.cuda.device_of(target):
@@ -62,37 +64,38 @@ def _round_many_(matrices: Sequence[Matrix]) -> None:
 
 
 def _table(matrices: Sequence[Matrix]) -> tuple[Tensor, int]:
-    """A row for each matrix, (matrices, fields) in int64 on their device; and the number of blocks.
+    """A table with a row for each matrix, (matrices, fields) in int64 on their device; and the number of all blocks.
 
-    A row has the number of the matrix's first block, the addresses of its target and its source, and its `_numbers`.
+    A row has the number of the matrix's first block, the addresses of its target and its source, and its `_arguments`.
     """
     rows, blocks = [], 0
     for matrix in matrices:
-        numbers = _numbers(matrix)
-        rows.append((blocks, matrix.target.data_ptr(), matrix.source.data_ptr(), *numbers))
-        blocks += -(-numbers[1] // _BLOCK)
+        arguments = _arguments(matrix)
+        rows.append((blocks, matrix.target.data_ptr(), matrix.source.data_ptr(), *arguments))
+        blocks += -(-arguments[1] // _BLOCK)
     device = matrices[0].target.device
-    # from pinned memory, so that the host need not wait; torch uses that again once the copy is done
+    # pinned, so that the host need not wait; torch uses the memory for something else only once the copy is done
     table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True), blocks
 
 
-def _numbers(matrix: Matrix) -> tuple[int, ...]:
-    """What kernels are told: the arguments of `round_block` from `layout` on."""
+def _arguments(matrix: Matrix) -> tuple[int, ...]:
+    """The arguments of `round_block` from `layout` to `key`."""
     target, source, first, steps, keys = matrix
-    start, key, numel = signed(first * SPREAD + keys[0]), signed(keys[1]), target.numel()
-    row = 2 if (target.data_ptr() | source.data_ptr()) % _ALIGNED == 0 else 1
+    numel, start, key = target.numel(), signed(first * SPREAD + keys[0]), signed(keys[1])
+    layout = 2 if (target.data_ptr() | source.data_ptr()) % _ALIGNED == 0 else 1
     if steps is None:
-        return row, numel, numel, 0, 1, 0, 1, start, 0, _RIGHT, key
+        return layout, numel, numel, 0, 1, 0, 1, start, 0, _RIGHT, key
     columns, strides = target.shape[1], (*target.stride(), *source.stride())
-    layout = row if columns == numel and strides[1] == strides[3] == 1 else 0
+    if columns != numel or strides[1] != 1 or strides[3] != 1:
+        layout = 0
     down, right = (signed(step * SPREAD) for step in steps)
     return layout, numel, columns, *strides, start, down, right, key
 
 
 @triton.jit
 def mix(state, key):
-    """The hash: `_rounding._mix_` on uint32."""
+    """The hash: `tiles.mix_` on uint32."""
     state ^= state >> 16
     state = state * 0x21F0AAAD + key
     state ^= state >> 15
@@ -109,7 +112,17 @@ def round_many(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """A block of the matrix that is the last to begin at this program or before."""
+    """Rounds this program's block, which belongs to the last matrix in the table that begins at this program or before.
+
+    Args:
+        table: Address of the table's first number.
+        count: Number of matrices.
+        DTYPE: dtype of the targets.
+        DROPPED: Number of bits that the targets lack.
+        FIELDS: Numbers in a row of the table.
+        BLOCK: Number of elements of a block.
+        PART: Number of elements at a time of a block that is not aligned.
+    """
     program = tl.program_id(0)
     low = program * 0
     high = low + count - 1
@@ -175,32 +188,33 @@ def round_block(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """This program's block of a matrix. All int32 wrap around.
+    """Rounds this program's block of a matrix. All int32 wrap around.
 
     Args:
-        target: Address of the first element.
-        source: The same.
-        first: The program that has its first block.
-        layout: 2 for a row without gaps at addresses that are multiples of 16, 1 for another such row, else 0.
-        numel: Elements.
-        columns: Elements of a row.
-        target_row: From a row to the next, as all such in elements.
-        target_column: From a column to the next.
-        source_row: The same.
-        source_column: The same.
+        target: Address of the target's first element.
+        source: Address of the source's first element.
+        first: Number of the program that has the matrix's first block.
+        layout: 2 for a row without gaps at addresses that are multiples of 16, 1 for a row without gaps elsewhere, 0
+            for anything else.
+        numel: Number of elements of the matrix.
+        columns: Number of elements of a row.
+        target_row: Distance from a row of the target to the next, in elements.
+        target_column: Distance from a column of the target to the next, in elements.
+        source_row: Distance from a row of the source to the next, in elements.
+        source_column: Distance from a column of the source to the next, in elements.
         start: State of the first element's hash.
-        down: What a row adds to the state.
-        right: What a column adds.
-        key: The second key.
-        DROPPED: Bits that the target lacks.
-        BLOCK: Elements of a block.
-        PART: Elements at a time of a block that is not aligned.
+        down: What the state grows by from a row to the next.
+        right: What the state grows by from a column to the next.
+        key: The second key of the hash.
+        DROPPED: Number of bits that the target lacks.
+        BLOCK: Number of elements of a block.
+        PART: Number of elements at a time of a block that is not aligned.
     """
     begin = (tl.program_id(0) - first).to(tl.int64) * BLOCK
     if (layout != 0) & (begin + BLOCK <= numel):  # neither masks nor divisions
         within = tl.arange(0, BLOCK)
         state = start + begin.to(tl.int32) * right + within * right
-        if layout == 2:  # `multiple_of` says so of the very sum that it is given, so each branch has its own
+        if layout == 2:  # `multiple_of` speaks of the very sum that it is given, so each branch has sums of its own
             values = tl.load(tl.multiple_of(source + begin + within, 16))
             rounded = round_values(values, state, key, DROPPED)
             tl.store(tl.multiple_of(target + begin + within, 16), rounded.to(target.dtype.element_ty))
@@ -208,7 +222,7 @@ def round_block(
             rounded = round_values(tl.load(source + begin + within), state, key, DROPPED)
             tl.store(target + begin + within, rounded.to(target.dtype.element_ty))
     else:
-        for part in range(0, BLOCK, PART):  # all at once, the numbers of rows and columns would fill the registers
+        for part in range(0, BLOCK, PART):  # for a block at once, indices of rows and columns would fill the registers
             column = begin + part + tl.arange(0, PART)
             inside = column < numel
             row = tl.zeros([PART], tl.int64)
@@ -224,7 +238,7 @@ def round_block(
 
 @triton.jit
 def round_values(value, state, key, DROPPED: tl.constexpr):
-    """fp32 numbers that the target can hold."""
+    """fp32 values rounded to numbers that the target can hold."""
     random = mix(state.to(tl.uint32, bitcast=True), key.to(tl.uint32, bitcast=True)) >> (32 - DROPPED)
     if DROPPED == 13:  # fp16's grid is even below 2**-14
         shift = tl.where(tl.abs(value) < 6.103515625e-05, tl.where(value < 0, -6.103515625e-05, 6.103515625e-05), 0.0)
@@ -237,6 +251,6 @@ def round_values(value, state, key, DROPPED: tl.constexpr):
 
 @triton.jit
 def add_and_cut(value, random, DROPPED: tl.constexpr):
-    """Adds to the bits that the target lacks, and sets them to zero."""
+    """Adds a random number to the bits that the target lacks, and sets these to zero."""
     bits = value.to(tl.uint32, bitcast=True) + random
     return ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)

@@ -1,6 +1,6 @@
-"""The exact mean over all items of a step: losses that are means over different numbers of tokens weigh by them.
+"""The exact mean over all items of a step, where losses are means over different numbers of items, such as tokens.
 
-scale   a loss is multiplied with its weight, divided by what was a typical one
+scale   a loss is multiplied with its weight, the number of its items, divided by what was a typical weight
 step    each rank tells its sum of weights, beside its sum of squares, in the one all-reduce          (group)
         gradients, means over the data ranks by then, are divided by the mean of the ranks' sums
 """
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 
-class Items:
-    """Counts what losses are means over, from one step to the next. Nothing waits for the device but `check`.
+class LossWeights:
+    """Sums up what losses weigh, from one step to the next. Only `check` waits for the device.
 
     Args:
-        device: Of the sums.
+        device: Device of the sums.
 
     Attributes:
         typical: A power of two near the ranks' mean weight in the last step that had one, the same on all of them: an
@@ -30,75 +30,76 @@ class Items:
 
     def forget(self) -> None:
         """Begins a step."""
-        self._weight, self._weighed, self._unweighed = self._no, False, False
+        self._sum = self._no
+        self._some_with, self._some_without = False, False  # losses with a weight, and losses without
 
     def count(self, weight: float | Tensor | None) -> Tensor | None:
         """Takes in a loss.
 
         Args:
-            weight: The number of its items; None: it is not weighed.
+            weight: The number of items that the loss is a mean of. None: it has no weight.
 
         Returns:
-            What the loss is multiplied with, an fp64 scalar; None: nothing.
+            What the loss is to be multiplied with, an fp64 scalar. None: nothing.
 
         Raises:
-            ValueError: A weight that is no number of items; or some losses of a step have one and others have none.
+            ValueError: A weight that is no number of items; or a step in which some losses have a weight and others
+                have none.
         """
-        given = None if weight is None else _checked(weight)
-        if self._unweighed if given is not None else self._weighed:
-            raise ValueError(
-                f"this loss has weight {weight}, and others since the last step had {'none' if self._unweighed else ''}"
-                f"{'one' if self._weighed else ''}; give every loss of a step its number of items, or none of them"
-            )
-        if given is None:
-            self._unweighed = True
+        if weight is None:
+            if self._some_with:
+                raise _mixture("this loss has no weight, and an earlier one since the last step has one")
+            self._some_without = True
             return None
-        self._weighed = True
-        self._weight = self._weight + given
-        return given / self.typical
+        number = _checked(weight)
+        if self._some_without:
+            raise _mixture(f"this loss has weight {weight}, and an earlier one since the last step has none")
+        self._some_with = True
+        self._sum = self._sum + number
+        return number / self.typical
 
     def beside(self, squares: Tensor) -> Tensor:
-        """What this rank tells the others.
+        """What this rank tells the others in the all-reduce of a step.
 
         Args:
-            squares: The sum of its squares, an fp64 scalar.
+            squares: The sum of this rank's squares, an fp64 scalar.
 
         Returns:
-            (4): squares, sum of weights, whether there were weights, whether there were losses without.
+            (4) in fp64: squares, sum of weights, whether there were weights, whether there were losses without.
         """
-        told = self._yes if self._weighed else self._no, self._yes if self._unweighed else self._no
-        return torch.stack((squares, self._weight, *told))
+        some_with, some_without = (self._yes if some else self._no for some in (self._some_with, self._some_without))
+        return torch.stack((squares, self._sum, some_with, some_without))
 
     def divide_(self, totals: Tensor) -> Tensor | None:
-        """Ends a step: what gradients are divided by, an fp64 scalar. None: by nothing, which the host knows.
+        """Ends a step: what gradients are to be divided by, an fp64 scalar. None: nothing, which the host knows.
 
-        The mean is that of the ranks that had a loss: of a pipeline the last ones alone have.
+        The mean is over the ranks that had a loss: of a pipeline only the last stage has one.
 
         Args:
-            totals: (4), the sum of what all ranks told. Squares become NaN, which skips the step, where some ranks gave
-                weights and others losses without.
+            totals: (4), the sum of what all ranks told. The squares become NaN, which skips the step, if some ranks
+                gave weights and others gave losses without.
         """
-        unweighed = self._unweighed
+        some_without = self._some_without
         self.forget()
-        if unweighed and totals.is_cpu and not totals[2]:  # the usual step; a look at it is free there
+        if some_without and totals.is_cpu and not totals[2]:  # the usual step; a look at it is free there
             return None
-        squares, weight, weighing, others = totals.unbind()
-        differ = weighing * others > 0
+        squares, weight, ranks_with, ranks_without = totals.unbind()
+        differ = ranks_with * ranks_without > 0
         squares.masked_fill_(differ, math.nan)
         self._differed = self._differed | differ
-        if unweighed:
+        if some_without:
             return None
-        mean = torch.where(weighing > 0, weight / weighing, self.typical)
+        mean = torch.where(ranks_with > 0, weight / ranks_with, self.typical)
         divisor = mean / self.typical
-        known = (mean > 0) & (mean < math.inf) & ~differ
-        self.typical = torch.where(known, mean.log2().round().exp2(), self.typical)
+        usable = (mean > 0) & (mean < math.inf) & ~differ
+        self.typical = torch.where(usable, mean.log2().round().exp2(), self.typical)
         return divisor
 
     def check(self) -> None:
-        """Raises if ranks differed in a step since the last look, on all of them.
+        """Looks whether ranks differed in a step since the last look. Waits for the device.
 
         Raises:
-            ValueError: They did.
+            ValueError: Some ranks gave weights and others did not; on all of them.
         """
         if bool(self._differed):
             self._differed = torch.zeros_like(self._differed)
@@ -109,7 +110,7 @@ class Items:
 
 
 def _checked(weight: float | Tensor) -> float | Tensor:
-    """A number, or an fp64 scalar."""
+    """A weight as a number, or as an fp64 scalar."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(f"the weight has shape {tuple(weight.shape)}; give one number of items for the loss")
@@ -117,3 +118,7 @@ def _checked(weight: float | Tensor) -> float | Tensor:
     if not 0 <= weight < math.inf:
         raise ValueError(f"the weight is {weight}; give the number of items that the loss is a mean of, 0 or more")
     return weight
+
+
+def _mixture(what: str) -> ValueError:
+    return ValueError(f"{what}; give every loss of a step its number of items, or none of them")

@@ -1,4 +1,4 @@
-"""The loss scale: one device-side update a step, after all ranks have agreed on whether there was an infinity."""
+"""The loss scale: one device-side update a step, after all ranks have agreed on whether a gradient was infinite."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,19 +16,19 @@ class DynamicScale:
 
     Args:
         init: The first value.
-        growth: What it is multiplied with after `interval` finite steps in a row; 1 keeps it.
-        backoff: What it is multiplied with after a step that was not finite; 1 keeps it.
-        interval: Steps.
-        hysteresis: The backoff begins with this many steps that were not finite, counted since the last growth.
-        min: It never falls below.
-        max: It never grows beyond.
-        late: How many finite steps more the first growth, and the first after an infinity, waits for.
+        growth: Factor of the scale after `interval` finite steps in a row, 1 or more; 1 keeps it.
+        backoff: Factor of the scale after a step that was not finite, above 0 and at most 1; 1 keeps it.
+        interval: Number of finite steps in a row after which the scale grows.
+        hysteresis: Number of steps that were not finite, counted since the last growth, with which the backoff begins.
+        min: The lowest value that the scale takes.
+        max: The highest value that the scale takes.
+        late: Number of additional finite steps that the first growth, and the first one after an infinity, waits for.
 
     Attributes:
         value: The scale, an fp32 scalar on the device of the last `update`.
 
     Raises:
-        ValueError: A value out of its range.
+        ValueError: A setting out of its range.
     """
 
     init: float = 2.0**16
@@ -57,21 +57,20 @@ class DynamicScale:
             if not valid:
                 raise ValueError(f"{name} of the scale is {getattr(self, name)}; give {rule}")
         self.value = torch.tensor(self.init, dtype=torch.float32)
-        self._finite = torch.tensor(-self.late, dtype=torch.int32)
-        self._patience = torch.tensor(self.hysteresis, dtype=torch.int32)
+        self._finite = torch.tensor(-self.late, dtype=torch.int32)  # finite steps in a row
+        self._patience = torch.tensor(self.hysteresis, dtype=torch.int32)  # others until the backoff begins
 
     def to_(self, device: torch.device) -> None:
-        """Moves the scale and its counters."""
-        self.value, self._finite, self._patience = (
-            each.to(device) for each in (self.value, self._finite, self._patience)
-        )
+        """Moves the scale and its counters to a device."""
+        self.value = self.value.to(device)
+        self._finite, self._patience = self._finite.to(device), self._patience.to(device)
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """Takes in a step, without a word to the host.
+        """Takes in a step, without making the host wait.
 
         Args:
-            found_inf: A scalar, of bool or zero where all gradients were finite; the same on all ranks.
+            found_inf: A scalar, False or 0 if all gradients were finite; the same on all ranks.
         """
         if found_inf.device != self.value.device:
             self.to_(found_inf.device)
@@ -80,7 +79,7 @@ class DynamicScale:
             return
         bad = found_inf != 0
         finite = torch.where(bad, -self.late, self._finite + 1)
-        grows = finite >= self.interval  # beyond it where the run before had a longer one
+        grows = finite >= self.interval  # above it if the saved run had a longer interval
         patience = torch.where(grows, self.hysteresis, self._patience - bad.to(torch.int32))
         backs_off = bad & (patience <= 0)
         value = torch.where(backs_off, self.value * self.backoff, self.value)
@@ -90,7 +89,7 @@ class DynamicScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, its counters and its settings, as numbers."""
-        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
         counters = {"finite": int(self._finite), "patience": int(self._patience)}
         return {"value": float(self.value), **counters, "settings": settings}
 
@@ -100,24 +99,92 @@ class DynamicScale:
         self._finite = torch.full_like(self._finite, state["finite"])
         self._patience = torch.full_like(self._patience, state["patience"])
 
-    @classmethod
-    def torch(cls, **changes: Any) -> "DynamicScale":
-        """As torch.amp.GradScaler: bounded by what fp32 holds alone."""
-        return cls(**{"min": SMALLEST, "max": LARGEST, **changes})
+    # Last, because below this method `torch` is no longer the module in annotations.
 
     @classmethod
-    def megatron(cls, **changes: Any) -> "DynamicScale":
-        """As Megatron-LM's DynamicGradScaler with its defaults."""
-        return cls(**{"init": 2.0**32, "interval": 1000, "hysteresis": 2, "max": LARGEST, **changes})
+    def torch(
+        cls,
+        *,
+        init: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        hysteresis: int = 1,
+        min: float = SMALLEST,  # noqa: A002 - the field's name
+        max: float = LARGEST,  # noqa: A002
+        late: int = 0,
+    ) -> "DynamicScale":
+        """A scale like torch.amp.GradScaler's, whose only bounds are those of fp32.
+
+        The keywords are the settings of `DynamicScale`.
+        """
+        return cls(
+            init=init,
+            growth=growth,
+            backoff=backoff,
+            interval=interval,
+            hysteresis=hysteresis,
+            min=min,
+            max=max,
+            late=late,
+        )
 
     @classmethod
-    def deepspeed(cls, **changes: Any) -> "DynamicScale":
-        """With the defaults of DeepSpeed's settings.
+    def megatron(
+        cls,
+        *,
+        init: float = 2.0**32,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 1000,
+        hysteresis: int = 2,
+        min: float = 1.0,  # noqa: A002
+        max: float = LARGEST,  # noqa: A002
+        late: int = 0,
+    ) -> "DynamicScale":
+        """A scale like that of Megatron-LM's DynamicGradScaler with its defaults.
+
+        The keywords are the settings of `DynamicScale`.
+        """
+        return cls(
+            init=init,
+            growth=growth,
+            backoff=backoff,
+            interval=interval,
+            hysteresis=hysteresis,
+            min=min,
+            max=max,
+            late=late,
+        )
+
+    @classmethod
+    def deepspeed(
+        cls,
+        *,
+        init: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 1000,
+        hysteresis: int = 2,
+        min: float = 1.0,  # noqa: A002
+        max: float = LARGEST,  # noqa: A002
+        late: int = 1,
+    ) -> "DynamicScale":
+        """A scale with the defaults of DeepSpeed's settings.
 
         DeepSpeed has two scalers: `hysteresis=1` is that of its FP16_Optimizer, which knows none, and `late=0` is that
-        of its ZeRO stages, which grows as early as torch's.
+        of its ZeRO stages, which grows as early as torch's. The keywords are the settings of `DynamicScale`.
         """
-        return cls(**{"interval": 1000, "hysteresis": 2, "max": LARGEST, "late": 1, **changes})
+        return cls(
+            init=init,
+            growth=growth,
+            backoff=backoff,
+            interval=interval,
+            hysteresis=hysteresis,
+            min=min,
+            max=max,
+            late=late,
+        )
 
     @classmethod
     def static(cls, value: float) -> "DynamicScale":

@@ -1,46 +1,52 @@
-"""The loss scale, what losses weigh, and how many steps were skipped: what a run must remember besides its weights."""
+"""The loss scale, what losses weigh, and how many steps were skipped: what a run saves besides its weights."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .loss_weights import Items
+from .loss_weights import LossWeights
 from .scale import DynamicScale
 
 
 class Scaling:
-    """Counts steps and scales losses.
+    """Scales losses and counts steps.
 
     It has `state_dict()` and `load_state_dict()`, so what saves an lr scheduler saves it too.
 
     Args:
-        scale: Of the loss; None: it is not scaled.
-        max_skipped: So many skipped steps in a row end the run.
-        device: Where the counters are.
+        scale: The loss scale. None: losses are not scaled.
+        max_skipped: Number of skipped steps in a row that ends the run.
+        device: Device of the counters.
 
     Attributes:
-        steps: How many there were, skipped ones included.
-        items: What losses weigh.
+        scale: The loss scale, or None.
+        steps: Number of steps so far, skipped ones included.
+        loss_weights: What losses weigh.
     """
 
     def __init__(self, scale: DynamicScale | None, max_skipped: int, device: torch.device) -> None:
         self.scale, self.steps, self._max_skipped = scale, 0, max_skipped
-        self.items = Items(device)
+        self.loss_weights = LossWeights(device)
         self._skipped, self._in_a_row = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
         if scale is not None:
             scale.to_(device)
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped so far. Reading it waits for the device."""
+        """Number of steps skipped so far. Reading it waits for the device."""
         return int(self._skipped)
 
     def scaled(self, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
-        """The loss times the scale and its weight, in fp32: 65,536 times anything is too much for fp16."""
+        """The loss times the scale and its weight, in fp32: 65,536 times anything is too much for fp16.
+
+        Raises:
+            TypeError: A loss of whole numbers.
+            ValueError: A weight that does not fit; see `LossWeights.count`.
+        """
         if not loss.is_floating_point():
             raise TypeError(f"the loss has dtype {loss.dtype}, which has no gradient; give a floating-point tensor")
-        share = self.items.count(weight)
+        share = self.loss_weights.count(weight)
         if share is None and self.scale is None:
             return loss
         scaled = loss if loss.dtype == torch.float64 else loss.float()
@@ -52,47 +58,44 @@ class Scaling:
         """Takes in a step.
 
         Args:
-            found_inf: Whether it was skipped, a bool scalar; the same on all ranks.
+            found_inf: Whether the step was skipped, a bool scalar; the same on all ranks.
 
         Raises:
-            ValueError: Some ranks weighed losses, and others did not; on all ranks.
+            ValueError: Some ranks gave losses a weight, and others did not; on all ranks.
             RuntimeError: One skipped step in a row too many, on all ranks. On a GPU this is looked at every
                 `max_skipped` steps, since reading it waits; elsewhere at every step.
         """
         self.steps += 1
         if self.scale is not None:
             self.scale.update(found_inf)
-        if found_inf.is_cpu and not found_inf:  # looking is free there
+        if found_inf.is_cpu and not found_inf:  # on a GPU this look would wait
             self._in_a_row.zero_()
             return
         self._skipped += found_inf
         self._in_a_row = (self._in_a_row + 1) * found_inf
         if found_inf.is_cpu or self.steps % self._max_skipped == 0:
-            self.items.check()
-            if int(self._in_a_row) >= self._max_skipped:
-                self._stop()
+            self.loss_weights.check()
+            in_a_row = int(self._in_a_row)
+            if in_a_row >= self._max_skipped:
+                scale = "" if self.scale is None else f" The loss scale is down to {float(self.scale.value):g}."
+                raise RuntimeError(
+                    f"{in_a_row} steps in a row were skipped, all since step {self.steps - in_a_row}, because "
+                    f"gradients were NaN or infinite.{scale} Look at the loss, the data and the learning rate; "
+                    f"max_skipped={self._max_skipped} can be raised"
+                )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as numbers."""
+        """The scale, the counters and the typical weight, as numbers."""
         counters = {"steps": self.steps, "skipped": self.skipped, "in_a_row": int(self._in_a_row)}
         scale = None if self.scale is None else self.scale.state_dict()
-        return {**counters, "typical_weight": float(self.items.typical), "scale": scale}
+        return {**counters, "typical_weight": float(self.loss_weights.typical), "scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another run was. A scale stays where it is if that run had none."""
         self.steps = state["steps"]
         self._skipped.fill_(state["skipped"])
         self._in_a_row = torch.full_like(self._in_a_row, state["in_a_row"])
-        self.items.forget()
-        self.items.typical = torch.full_like(self.items.typical, state["typical_weight"])
+        self.loss_weights.forget()
+        self.loss_weights.typical = torch.full_like(self.loss_weights.typical, state["typical_weight"])
         if self.scale is not None and state["scale"] is not None:
             self.scale.load_state_dict(state["scale"])
-
-    def _stop(self) -> None:
-        in_a_row = int(self._in_a_row)
-        since = self.steps - in_a_row
-        scale = "" if self.scale is None else f" The loss scale is down to {float(self.scale.value):g}."
-        raise RuntimeError(
-            f"{in_a_row} steps in a row were skipped, all since step {since}, because gradients were NaN or infinite."
-            f"{scale} Look at the loss, the data and the learning rate; max_skipped={self._max_skipped} can be raised"
-        )

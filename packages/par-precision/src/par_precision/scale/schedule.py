@@ -1,38 +1,43 @@
 """An lr scheduler that knows of skipped steps."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-if TYPE_CHECKING:
-    from .._optimizer import MixedOptimizer
-
 
 class Schedule:
-    """Stands still where the optimizer's last step was skipped; else it is the scheduler.
+    """An lr scheduler that stands still where the optimizer's last step was skipped.
 
     Args:
-        scheduler: Of the mixed optimizer or of the one inside.
-        optimizer: The mixed optimizer.
+        scheduler: A scheduler of the mixed optimizer or of the one inside.
+        skipped: Says whether the last step was skipped; it may wait for the device.
+
+    Attributes:
+        scheduler: The scheduler inside.
     """
 
-    def __init__(self, scheduler: LRScheduler, optimizer: "MixedOptimizer") -> None:
-        self.scheduler, self._optimizer = scheduler, optimizer
+    def __init__(self, scheduler: LRScheduler, skipped: Callable[[], bool]) -> None:
+        self.scheduler, self._skipped = scheduler, skipped
 
     def step(self, *args: Any, **keywords: Any) -> None:
-        """Advances the schedule, unless the last step was skipped. Reading that waits for the device."""
-        last = self._optimizer.last
-        if last is None or not bool(last.skipped):
+        """Advances the scheduler, unless the last step was skipped. Reading that waits for the device.
+
+        Args:
+            *args: What the scheduler's own `step` takes, such as the metric of ReduceLROnPlateau.
+            **keywords: What the scheduler's own `step` takes.
+        """
+        if not self._skipped():
             self.scheduler.step(*args, **keywords)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's."""
+        """The state of the scheduler inside."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The scheduler's."""
+        """Loads a state into the scheduler inside."""
         self.scheduler.load_state_dict(state)
 
     def get_last_lr(self) -> list[Any]:
-        """The scheduler's."""
+        """The last learning rates of the scheduler inside, one for each param group."""
         return self.scheduler.get_last_lr()

@@ -6,9 +6,8 @@ Without bf16 numbers below 2**-126, which the interpreter converts wrongly.
 import torch
 
 from par_groups import Box, Segments, Sharding, set_sharding
-from par_precision.rounding import rounding as _rounding
-from par_precision.rounding import triton as _rounding_triton
-from par_precision.rounding.rounding import Rounding
+from par_precision.rounding import rounding, triton
+from par_precision.rounding.rounding import Rounding, packed_in, round_all_
 
 HALVES = (torch.bfloat16, torch.float16)
 SHAPES = [(), (1,), (0, 3), (123,), (15, 17), (3, 5, 7), (4096,), (9000,), (70, 130)]
@@ -46,7 +45,7 @@ def roundings():
         part = torch.zeros(100, 200, dtype=dtype)
         box = Box((2**20 - 100, 7), (100, 200), 0, (200, 1), (0,))
         set_sharding(part, Sharding((2**20, 2**14), (box,)))
-        packed = _rounding.packed_in(part, "part")
+        packed = packed_in(part, "part")
         assert isinstance(packed, Segments)
         found.append(Rounding(part, torch.randn(100, 200, generator=generator), packed))
     return found
@@ -67,11 +66,11 @@ def assert_same(found, expected):
 def check():
     """Both ways have the same results, also where a matrix is alone."""
     expected, together, alone = roundings(), roundings(), roundings()
-    _rounding.round_all_(expected, 1, 2)
-    _rounding._rounds_on = lambda _: _rounding_triton.round_matrices_
-    _rounding.round_all_(together, 1, 2)
+    round_all_(expected, 1, 2)
+    rounding.rounds_on = lambda _: triton.round_matrices_
+    round_all_(together, 1, 2)
     for each in alone:
-        _rounding.round_all_([each], 1, 2)
+        round_all_([each], 1, 2)
     for others in (together, alone):
         for one, other in zip(expected, others, strict=True):
             assert_same(other, one)
