@@ -1,8 +1,24 @@
-"""Property tests take their time on a busy machine, and are the same on every run of CI."""
+"""Settings of all tests here.
 
+Property tests take their time on a busy machine, and are the same on every run of CI. Tensors are small, so torch's
+threads would only wait for each other.
+"""
+
+import gc
 import os
 
+import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("par", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("par")
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def quick_collector():
+    """Leaves whatever was made before this test out of what Python's collector looks at, and lists."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

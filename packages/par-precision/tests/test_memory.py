@@ -68,7 +68,12 @@ def test_a_step_with_masters_makes_fp32_gradients_for_one_bucket_at_a_time():
     assert wide == [N] * 4
 
 
-every_precision = pytest.mark.parametrize(
+def alive(references):
+    gc.collect()
+    return [reference() for reference in references if reference() is not None]
+
+
+@pytest.mark.parametrize(
     ("precision", "options"),
     [
         *((name, {}) for name in PRECISIONS if name != "tf32"),
@@ -76,10 +81,8 @@ every_precision = pytest.mark.parametrize(
         ("fp16", {"accumulate_fp32": True}),
     ],
 )
-
-
-def trained(precision, options):
-    """A module, its optimizer after some steps, and weak references to the two and all that belongs to the latter."""
+@pytest.mark.usefixtures("quick_collector")
+def test_masters_and_moments_go_with_the_optimizer_and_nothing_outlives_the_module(precision, options):
     module = model()
     inner = adamw(module)
     module, optimizer = mixed(module, inner, precision, clip_norm=1.0, **options)
@@ -87,31 +90,16 @@ def trained(precision, options):
     assert optimizer.scaling.skipped == 0
     optimizer.backward(loss_of(module, 2))  # its gradients are left
     own = {id(parameter) for parameter in module.parameters()}
-    held = [tensor for group in inner.param_groups for tensor in group["params"] if id(tensor) not in own]
+    masters = [tensor for group in inner.param_groups for tensor in group["params"] if id(tensor) not in own]
     moments = [value for state in inner.state.values() for value in state.values()]
     assert moments
-    return module, optimizer, [weakref.ref(each) for each in (optimizer, inner, *held, *moments)]
-
-
-def alive(references):
-    gc.collect()
-    return [each() for each in references if each() is not None]
-
-
-@every_precision
-def test_nothing_outlives_a_module_and_its_optimizer(precision, options):
-    module, optimizer, references = trained(precision, options)
-    references += [weakref.ref(each) for each in (module, *module.parameters())]
-    del module, optimizer
-    assert alive(references) == []
-
-
-@every_precision
-def test_a_module_that_outlives_its_optimizer_leaves_masters_and_moments_behind(precision, options):
-    module, optimizer, references = trained(precision, options)
+    references = [weakref.ref(each) for each in (optimizer, inner, *masters, *moments)]
+    del optimizer, inner, masters, moments
     module.zero_grad()
-    del optimizer
     assert alive(references) == []
     loss_of(module, 0).backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     written_(module.parameters())
+    references = [weakref.ref(each) for each in (module, *module.parameters())]
+    del module
+    assert alive(references) == []
