@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -272,3 +273,10 @@ def test_whatever_a_flag_says_it_is_an_option_or_a_mistake_that_names_the_key(ke
         again = build(Options, json.loads(json.dumps(dataclasses.asdict(options))))  # the way to a rank
         message = key if again == options else repr(again)
     assert message.startswith(key)
+
+
+def test_the_readme_lists_every_key_as_the_help_does():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for key, setting in settings(Options).items():
+        row = next((line for line in readme.splitlines() if line.startswith(f"| `{key}` |")), "")
+        assert row.endswith(f"| {setting.help} |"), key
