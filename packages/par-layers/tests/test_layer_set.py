@@ -1,10 +1,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from par_groups import ProcessGroups, Split, Topology, register_mode
-from par_layers import Cut, Layout, Rules, layer_set, register_layer_set
-from par_layers.modes.product_1d import Column1D, Row1D
+from par_layers import Cut, Layout, Rules, copy_to, layer_set, reduce_from, register_layer_set
 
 from .helpers import assert_layer_equals_one_device, integers, modes, numbers
 
@@ -73,16 +73,23 @@ def pairs(size: int) -> Split:
 
 
 @register_layer_set("pairs")
-def pair_layers(grid):
-    """What 1d does, over an axis of another name."""
-    group = grid.group(("pair",))
+def pair_layers(grid, *, axis="pair"):
+    """What 1d does, over an axis of another name, with the public collectives."""
+    group = grid.group((axis,))
+
+    def column(x, weight, bias, hook, linear=None):
+        return functional.linear(copy_to(x, group), weight, bias)
+
+    def row(x, weight, bias, hook, linear=None):
+        return reduce_from(functional.linear(x, weight), group) + bias
+
     return Rules(
-        inner=Layout(features=("pair",)),
-        column=Cut(rows=("pair",)),
-        row=Cut(columns=("pair",)),
-        column_product=Column1D(group, sequence=False),
-        row_product=Row1D(group, sequence=False),
-        vocabulary=("pair",),
+        inner=Layout(features=(axis,)),
+        column=Cut(rows=(axis,)),
+        row=Cut(columns=(axis,)),
+        column_product=column,
+        row_product=row,
+        vocabulary=(axis,),
     )
 
 
@@ -91,6 +98,9 @@ def test_a_mode_of_our_own():
     for mode in modes([{"mode": "pairs"}]):
         pair = lambda layers: torch.nn.Sequential(layers.ColumnLinear(16, 32), layers.RowLinear(32, 16))  # noqa: E731
         assert_layer_equals_one_device(mode, pair, numbers(4, 3, 16))
+        assert layer_set("auto", mode.groups, options={"axis": "pair"}).rules.row == mode.layers.rules.row
+        with pytest.raises(ValueError, match=r"mode 'pairs' does not take .* argument 'depth'"):
+            layer_set("auto", mode.groups, options={"depth": 1})
     with pytest.raises(ValueError, match="registered twice"):
         register_layer_set("pairs")(lambda grid: Rules())
 

@@ -1,8 +1,8 @@
-"""Collectives that can be differentiated, and the asynchronous ones that they are made of.
+"""Collectives that can be differentiated, and the asynchronous ones of which they are made.
 
-The functional form (`torch.ops._c10d_functional`, a collective that returns a tensor and a later `wait_tensor`) costs
-no tensor subclass, is traced by torch.compile, and overlaps with whatever is computed before the wait. It is used here
-and nowhere else. What gathers and scatters works on dim 0, where it needs no copy; another dim costs one.
+The functional form (a collective that returns a tensor, and a later `wait_tensor`) costs no tensor subclass, is traced
+by torch.compile, and overlaps with whatever is computed before the wait. It is used here and nowhere else. What gathers
+and scatters works on dim 0, where it needs no copy; another dim costs one.
 """
 
 from collections.abc import Callable
@@ -15,24 +15,32 @@ from torch.autograd.function import once_differentiable
 
 from par_groups import sendable
 
-_ops: Any = torch.ops._c10d_functional
+from ._torch_private import functional_collectives, number_of_dispatch_modes
 
 # Asynchronous: started here, complete after `finish`.
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """All-reduce over `group`; the shape stays."""
-    started: Tensor = _ops.all_reduce.default(x.contiguous(), op, group.group_name)
+    """Starts an all-reduce over `group`; `finish` gives the result, of x's shape.
+
+    Args:
+        x: This rank's tensor, which is left alone.
+        group: The ranks.
+        op: What is done to the ranks' numbers: "sum", "max" or "min".
+    """
+    started: Tensor = functional_collectives.all_reduce.default(x.contiguous(), op, group.group_name)
     return started
 
 
 def start_all_reduce_(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """All-reduce of a contiguous temporary, which is overwritten if nobody can see it: no copy, and little dispatch.
+    """Starts an all-reduce of a contiguous temporary.
+
+    It is overwritten if nobody can see it, which saves a copy and most of the dispatch.
 
     Returns:
         A function that waits for it and gives the sum.
     """
-    if not unseen():
+    if not may_overwrite():
         started = start_all_reduce(x, group)
         return lambda: finish(started)
     work = group.allreduce([x])
@@ -44,17 +52,17 @@ def start_all_reduce_(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tenso
     return finished
 
 
-def unseen() -> bool:
-    """Whether nobody else can hold what an operation has just given, so that it may be overwritten.
+def may_overwrite() -> bool:
+    """Whether nobody else can have the result of an operation that has just ended, so that it may be overwritten.
 
     A graph decides itself what to overwrite. A dispatch mode may have kept the result of an operation, as selective
     activation checkpointing does, and a collective that overwrites it does not even change its version.
     """
-    return not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    return not torch.compiler.is_compiling() and not number_of_dispatch_modes()
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather over `group`, along dim 0.
+    """Starts an all-gather over `group`, along dim 0; `finish` gives the result.
 
     The operator that makes its own output is for graphs and dispatch modes alone: with gloo, two of them that end
     together may free the same memory. Each of a group's two threads notes the name of the work that it has ended,
@@ -62,27 +70,29 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     that it is on the heap.
     """
     x = x.contiguous()
-    if unseen():
+    if may_overwrite():
         started: Tensor = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        _ops.all_gather_into_tensor_out.default(x, group.size(), group.group_name, out=started)
+        functional_collectives.all_gather_into_tensor_out.default(x, group.size(), group.group_name, out=started)
     else:
-        started = _ops.all_gather_into_tensor.default(x, group.size(), group.group_name)
+        started = functional_collectives.all_gather_into_tensor.default(x, group.size(), group.group_name)
     return started
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reduce-scatter over `group`, along dim 0."""
-    started: Tensor = _ops.reduce_scatter_tensor.default(x.contiguous(), "sum", group.size(), group.group_name)
+    """Starts a reduce-scatter over `group`, along dim 0; `finish` gives this rank's part of the sum."""
+    started: Tensor = functional_collectives.reduce_scatter_tensor.default(
+        x.contiguous(), "sum", group.size(), group.group_name
+    )
     return started
 
 
 def finish(started: Tensor) -> Tensor:
     """Waits for a collective, and gives its result."""
-    finished: Tensor = _ops.wait_tensor.default(started)
+    finished: Tensor = functional_collectives.wait_tensor.default(started)
     return finished
 
 
-# On any dim: the one copy that another dim than 0 costs.
+# On any dim, with the one copy that another dim than 0 costs.
 
 
 def finish_all_gather_on(started: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -95,7 +105,7 @@ def finish_all_gather_on(started: Tensor, group: dist.ProcessGroup, dim: int) ->
 
 
 def start_reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Reduce-scatter along `dim`; `finish` gives this rank's part."""
+    """Starts a reduce-scatter over `group`, along `dim`; `finish` gives this rank's part of the sum."""
     if dim == 0:
         return start_reduce_scatter(x, group)
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0)  # [group, ..., part, ...]
@@ -103,12 +113,12 @@ def start_reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Te
 
 
 def all_gather_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather along `dim`, waited for."""
+    """All-gather along `dim`; waits for it."""
     return finish_all_gather_on(start_all_gather(x, group), group, dim)
 
 
 def reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Reduce-scatter along `dim`, waited for."""
+    """Reduce-scatter along `dim`; waits for it."""
     return finish(start_reduce_scatter_on(x, group, dim))
 
 
@@ -116,51 +126,101 @@ def reduce_scatter_on(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity; backward: all-reduce. Where replicated activations enter a cut region."""
+    """Identity; backward: all-reduce. For where activations that all ranks have enter a cut region.
+
+    Args:
+        x: Any tensor, alike on all ranks.
+        group: The ranks that take part.
+    """
     return _pair(x, lambda t: t.view_as(t), lambda g: finish(start_all_reduce(g, group)))
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce; backward: identity. Where a cut region ends in partial sums."""
+    """All-reduce; backward: identity. For where a cut region ends in partial sums.
+
+    Args:
+        x: This rank's partial sums.
+        group: The ranks that take part.
+    """
     return _pair(x, lambda t: finish(start_all_reduce(t, group)), lambda g: g)
 
 
 def reduce_from_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`reduce_from` of a contiguous temporary, which is overwritten if nobody can see it."""
-    if not unseen():
+    if not may_overwrite():
         return reduce_from(x, group)
     summed: Tensor = _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
     return summed
 
 
 def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather along `dim`; backward: this rank's part of the gradient, which all ranks have alike."""
+    """All-gather; backward: this rank's part of the gradient, which all ranks have alike.
+
+    Args:
+        x: This rank's part.
+        group: The ranks that take part.
+        dim: The dim along which the parts are joined.
+    """
     dim %= x.dim()
     return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: _own_part(g, group, dim))
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """A copy of this rank's part along `dim` of what all ranks have alike; backward: all-gather."""
+    """A copy of this rank's part of what all ranks have alike; backward: all-gather.
+
+    Args:
+        x: Any tensor, alike on all ranks.
+        group: The ranks that take part.
+        dim: The dim that is cut.
+
+    Raises:
+        ValueError: The dim does not divide by the ranks.
+    """
     dim %= x.dim()
     _check_divides(x, group, dim)
     return _pair(x, lambda t: _own_part(t, group, dim).clone(), lambda g: all_gather_on(g, group, dim))
 
 
 def all_gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather along `dim`; backward: reduce-scatter, since each rank goes on differently."""
+    """All-gather; backward: reduce-scatter, since every rank goes on differently.
+
+    Args:
+        x: This rank's part.
+        group: The ranks that take part.
+        dim: The dim along which the parts are joined.
+    """
     dim %= x.dim()
     return _pair(x, lambda t: all_gather_on(t, group, dim), lambda g: reduce_scatter_on(g, group, dim))
 
 
 def reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Reduce-scatter of partial sums along `dim`; backward: all-gather."""
+    """Reduce-scatter; backward: all-gather. For where a cut region ends in partial sums, and cut activations follow.
+
+    Args:
+        x: This rank's partial sums.
+        group: The ranks that take part.
+        dim: The dim that is cut.
+
+    Raises:
+        ValueError: The dim does not divide by the ranks.
+    """
     dim %= x.dim()
     _check_divides(x, group, dim)
     return _pair(x, lambda t: reduce_scatter_on(t, group, dim), lambda g: all_gather_on(g, group, dim))
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
-    """Cuts along one dim and joins along another, between all ranks; backward: the way back."""
+    """All-to-all: what was cut along one dim is cut along another; backward: the way back.
+
+    Args:
+        x: This rank's part.
+        group: The ranks that take part.
+        split_dim: The dim along which the result is cut; in `x` it is whole.
+        join_dim: The dim along which `x` is cut; in the result it is whole.
+
+    Raises:
+        ValueError: The dim does not divide by the ranks.
+    """
     split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
     _check_divides(x, group, split_dim)
     return _pair(
@@ -171,7 +231,13 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: in
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
-    """Swaps equal-shaped tensors with the group's rank `partner`; backward: swaps the gradients."""
+    """Swaps tensors of one shape with another rank; backward: swaps the gradients.
+
+    Args:
+        x: What this rank sends.
+        group: The group of both ranks.
+        partner: The other one, by its rank in the group; this rank itself gets x back.
+    """
     return _pair(x, lambda t: swap(t, group, partner), lambda g: swap(g, group, partner))
 
 
@@ -211,7 +277,7 @@ class _ReduceFrom(torch.autograd.Function):
 
 
 def swap(x: Tensor, group: dist.ProcessGroup, partner: int) -> Tensor:
-    """Sends a tensor to the group's rank `partner`, and returns what that one sent."""
+    """Sends a tensor to the group's rank `partner`, and returns the tensor that it sent."""
     if partner == dist.get_rank(group):
         return x
     mine = sendable(x.contiguous(), group)
@@ -240,5 +306,5 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: i
     parts = group.size()
     sent = torch.cat(x.chunk(parts, split_dim))  # the part for rank 0, then that for rank 1, ...
     sizes = [sent.shape[0] // parts] * parts
-    received = finish(_ops.all_to_all_single.default(sent, sizes, sizes, group.group_name))
+    received = finish(functional_collectives.all_to_all_single.default(sent, sizes, sizes, group.group_name))
     return torch.cat(received.chunk(parts), join_dim)

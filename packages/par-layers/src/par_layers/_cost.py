@@ -15,8 +15,8 @@ class Cost:
     """Elements that one rank receives.
 
     Args:
-        each: In every forward and backward pass.
-        once: Once a step, when partial gradients are summed.
+        each: Elements in every forward and backward pass.
+        once: Elements once a step, when partial gradients are summed.
     """
 
     each: Fraction = Fraction(0)
@@ -31,7 +31,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """A linear layer without bias: `tokens` x `k` to `tokens` x `n`."""
+    """A linear layer without bias: from `tokens` x `k` to `tokens` x `n`."""
 
     tokens: int
     k: int
@@ -74,12 +74,13 @@ def cost(mode: str | None, sizes: Mapping[str, int], shape: Shape, *, sequence_p
 
     Args:
         mode: "1d", "2d", "2.5d", "3d"; None is one device and costs nothing.
-        sizes: Ranks on the mode's axes, such as `{"row": 4, "col": 4}` or a topology's `axes`; 1d takes "tensor".
-        shape: The layer.
-        sequence_parallel: Of 1d.
+        sizes: Number of ranks on the mode's axes, such as `{"row": 4, "col": 4}` or a topology's `axes`; 1d takes
+            "tensor".
+        shape: The kind and the sizes of the layer.
+        sequence_parallel: Whether activations are cut along the sequence, in 1d.
 
     Raises:
-        ValueError: An unknown mode, or a size that is missing.
+        ValueError: The mode has no formulas, or a size is missing.
     """
     if mode is None:
         return Cost()

@@ -25,15 +25,15 @@ def initialize(
     Parameters keep their identity.
 
     Args:
-        model: Holds layers of ours; other parameters are left alone.
-        seed: The run's seed; None draws nothing and leaves zeros, for weights that are loaded next.
-        prefix: What comes before the names, where `model` is a part of a whole such as a pipeline stage.
-        device: Where to; default: where they are, or the CPU if that is the meta device.
-        dtype: Of the parameters; default: fp32.
+        model: A model with layers of ours; other parameters are left alone.
+        seed: The seed of the run; None draws nothing and leaves zeros, for weights that are loaded next.
+        prefix: What the whole model has before the names, where `model` is a part of it such as a pipeline stage.
+        device: The device of the filled parameters; default: where they are, or the CPU if that is the meta device.
+        dtype: The dtype of the filled parameters; default: fp32.
 
     Raises:
-        ValueError: A parameter on the meta device that is not ours, and so has no rule.
-        RuntimeError: A parameter of our layers that was replaced, and so has lost its rule; see `check_records`.
+        ValueError: A parameter is on the meta device but not ours, and so has no init rule.
+        RuntimeError: A parameter of our layers was replaced, as by FSDP2, and so has lost its init rule.
     """
     check_records(model, "par_init")
     for name, parameter in model.named_parameters():

@@ -13,21 +13,21 @@ from ..modes.arithmetic import in_autocast_dtype
 from ..modes.grid import Grid
 from ..modes.layout import check_features
 from ..modes.rules import Rules
-from .embedding import VocabEmbedding, padded
+from .embedding import ParallelVocabEmbedding, padded
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
 from .parameter import Init, Rows, make_parameter, uniform
 
 
-class Classifier(ParallelLayer):
+class ParallelClassifier(ParallelLayer):
     """Whole logits of few classes: each rank multiplies its features, and the partial sums are added.
 
     Args:
-        hidden: Features of the whole activation.
-        classes: Logits.
-        bias: Whether there is one.
-        rules: Of the mode.
-        grid: Where this rank is.
+        hidden: Features of the residual stream.
+        classes: Number of logits.
+        bias: Whether there is a bias.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
     """
 
     def __init__(self, hidden: int, classes: int, bias: bool, rules: Rules, grid: Grid) -> None:
@@ -42,7 +42,7 @@ class Classifier(ParallelLayer):
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, ..., hidden, perhaps cut] to [b, ..., classes], alike on ranks that share tokens."""
+        """From [b, ..., hidden], features perhaps cut, to [b, ..., classes], alike on ranks that share tokens."""
         check_features(x, self.weight.shape[1], self._layout, "a classifier")
         x, weight, bias = in_autocast_dtype(x, self.weight, self.bias)
         if self._group is None:
@@ -51,23 +51,23 @@ class Classifier(ParallelLayer):
         return logits if bias is None else logits + bias
 
 
-class VocabClassifier(ParallelLayer):
+class ParallelVocabClassifier(ParallelLayer):
     """Logits over a vocabulary that is cut as a column layer's features are; padded logits are -inf.
 
     Args:
-        hidden: Features of the whole activation.
-        vocabulary: Classes.
-        rules: Of the mode.
-        grid: Where this rank is.
-        tied: An embedding whose table it shares.
-        init: How the weight is filled, unless it is shared.
+        hidden: Features of the residual stream.
+        vocabulary: Number of classes.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
+        tied: An embedding whose table it shares, or None.
+        init: How the weight is filled unless it is shared; default: uniform in +-1/sqrt(hidden).
 
     Raises:
-        ValueError: A shared table of another shape, or of another layer set.
+        ValueError: The shared table has another shape, or is of another layer set.
     """
 
     weight_grad_hook: WeightGradHook | None = None
-    """As of a linear; a shared table has none, since its gradient comes from two sides."""
+    """Set by those who want to compute weight gradients later; ignored for a shared table, which has two gradients."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class VocabClassifier(ParallelLayer):
         rules: Rules,
         grid: Grid,
         *,
-        tied: VocabEmbedding | None = None,
+        tied: ParallelVocabEmbedding | None = None,
         init: Init | None = None,
     ) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class VocabClassifier(ParallelLayer):
         self._local = local
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, ..., hidden] in the residual layout to [b, ..., V] in the inner one."""
+        """From [b, ..., hidden] in the residual layout to [b, ..., V] in the inner one."""
         check_features(x, self._local_hidden, self._rules.residual, "a classifier")
         weight, hook = (self.weight, None) if self._tied else weight_and_hook(self)
         x, weight, _ = in_autocast_dtype(x, weight, None)

@@ -32,9 +32,9 @@ class LaidOut(Tensor):
         carried = _common_mark((*args, *(kwargs or {}).values()), f"torch's {getattr(func, '__name__', func)}")
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
         if carried is not None:
-            for each in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(each, LaidOut):
-                    each.par_mark = carried
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, LaidOut):
+                    tensor.par_mark = carried
         return result
 
 
@@ -43,14 +43,14 @@ def watched(module: M, takes: "Mark | None", gives: "Mark | None") -> M:
 
     Args:
         module: A layer.
-        takes: What it is made for; None does not check.
+        takes: The mark of activations that it is made for; None does not check.
         gives: The mark of its output; None does not mark it.
     """
 
     def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         who = type(module).__name__
-        plain = {name: check(each, takes, who) for name, each in named.items()}
-        return tuple(check(each, takes, who) for each in inputs), plain
+        plain = {name: check(value, takes, who) for name, value in named.items()}
+        return tuple(check(value, takes, who) for value in inputs), plain
 
     def after(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
         return output if gives is None else mark(output, gives)
@@ -66,7 +66,7 @@ class Mark:
 
     Args:
         layout: How it is cut.
-        layers: The layer set that it comes from; only identity counts.
+        layers: The layer set that made it; only its identity counts.
     """
 
     layout: Layout
@@ -78,17 +78,22 @@ class Mark:
     __hash__ = None  # type: ignore[assignment]  # compared, never a key
 
     def differs(self, other: "Mark") -> str:
-        """How two marks differ, in words."""
+        """How this mark and another one differ, in words."""
         if self.layout == other.layout:
             return "two layer sets; make all layers of a model with one"
         return f"{self.layout.describe()}, and {other.layout.describe()}"
 
 
 def check(x: Any, takes: Mark | None, who: str) -> Any:
-    """The plain tensor.
+    """The plain tensor inside an activation that carries a mark; anything else as it is.
+
+    Args:
+        x: An argument of a layer.
+        takes: The mark that it must carry; None does not check.
+        who: The layer, for the message.
 
     Raises:
-        ValueError: It carries another mark than `takes`.
+        ValueError: The activation carries another mark.
     """
     if not isinstance(x, LaidOut):
         return x
@@ -101,18 +106,18 @@ def check(x: Any, takes: Mark | None, who: str) -> Any:
 
 
 def mark(x: Tensor, carried: Mark) -> Tensor:
-    """The tensor, with its mark."""
+    """The same tensor with a mark on it."""
     marked = x.as_subclass(LaidOut)
     marked.par_mark = carried
     return marked
 
 
 def _common_mark(values: Iterable[Any], who: str) -> Mark | None:
-    found: Mark | None = None
+    common: Mark | None = None
     for value in values:
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, LaidOut) and hasattr(each, "par_mark"):
-                if found is not None and each.par_mark != found:
-                    raise ValueError(f"{who} mixes activations: {found.differs(each.par_mark)}")
-                found = each.par_mark
-    return found
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, LaidOut) and hasattr(tensor, "par_mark"):
+                if common is not None and tensor.par_mark != common:
+                    raise ValueError(f"{who} mixes activations: {common.differs(tensor.par_mark)}")
+                common = tensor.par_mark
+    return common

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from ..modes.grid import Axes, Grid
 from ..modes.layout import Layout
 
-_BITS = 24  # of the hash that decide; 2**-24 is finer than any probability that matters
+_BITS = 24  # how many bits of the hash decide; 2**-24 is finer than any probability that matters
 
 
-class Dropout(nn.Module):
+class ParallelDropout(nn.Module):
     """Zeroes elements with probability p and scales the rest by 1 / (1 - p), in training.
 
     Args:
-        p: Probability, 0 <= p < 1.
-        layout: How the activation that it is used on is cut.
-        grid: Where this rank is.
+        p: Probability that an element is dropped, 0 <= p < 1.
+        layout: The layout of the activations on which it is used.
+        grid: This rank's place.
 
     Raises:
-        ValueError: A probability out of range.
+        ValueError: The probability is out of range.
     """
 
     def __init__(self, p: float, layout: Layout, grid: Grid) -> None:
@@ -33,10 +33,10 @@ class Dropout(nn.Module):
         self._layout, self._grid = layout, grid
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, ..., features] in the layout to the same."""
+        """[b, ..., features] in the layer's layout, with elements dropped in training."""
         if not self.training or self.p == 0.0:
             return x
-        key = int(torch.randint(2**31, (), device="cpu").item())  # of the CPU generator: no wait
+        key = int(torch.randint(2**31, (), device="cpu").item())  # the generator of the CPU: no wait for a device
         keep = hashed(self._places(x), key) >= int(self.p * 2**_BITS)
         return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
 
@@ -60,12 +60,18 @@ class Dropout(nn.Module):
 
 
 def hashed(places: Tensor, key: int) -> Tensor:
-    """24 random bits for every place, a function of (place, key) alone.
+    """24 random bits for every place: a function of place and key alone.
 
-    The place and the key are mixed to 32 bits (kept in int64), and these finalised by C. Wellons' "lowbias32".
+    Args:
+        places: Any shape, int64.
+        key: Less than 2**31.
+
+    Source: the finaliser "lowbias32" of C. Wellons, on 32 bits that are kept in int64.
     """
-    mask = 0xFFFFFFFF
-    x = (places ^ (places >> 32) * 0x9E3779B1) + key * 0x85EBCA77 & mask
-    x = (x ^ x >> 16) * 0x7FEB352D & mask
-    x = (x ^ x >> 15) * 0x846CA68B & mask
-    return (x ^ x >> 16) >> (32 - _BITS)
+    low = 0xFFFFFFFF  # the 32 bits that are kept
+    x = places ^ ((places >> 32) * 0x9E3779B1)  # the high half of the place is folded into the low one
+    x = (x + key * 0x85EBCA77) & low
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & low
+    x = x ^ (x >> 16)
+    return x >> (32 - _BITS)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._collectives import all_gather_to, reduce_from, reduce_scatter_to
+from .._torch_private import assert_async
 from ..modes.grid import Axes, Grid
 from ..modes.layout import Layout, part
 from ..modes.product_1d import SEQUENCE
@@ -17,14 +18,14 @@ from .parallel_layer import ParallelLayer
 from .parameter import Init, Rows, constant, make_parameter, normal, uniform
 
 
-class Embedding(ParallelLayer):
+class ParallelEmbedding(ParallelLayer):
     """A table whose features alone are cut; for small vocabularies.
 
     Args:
-        vocabulary: Ids are 0 .. vocabulary - 1.
-        features: Of the whole activation.
-        rules: Of the mode.
-        grid: Where this rank is.
+        vocabulary: Number of ids; they are 0 .. vocabulary - 1.
+        features: Features of the residual stream.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
         init: How the table is filled; default: normal(1), as torch.nn.Embedding.
     """
 
@@ -39,23 +40,28 @@ class Embedding(ParallelLayer):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Whole ids [B, S] to the residual layout of [B, S, features]; Raises as `VocabEmbedding`."""
+        """From whole ids [B, S] to the residual layout of [B, S, features].
+
+        Raises:
+            ValueError: An id is not in the vocabulary (on an accelerator a device-side assertion), or the batch or the
+                sequence does not divide.
+        """
         check_ids(ids, self.vocabulary)
         return functional.embedding(cut_tokens(ids, self._layout, self._grid), self.weight)
 
 
-class VocabEmbedding(ParallelLayer):
+class ParallelVocabEmbedding(ParallelLayer):
     """A table that is cut over the vocabulary too; a vocabulary that does not divide is padded.
 
     Each rank looks up the ids of its own rows, the rest gives zeros, and the partial sums are added where they meet.
 
     Args:
-        vocabulary: Ids are 0 .. vocabulary - 1.
-        features: Of the whole activation.
-        rules: Of the mode.
-        grid: Where this rank is.
-        padding_id: An id whose row is drawn as zero and gets no gradient from here, or None. A classifier that shares
-            the table trains it, as with torch.nn.Embedding's padding_idx.
+        vocabulary: Number of ids; they are 0 .. vocabulary - 1.
+        features: Features of the residual stream.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
+        padding_id: An id whose row starts as zero and gets no gradient from here, or None. A classifier that shares the
+            table trains it, as with torch.nn.Embedding's padding_idx.
         init: How the table is filled; default: normal(1), as torch.nn.Embedding.
     """
 
@@ -77,18 +83,17 @@ class VocabEmbedding(ParallelLayer):
         self._rules, self._grid = rules, grid
         axes = rules.vocabulary + rules.vocabulary_gathered
         rows = Rows(length=vocabulary, axes=axes, padded=padded(vocabulary, grid.size(axes)))
-        inside = rules.vocabulary + rules.vocabulary_gathered
-        sum_over = tuple(axis for axis in rules.residual.batch if axis not in inside)
+        sum_over = tuple(axis for axis in rules.residual.batch if axis not in axes)
         init = init or normal(1.0)
         fill = init if padding_id is None else _WithZeroRow(init, padding_id)
         self.weight = make_parameter([rows], [(features, rules.residual.features)], grid, fill, sum_over)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Whole ids [B, S] to the residual layout of [B, S, features].
+        """From whole ids [B, S] to the residual layout of [B, S, features].
 
         Raises:
-            ValueError: An id that is not in the vocabulary, or a batch or sequence that does not divide. On an
-                accelerator, where a look would wait for the device, a wrong id is a device-side assertion instead.
+            ValueError: An id is not in the vocabulary, or the batch or the sequence does not divide. On an accelerator,
+                where a look would wait for the device, a wrong id is a device-side assertion instead.
         """
         check_ids(ids, self.vocabulary)
         rules, grid = self._rules, self._grid
@@ -115,13 +120,13 @@ class VocabEmbedding(ParallelLayer):
         return tuple(axis for axis in batch if axis not in self._rules.vocabulary)
 
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of this rank's part of the table, zeros for ids elsewhere."""
-        here = table.shape[0]
-        first = self._grid.index(self._rules.vocabulary) * here
+        """The rows of the ids that are in this rank's part of the table, and zeros for the others."""
+        length = table.shape[0]
+        first = self._grid.index(self._rules.vocabulary) * length
         local = ids - first
-        elsewhere = (local < 0) | (local >= here)
+        elsewhere = (local < 0) | (local >= length)
         padding = None if self.padding_id is None else self.padding_id - first
-        if padding not in range(here):
+        if padding not in range(length):
             padding = None
         rows = functional.embedding(local.masked_fill(elsewhere, 0), table, padding)
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -131,14 +136,14 @@ class VocabEmbedding(ParallelLayer):
         return f"{self.vocabulary}, {self.features}"
 
 
-class PositionEmbedding(ParallelLayer):
+class ParallelPositionEmbedding(ParallelLayer):
     """Adds a learned vector for every position.
 
     Args:
         length: The longest sequence.
-        features: Of the whole activation.
-        rules: Of the mode.
-        grid: Where this rank is.
+        features: Features of the residual stream.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
         init: How it is filled; default: normal(0.02).
     """
 
@@ -151,24 +156,24 @@ class PositionEmbedding(ParallelLayer):
         self.weight = make_parameter([Rows(length=length)], others, grid, init or normal(0.02), rules.residual.tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, features] in the residual layout to the same."""
-        here = x.shape[SEQUENCE]
-        whole = here * self._grid.size(self._axes)
-        if whole > self.length:
-            raise ValueError(f"the sequence has {whole} positions, this embedding {self.length}; shorten it")
-        first = self._grid.index(self._axes) * here
-        return x + self.weight[first : first + here]
+        """[b, s, features] in the residual layout, plus the positions."""
+        local_length = x.shape[SEQUENCE]
+        length = local_length * self._grid.size(self._axes)
+        if length > self.length:
+            raise ValueError(f"the sequence has {length} positions, this embedding {self.length}; shorten it")
+        first = self._grid.index(self._axes) * local_length
+        return x + self.weight[first : first + local_length]
 
 
-class PatchEmbedding(ParallelLayer):
+class ParallelPatchEmbedding(ParallelLayer):
     """Cuts images into patches, projects them, and puts a learned class token in front.
 
     Args:
         patch: Side of a patch, in pixels.
-        channels: Of the images.
-        features: Of the whole activation.
-        rules: Of the mode.
-        grid: Where this rank is.
+        channels: Channels of the images.
+        features: Features of the residual stream.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
     """
 
     def __init__(self, patch: int, channels: int, features: int, rules: Rules, grid: Grid) -> None:
@@ -185,10 +190,10 @@ class PatchEmbedding(ParallelLayer):
         self.class_token = make_parameter(rows, [], grid, constant(0.0), layout.tokens)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Whole images [B, C, H, W] to the residual layout of [B, 1 + patches, features].
+        """From whole images [B, C, H, W] to the residual layout of [B, 1 + patches, features].
 
         Raises:
-            ValueError: A side that is no multiple of the patch, or tokens that do not divide over the sequence ranks.
+            ValueError: A side of the images is no multiple of the patch, or the tokens do not divide over the ranks.
         """
         images = cut_batch(images, self._layout.batch, self._grid)
         batch, _, height, width = images.shape
@@ -201,7 +206,13 @@ class PatchEmbedding(ParallelLayer):
 
 
 def cut_tokens(x: Tensor, layout: Layout, grid: Grid) -> Tensor:
-    """This rank's tokens of a whole [B, S, ...] without features: ids or targets."""
+    """This rank's tokens of whole ids or targets.
+
+    Args:
+        x: What all ranks have whole, [B, S, ...] without features.
+        layout: The layout to which it is cut.
+        grid: This rank's place.
+    """
     x = cut_batch(x, layout.batch, grid)
     if grid.size(layout.sequence) > 1:
         x = x[:, part(x.shape[SEQUENCE], layout.sequence, grid, "the sequence")]
@@ -209,22 +220,22 @@ def cut_tokens(x: Tensor, layout: Layout, grid: Grid) -> Tensor:
 
 
 def cut_batch(x: Tensor, axes: Axes, grid: Grid) -> Tensor:
-    """This rank's part of the first dim."""
+    """This rank's part of the first dim of what all ranks have whole."""
     return x[part(x.shape[0], axes, grid, "the batch")] if grid.size(axes) > 1 else x
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Raises ValueError on every rank for an id that none has; on an accelerator asserts there, without waiting."""
+    """Raises ValueError for an id that is not in the vocabulary; on an accelerator asserts there, without waiting."""
     fine = (ids >= 0) & (ids < vocabulary)
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         if not fine.all():
             raise ValueError(f"id {ids[~fine][0].item()} is outside the vocabulary: ids are 0 to {vocabulary - 1}")
     else:
-        torch._assert_async(fine.all(), f"an id is outside the vocabulary of {vocabulary}")
+        assert_async(fine.all(), f"an id is outside the vocabulary of {vocabulary}")
 
 
 def padded(length: int, parts: int) -> int:
-    """The next multiple."""
+    """The next multiple of `parts`."""
     return math.ceil(length / parts) * parts
 
 

@@ -20,23 +20,26 @@ class ParallelLinear(ParallelLayer):
 
     Args:
         rows: The runs of output features, each cut by itself.
-        in_features: K.
-        bias: Whether there is one.
+        in_features: Features of the input, K.
+        bias: Whether there is a bias.
         cut: How the weight is cut.
         takes: The layout of the input.
         out: The layout of the output; the bias is cut as its features are.
         product: The product over the ranks.
-        grid: Where this rank is.
+        grid: This rank's place.
         init: How the weight is filled; default: as torch.nn.Linear, uniform in +-1/sqrt(K).
-        then: What happens to the output.
+        then: What is done to the output of the product, or None.
     """
 
     weight_grad_hook: WeightGradHook | None = None
-    """Set by who wants to compute weight gradients later, such as a pipeline schedule."""
+    """Set by those who want to compute weight gradients later, such as a pipeline schedule."""
 
     linear: LinearFunction | None
-    """Multiplies this rank's part in place of torch's product, such as in float8; set by who wants it, in mode None or
-    1d. Collectives are as ever around it, except that nothing overlaps; `weight_grad_hook` is its own to look at."""
+    """Multiplies this rank's part in place of torch's product, such as in float8; for one device and 1d.
+
+    The collectives around it stay the same, except that nothing overlaps them. The function itself looks at the layer's
+    `weight_grad_hook`.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class ParallelLinear(ParallelLayer):
         self.bias = make_parameter(rows, [], grid, uniform(bound), out.tokens) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., k] to [..., n], both local."""
+        """From local activations [..., k] to local activations [..., n]."""
         check_features(x, self._local_in, self._takes, "a linear")
         weight, hook = weight_and_hook(self) if self.linear is None else (self.weight, None)
         x, weight, bias = in_autocast_dtype(x, weight, self.bias)
@@ -73,7 +76,11 @@ class ParallelLinear(ParallelLayer):
         return y if self._then is None else self._then(y)
 
     def parts(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Cuts an output into the local parts of its blocks, such as q, k and v."""
+        """Cuts an output into the local parts of the layer's blocks, such as q, k and v.
+
+        Args:
+            y: What forward gave, [..., n].
+        """
         parts: tuple[Tensor, ...] = y.split(self.local_parts, dim=-1)
         return parts
 
@@ -85,11 +92,18 @@ class ParallelLinear(ParallelLayer):
 def block_rows(out_features: int, blocks: int | Sequence[int], unit: int, axes: Axes, grid: Grid) -> list[Rows]:
     """The runs of a column layer's output features, each cut over `axes` in whole units.
 
-    A block with fewer units than ranks is cut over the leading axes alone, and copied over the rest: fewer key and
-    value heads than ranks. Its gradient is then partial over the rest.
+    A block with fewer units than ranks, as the keys and values of few heads are, is cut over the leading axes alone and
+    copied over the rest. Its gradient is then partial over the rest.
+
+    Args:
+        out_features: Features of all blocks together.
+        blocks: Number or sizes of the blocks.
+        unit: Number of features that stay together on a rank.
+        axes: The axes over which the blocks are cut.
+        grid: This rank's place.
 
     Raises:
-        ValueError: Sizes that do not add up, or do not divide.
+        ValueError: The sizes do not add up, or do not divide.
     """
     if isinstance(blocks, int):
         if out_features % blocks:
@@ -120,7 +134,14 @@ def _rows_of_block(length: int, unit: int, axes: Axes, grid: Grid) -> Rows:
 
 
 def check_divides(length: int, axes: Axes, grid: Grid, what: str) -> None:
-    """Raises ValueError, naming size and divisor, unless a dim can be cut evenly over `axes`."""
+    """Raises ValueError, naming size and divisor, unless a dim can be cut evenly over `axes`.
+
+    Args:
+        length: The length of the whole dim.
+        axes: The axes over which it is to be cut.
+        grid: This rank's place.
+        what: What the length is, for the message.
+    """
     ranks = grid.size(axes)
     if length % ranks:
         near = math.ceil(length / ranks) * ranks

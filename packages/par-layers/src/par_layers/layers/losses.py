@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .._collectives import finish, reduce_from, start_all_reduce
+from .._torch_private import assert_async
 from ..modes.grid import Axes, Grid
 from ..modes.layout import Layout
 from ..modes.rules import Rules
@@ -23,12 +24,12 @@ class LossOptions:
     """What a cross entropy counts.
 
     Args:
-        classes: Of the whole vocabulary; fewer logits than that mean that it is cut.
-        ignore_index: Targets that do not count.
+        classes: Number of classes in the whole vocabulary; fewer logits than that mean that it is cut.
+        ignore_index: The target that does not count.
         label_smoothing: Weight of the uniform distribution over all classes, 0 to 1.
 
     Raises:
-        ValueError: Smoothing out of range.
+        ValueError: The smoothing is out of range.
     """
 
     classes: int
@@ -44,15 +45,15 @@ def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opti
     """The mean over all tokens of the tensor group that are not ignored, on every rank alike; in fp32 at least.
 
     Args:
-        logits: [B, ..., classes or less], in the layout that the classifier gave them.
-        target: Whole [B, ...], int64.
-        rules: Of the mode.
-        grid: Where this rank is.
-        options: Classes, what is ignored, smoothing.
+        logits: [b, ..., classes or less], in the layout that the classifier gave them.
+        target: The whole targets [B, ...], int64.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
+        options: Number of classes, what is ignored, and smoothing.
 
     Raises:
-        ValueError: A target that is no class. On an accelerator, where a look would wait for the device, a wrong target
-            is a device-side assertion instead.
+        ValueError: A target is no class. On an accelerator, where a look would wait for the device, it is a device-side
+            assertion instead.
     """
     check_targets(target, options)
     total = _summed_losses(logits, target, rules, grid, options)
@@ -76,11 +77,11 @@ def linear_cross_entropy(
     Args:
         hidden: [b, s, h] in the residual layout.
         classifier: From hidden to logits.
-        target: Whole [B, S].
-        rules: Of the mode.
-        grid: Where this rank is.
-        options: As for `cross_entropy`.
-        chunks: The number of parts; they need not be equal.
+        target: The whole targets [B, S], int64.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
+        options: Number of classes, what is ignored, and smoothing.
+        chunks: Number of parts; they need not be equal.
     """
     check_targets(target, options)
     by_rank = target.unflatten(1, (grid.size(rules.residual.sequence), hidden.shape[1]))  # [B, sequence ranks, s]
@@ -120,7 +121,17 @@ def _summed_losses(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opt
 def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
     """The share of tokens of the tensor group whose largest logit is the target's; ignored ones do not count.
 
-    Args and Raises as for `cross_entropy`; of equal logits the first class wins.
+    Of equal logits the first class wins.
+
+    Args:
+        logits: [b, ..., classes or less], in the layout that the classifier gave them.
+        target: The whole targets [B, ...], int64.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
+        options: Number of classes, and what is ignored.
+
+    Raises:
+        ValueError: A target is no class; on an accelerator it is a device-side assertion.
     """
     check_targets(target, options)
     classes, ignore_index = options.classes, options.ignore_index
@@ -139,12 +150,15 @@ def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: 
 
 
 def logits_layout(rules: Rules, *, cut: bool) -> Layout:
-    """A cut vocabulary leaves a column product; whole logits lie as the residual does, the sequence gathered."""
+    """The layout of logits.
+
+    Those of a cut vocabulary come from a column product; whole ones lie as the residual does, the sequence gathered.
+    """
     return rules.inner if cut else Layout(batch=rules.residual.batch)
 
 
 def over_tokens(value: Tensor, layout: Layout, grid: Grid) -> Tensor:
-    """The sum over ranks with different tokens; each one's gradient is its own."""
+    """The sum of a number over the ranks that have different tokens; backward leaves the gradient alone."""
     axes: Axes = grid.larger(layout.tokens)
     return reduce_from(value, grid.group(axes)) if axes else value
 
@@ -158,14 +172,15 @@ def check_targets(target: Tensor, options: LossOptions) -> None:
             wrong = target[~fine][0].item()
             raise ValueError(f"target {wrong} is no class: classes are 0 to {classes - 1}, {ignore_index} is ignored")
     else:
-        torch._assert_async(fine.all(), f"a target is no class: classes are 0 to {classes - 1}")
+        assert_async(fine.all(), f"a target is no class: classes are 0 to {classes - 1}")
 
 
 class _CutVocabulary(torch.autograd.Function):
     """Cross entropy, token by token, of logits whose last dim is cut over a group; padded logits are -inf.
 
     Two all-reduces: the largest logit, then the sum of exponentials, the target's logit and, for smoothing, the sum of
-    all logits. Saved are the logits and a number a token; backward makes one tensor of the logits' size, the gradient.
+    all logits. Saved are the logits and a few numbers for each token; backward makes one tensor of the logits' size,
+    the gradient.
     """
 
     @staticmethod

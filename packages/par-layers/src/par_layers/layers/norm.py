@@ -23,11 +23,11 @@ class ParallelNorm(ParallelLayer):
     """Normalises over features; with a mean it is LayerNorm, without RMSNorm. `LayerSet` makes it.
 
     Args:
-        features: Of the whole activation.
-        layout: Where it is used: weights are cut as its features are.
-        grid: Where this rank is.
-        mean: Whether the mean is taken off, and there is a bias.
-        eps: Added to the variance.
+        features: Features of the residual stream.
+        layout: The layout of the activations; weights are cut as its features are.
+        grid: This rank's place.
+        mean: Whether the mean is subtracted, and there is a bias.
+        eps: What is added to the variance.
     """
 
     def __init__(self, features: int, layout: Layout, grid: Grid, *, mean: bool, eps: float) -> None:
@@ -41,7 +41,7 @@ class ParallelNorm(ParallelLayer):
         self._group = grid.group(layout.features) if grid.size(layout.features) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features, perhaps cut] to the same, in x's dtype; under autocast fp32 at least."""
+        """Normalises [..., features], perhaps cut; in x's dtype, under autocast in fp32 at least."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         check_features(x, weight.shape[0], self._layout, "a norm")
@@ -93,5 +93,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Over the last dim of all ranks, kept as a dim of 1."""
+    """The sum over the last dim of all ranks, kept as a dim of 1."""
     return finish(start_all_reduce(x.sum(-1, keepdim=True), group))

@@ -29,7 +29,7 @@ class ParallelLayer(nn.Module):
     """A layer whose parameters come from `make_parameter`."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Of `to_empty`, `to` and the like; a parameter that leaves the meta device stays the same object."""
+        """What `to_empty`, `to` and the like call; a parameter that leaves the meta device stays the same object."""
         before = dict(self._parameters)
         abstract = {name for name, parameter in before.items() if parameter is not None and parameter.is_meta}
         with _records_kept(self):
@@ -61,8 +61,8 @@ def check_records(model: nn.Module, record: str = "par_sharding") -> None:
     """Raises RuntimeError if a parameter of our layers has lost its record.
 
     Args:
-        model: Holds layers of ours; other layers are left alone.
-        record: The attribute that is looked for.
+        model: A model with layers of ours; other layers are left alone.
+        record: The name of the attribute that each parameter must have.
     """
     for path, module in model.named_modules():
         if isinstance(module, ParallelLayer):
@@ -76,13 +76,15 @@ def check_records(model: nn.Module, record: str = "par_sharding") -> None:
                     )
 
 
-_COPIED = (Tensor, nn.Module, dict, list, set)  # by deepcopy; rules, grids, groups and functions are shared
+_COPIED = (Tensor, nn.Module, dict, list, set)  # what deepcopy copies; rules, grids, groups and functions are shared
 
 
 @contextmanager
 def _records_kept(module: nn.Module) -> Iterator[None]:
-    """Whatever parameters the module has afterwards have the records of those that it had."""
-    before = [(name, each.shape, each.par_sharding, each.par_init) for name, each in _with_records(module)]
+    """A context: the parameters that the module has at its end get the records of those that it had before."""
+    before = [
+        (name, parameter.shape, parameter.par_sharding, parameter.par_init) for name, parameter in _with_records(module)
+    ]
     try:
         yield
     finally:
@@ -91,11 +93,11 @@ def _records_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _with_records(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, each) for name, each in module._parameters.items() if isinstance(each, HasInit))
+    return ((name, parameter) for name, parameter in module._parameters.items() if isinstance(parameter, HasInit))
 
 
 def _put_back(parameter: Tensor | None, shape: torch.Size, sharding: Sharding, init: Init) -> None:
-    """Unless it is no longer the local part that the record is about, such as a DTensor of a part of that."""
+    """Gives a parameter its record, unless it is no longer the part that the record is about, as FSDP2's DTensors."""
     if parameter is not None and parameter.shape == shape and not hasattr(parameter, "placements"):
         set_sharding(parameter, sharding)
         parameter.par_init = init  # type: ignore[attr-defined]  # a tensor takes attributes

@@ -1,6 +1,5 @@
 """Parameters that hold one rank's part: on the meta device with a record and an init rule, until they are filled."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from par_groups import Box, Sharding, set_sharding
 from ..modes.grid import Axes, Grid
 
 Init = Callable[[Tensor, torch.Generator], object]
-"""Fills a whole parameter in place; it never sees how the parameter is cut. A value: it can be copied and pickled."""
+"""Fills a whole parameter in place; it never sees how the parameter is cut. It can be compared, copied and pickled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +20,8 @@ class Rows:
     """A run of rows (dim 0) that is cut by itself, as q, k and v are in one fused weight.
 
     Args:
-        length: Rows in the whole tensor.
-        axes: Axes over which they are cut.
+        length: Number of rows in the whole tensor.
+        axes: The axes over which they are cut.
         padded: The length with padding, which divides; the padding is at the end, and no part of the tensor.
         sum_over: Further axes over which the gradient of these rows is partial.
     """
@@ -40,28 +39,29 @@ def make_parameter(
 
     Args:
         rows: The runs of dim 0, in order.
-        others: Length and axes of each further dim; they divide.
-        grid: Where this rank is.
+        others: The length of each further dim, and the axes over which it is cut; they divide it.
+        grid: This rank's place.
         init: How the whole tensor is filled.
-        sum_over: Axes over which the gradient is partial after backward; those of size 1 are left out.
+        sum_over: The axes over which the gradient is partial after backward; those of size 1 are left out.
     """
     shape = (sum(run.length for run in rows), *(length for length, _ in others))
     counts = [(run.padded or run.length) // grid.size(run.axes) for run in rows]
     rest = tuple(length // grid.size(axes) for length, axes in others)
-    corner = tuple(grid.index(axes) * each for (_, axes), each in zip(others, rest, strict=True))
-    stride = tuple(itertools.accumulate(reversed(rest), lambda a, b: a * b, initial=1))[::-1]
-    boxes, first, local = [], 0, 0
+    corner = tuple(grid.index(axes) * length for (_, axes), length in zip(others, rest, strict=True))
+    stride = tuple(math.prod(rest[dim:]) for dim in range(len(rest) + 1))
+    other_axes = tuple(axis for _, axes in others for axis in axes)
+    boxes, first, local = [], 0, 0  # `first` and `local` are where the run begins in the whole and in the local tensor
     for run, count in zip(rows, counts, strict=True):
         start = grid.index(run.axes) * count
-        held = min(count, run.length - start)  # less than count where the rest is padding
-        if held > 0 and all(rest):
+        real = min(count, run.length - start)  # less than count where the rest is padding
+        if real > 0 and all(rest):
             boxes.append(
                 Box(
                     start=(first + start, *corner),
-                    size=(held, *rest),
+                    size=(real, *rest),
                     offset=local * math.prod(rest),
                     stride=stride,
-                    copies=grid.copies(_all_axes(run.axes, others)),
+                    copies=grid.copies(run.axes + other_axes),
                     sum_over=grid.larger(sum_over + run.sum_over),
                 )
             )
@@ -73,17 +73,29 @@ def make_parameter(
 
 
 def normal(std: float) -> Init:
-    """Normal around 0."""
+    """An init rule: normally distributed around 0.
+
+    Args:
+        std: The standard deviation.
+    """
     return _Normal(std)
 
 
 def uniform(bound: float) -> Init:
-    """Uniform in -bound .. bound."""
+    """An init rule: uniformly distributed in -bound .. bound.
+
+    Args:
+        bound: The largest absolute value.
+    """
     return _Uniform(bound)
 
 
 def constant(value: float) -> Init:
-    """The same number everywhere."""
+    """An init rule: the same number everywhere.
+
+    Args:
+        value: The number.
+    """
     return _Constant(value)
 
 
@@ -109,7 +121,3 @@ class _Constant:
 
     def __call__(self, whole: Tensor, _: torch.Generator) -> None:
         whole.fill_(self.value)
-
-
-def _all_axes(axes: Axes, others: Sequence[tuple[int, Axes]]) -> Axes:
-    return axes + tuple(itertools.chain.from_iterable(each for _, each in others))

@@ -10,15 +10,20 @@ from .parallel_layer import check_records
 
 
 class PartialGradients:
-    """A gradient handler: one all-reduce a step for each set of axes that some box is partial over.
+    """A gradient handler that sums, once a step, what is still partial after the last backward.
 
-    Norms and biases under sequence parallelism and in 2D to 3D, weights over the depth of 2.5D, copied key and value
-    heads. Call `handle_gradient` once, after the last backward of a step: sums over different axes commute, so
-    data-parallel reduction may come before or after.
+    Partial are the gradients of norms and biases under sequence parallelism and in 2D to 3D, of weights over the depth
+    of 2.5D, and of copied key and value heads. Sums over different axes commute, so data-parallel reduction may come
+    before or after.
 
     Args:
         source: The model, or the optimizer where gradients live in flat shards.
         groups: The groups that the model's layers were made with.
+
+    Example:
+        loss.backward()
+        PartialGradients(model, groups).handle_gradient()
+        optimizer.step()
     """
 
     def __init__(self, source: nn.Module | torch.optim.Optimizer, groups: ProcessGroups) -> None:
@@ -27,11 +32,12 @@ class PartialGradients:
         self._checked = False
 
     def handle_gradient(self) -> None:
-        """Sums, in place. Every rank of the tensor group must call it.
+        """Sums in place: one all-reduce for each set of axes over which some gradient is partial.
+
+        Every rank of the tensor group must call it, once after the last backward of a step.
 
         Raises:
-            RuntimeError: A parameter of our layers that does not say which sums it needs, as after FSDP2's
-                `fully_shard`.
+            RuntimeError: A parameter of our layers does not say which sums it needs, as after FSDP2's `fully_shard`.
         """
         if not self._checked and isinstance(self._source, nn.Module):
             check_records(self._source)

@@ -5,13 +5,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch_private import is_any_autocast_enabled
+
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""From x [..., k], weight [n, k], and bias [n] or None, to [..., n]; autograd can go through it."""
+"""A function in the place of torch's product: from x [..., k], weight [n, k], and bias [n] or None, to [..., n].
+
+Autograd can go through it.
+"""
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which torch.autocast multiplies on this tensor's device; None where it is off."""
-    if not torch._C._is_any_autocast_enabled():  # to look for the device takes microseconds, at every layer
+    if not is_any_autocast_enabled():
         return None
     device = x.device.type
     enabled = device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know meta

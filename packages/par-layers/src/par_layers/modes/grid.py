@@ -20,7 +20,7 @@ class Grid:
 
     def __init__(self, groups: ProcessGroups | None) -> None:
         self.groups = groups
-        self.copies = lru_cache(maxsize=None)(self._copies)
+        self.copies = lru_cache(maxsize=None)(self._copies)  # of this object, so that it goes when the object goes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: copies of a model work on the same ranks."""
@@ -31,7 +31,7 @@ class Grid:
 
     @property
     def topology(self) -> Topology | None:
-        """The topology of the groups."""
+        """The topology of the groups; None on one device."""
         return None if self.groups is None else self.groups.topology
 
     def size(self, axes: Axes) -> int:
@@ -50,13 +50,17 @@ class Grid:
         return 0 if self.groups is None else self.groups.rank(axis)
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
-        """The live group over these axes; only asked for where there is more than one rank."""
+        """The live group over these axes, which have more than one rank.
+
+        Raises:
+            RuntimeError: There are no groups, on one device.
+        """
         if self.groups is None:
             raise RuntimeError(f"one device has no group over {axes}")
         return self.groups[axes if len(axes) > 1 else axes[0]]
 
     def larger(self, axes: Sequence[str]) -> Axes:
-        """Those of the axes that have more than one rank."""
+        """The axes that have more than one rank, in the order in which they are given."""
         return tuple(axis for axis in axes if self.size((axis,)) > 1)
 
     @cached_property
@@ -68,6 +72,6 @@ class Grid:
         """The ranks that hold the same part of a parameter that is cut over these axes, of the same pipeline stage."""
         if self.groups is None or self.topology is None:
             return (dist.get_rank() if dist.is_initialized() else 0,)
-        taken = {*cut_by, *self.topology.leaves("pipeline")} if "pipeline" in self.topology.axes else set(cut_by)
-        others = [axis for axis in self.topology.axes if axis not in taken]
-        return self.topology.group(others, self.groups.global_rank)
+        differ = {*cut_by, "pipeline"}
+        same = [axis for axis in self.topology.axes if axis not in differ]
+        return self.topology.group(same, self.groups.global_rank)

@@ -1,4 +1,4 @@
-"""Layouts: which axes cut which dims of an activation. Pure.
+"""Layouts: which axes cut which dims of an activation.
 
 An activation is [batch, ..., features]; with a sequence it is [batch, sequence, features]. A mode is little more than
 two layouts, the residual one that blocks add to, and the inner one between a column and a row layer, and the product
@@ -39,7 +39,14 @@ class Layout:
 
 
 def check_features(x: Tensor, features: int, layout: Layout, who: str) -> None:
-    """Raises ValueError, naming the layout that was expected, unless the last dim is this rank's part of it."""
+    """Raises ValueError, naming the layout that was expected, unless the last dim is this rank's part of the features.
+
+    Args:
+        x: The activation, [..., features].
+        features: This rank's number of features.
+        layout: The layout that the layer takes.
+        who: The layer, for the message.
+    """
     if x.shape[-1] != features:
         raise ValueError(
             f"{who} takes activations {layout.describe()}, here [..., {features}], but was given {list(x.shape)}; a "
@@ -48,14 +55,20 @@ def check_features(x: Tensor, features: int, layout: Layout, who: str) -> None:
 
 
 def part(length: int, axes: Axes, grid: Grid, what: str) -> slice:
-    """This rank's slice of a dim that is cut over `axes`.
+    """This rank's slice of a dim.
+
+    Args:
+        length: The length of the whole dim.
+        axes: The axes over which it is cut.
+        grid: This rank's place.
+        what: What the length is, for the message.
 
     Raises:
-        ValueError: The length does not divide; the message names both.
+        ValueError: The length does not divide by the ranks; the message names both.
     """
     parts = grid.size(axes)
     if length % parts:
         raise ValueError(f"{what} is {length}, which does not divide by {parts} ranks ({' x '.join(axes)}); pad it")
-    each = length // parts
-    start = grid.index(axes) * each
-    return slice(start, start + each)
+    share = length // parts
+    start = grid.index(axes) * share
+    return slice(start, start + share)

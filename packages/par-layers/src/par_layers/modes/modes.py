@@ -1,10 +1,12 @@
-"""The modes we ship: what makes 1d, 2d, 2.5d and 3d differ, and nothing else."""
+"""The modes that we ship, one function each: what makes 1d, 2d, 2.5d and 3d differ, and nothing else."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from par_groups import ProcessGroups, Registry
+from torch import Tensor
+
+from par_groups import Registry
 
 from .._collectives import all_to_all, exchange, gather_from
 from .cube import Cube
@@ -20,12 +22,21 @@ LAYER_SETS: Registry[RulesFunction] = Registry("layer set", "par_layers.layer_se
 
 
 def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
-    """Registers the layers of a parallel mode, as a decorator on a function from a grid (and options) to `Rules`.
+    """Registers the layers of a parallel mode, as a decorator on a function that makes its `Rules`.
 
-    Another wheel can provide them by an entry point in the group `par_layers.layer_sets`.
+    The function is called as `function(grid, **options)`, with this rank's `Grid` and the mode's options. Another wheel
+    can provide it by an entry point in the group `par_layers.layer_sets`.
+
+    Args:
+        name: The name of the mode, as it is registered with par-groups.
 
     Raises:
         ValueError: The name is taken.
+
+    Example:
+        @register_layer_set("columns")
+        def columns(grid: Grid) -> Rules:
+            return Rules(column=Cut(rows=grid.tensor_axes), ...)
     """
 
     def register(function: RulesFunction) -> RulesFunction:
@@ -36,32 +47,45 @@ def register_layer_set(name: str) -> Callable[[RulesFunction], RulesFunction]:
 
 
 def rules_of(mode: str | None, grid: Grid, options: dict[str, Any]) -> Rules:
-    """The rules of a mode; one device has none. Options are those of the topology's config, and further ones."""
+    """The rules of a mode; where there is one rank alone, those of one device.
+
+    Args:
+        mode: The name of the mode; None for one device.
+        grid: This rank's place.
+        options: The mode's own options.
+
+    Raises:
+        ValueError: The mode is unknown, or does not take an option.
+    """
     if mode is None or grid.groups is None:
         return Rules()
     function = LAYER_SETS[mode]
-    taken = inspect.signature(function)
+    signature = inspect.signature(function)
     try:
-        taken.bind(grid, **options)
+        signature.bind(grid, **options)
     except TypeError as error:
-        raise ValueError(f"mode {mode!r} does not take the options {options}: {error}; it takes {taken}") from None
+        raise ValueError(f"mode {mode!r} does not take the options {options}: {error}; it takes {signature}") from None
     return function(grid, **options) if grid.size(grid.tensor_axes) > 1 else Rules()
 
 
 @register_layer_set("1d")
 def _one_d(grid: Grid, *, sequence_parallel: bool = False, kv_heads: int | None = None) -> Rules:  # noqa: ARG001
+    """A line of ranks, Megatron's; `kv_heads` is the topology's to read."""
     axes = grid.tensor_axes
     group = grid.group(axes)
-    sequence = axes if sequence_parallel else ()
     column = Column1D(group, sequence_parallel)
+
+    def to_residual(y: Tensor) -> Tensor:
+        return all_to_all(y, group, SEQUENCE, -1) if sequence_parallel else gather_from(y, group, -1)
+
     return Rules(
-        residual=Layout(sequence=sequence),
+        residual=Layout(sequence=axes if sequence_parallel else ()),
         inner=Layout(features=axes),
         column=Cut(rows=axes),
         row=Cut(columns=axes),
         column_product=column,
         row_product=Row1D(group, sequence_parallel),
-        to_residual=(lambda y: all_to_all(y, group, SEQUENCE, -1)) if sequence_parallel else _gathering(group),
+        to_residual=to_residual,
         vocabulary=axes,
         tied_product=column,
     )
@@ -78,12 +102,12 @@ def _two_and_a_half_d(grid: Grid, *, depth: int | None = None) -> Rules:  # noqa
 
 
 def _square(grid: Grid, depth: Axes) -> Rules:
-    """Squares of rows and columns, `depth` of them side by side on different tokens."""
+    """Squares of rows and columns; with a depth, several side by side on different tokens."""
     layout = Layout(batch=(*depth, "row"), features=("col",))
-    product = _summa(grid)
+    product = Summa(along_row=grid.group(("col",)), along_col=grid.group(("row",)))
     cut = Cut(rows=("col",), columns=("row",), sum_over=depth)
     q = grid.size(("col",))
-    transposed = (grid.index(depth) * q + grid.rank_on("col")) * q + grid.rank_on("row")
+    transposed = (grid.index(depth) * q + grid.rank_on("col")) * q + grid.rank_on("row")  # of the tensor group
     return Rules(
         residual=layout,
         inner=layout,
@@ -97,12 +121,9 @@ def _square(grid: Grid, depth: Axes) -> Rules:
     )
 
 
-def _summa(grid: Grid) -> Summa:
-    return Summa(along_row=grid.group(("col",)), along_col=grid.group(("row",)))
-
-
 @register_layer_set("3d")
 def _three_d(grid: Grid) -> Rules:
+    """A cube, where columns lead from one layout to another and rows back."""
     incoming, outgoing, weight = (grid.group((axis,)) for axis in ("input", "output", "weight"))
     d = grid.size(("weight",))
     o, i, w = (grid.rank_on(axis) for axis in ("output", "input", "weight"))
@@ -119,13 +140,3 @@ def _three_d(grid: Grid) -> Rules:
         vocabulary_gathered=("weight",),
         tied_product=Cube(gather=incoming, scatter=outgoing, weight=weight, weight_dim=0),
     )
-
-
-def _gathering(group: Any) -> Callable[[Any], Any]:
-    return lambda y: gather_from(y, group, -1)
-
-
-def tensor_mode(groups: ProcessGroups) -> tuple[str | None, dict[str, Any]]:
-    """The tensor mode that a topology was made with, and its options."""
-    mode, options = groups.topology.modes.get("tensor", (None, {}))
-    return mode, dict(options)

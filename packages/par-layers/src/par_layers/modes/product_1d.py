@@ -20,13 +20,13 @@ from .._collectives import (
     copy_to,
     finish,
     finish_all_gather_on,
+    may_overwrite,
     reduce_from,
     reduce_from_,
     reduce_scatter_to,
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter_on,
-    unseen,
 )
 from .arithmetic import LinearFunction
 
@@ -37,7 +37,7 @@ SEQUENCE = 1
 def local_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, hook: WeightGradHook | None, linear: LinearFunction | None = None
 ) -> Tensor:
-    """What torch.nn.Linear does, on one device or inside a cut region."""
+    """The product of torch.nn.Linear, on one device or inside a cut region."""
     if linear is not None:
         return linear(x, weight, bias)
     if hook is None:
@@ -99,13 +99,13 @@ class Row1D:
         partial = local_product(x, weight, None, hook, linear)
         if self.sequence:
             summed = reduce_scatter_to(partial, self.group, SEQUENCE)
-        elif linear is not None:  # who knows who keeps the partial sums
-            summed = reduce_from(partial, self.group)
-        else:
+        elif linear is None:
             summed = reduce_from_(partial, self.group)
+        else:  # the user's function may have saved its result for backward, so that is not overwritten
+            summed = reduce_from(partial, self.group)
         if bias is None:
             return summed
-        return summed.add_(bias) if unseen() else summed + bias
+        return summed.add_(bias) if may_overwrite() else summed + bias
 
 
 class _Column(torch.autograd.Function):
@@ -178,13 +178,19 @@ class _Local(torch.autograd.Function):
 
 
 def save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
-    """Saves of a product, whose first inputs these are, what its backward needs: with a frozen weight, not x."""
+    """Saves what the backward of a product needs of its operands: with a frozen weight, not x.
+
+    Args:
+        ctx: The context of an autograd function whose first two inputs are the operands; `ctx.hook` is set.
+        x: The activations.
+        weight: The weight.
+    """
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x or ctx.hook is not None else None)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: WeightGradHook | None) -> Tensor | None:
-    """[..., N] and [..., K] to [N, K], now, or by the hook later."""
+    """The weight gradient [N, K] from [..., N] and [..., K]; or None, and the hook is handed it for later."""
     left, right = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
     if hook is None:
         return left.t().mm(right)
@@ -193,5 +199,5 @@ def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, hook: WeightGra
 
 
 def bias_gradient(gradient: Tensor) -> Tensor:
-    """[..., N] to [N]."""
+    """The bias gradient [N] from [..., N]."""
     return gradient.reshape(-1, gradient.shape[-1]).sum(0)

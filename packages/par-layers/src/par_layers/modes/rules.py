@@ -25,14 +25,17 @@ class Product(Protocol):
         hook: WeightGradHook | None,
         linear: LinearFunction | None = None,
     ) -> Tensor:
-        """Local activations and weight, [..., k] and [n, k], to local activations [..., n'].
+        """Multiplies local activations with the local weight.
 
         Args:
-            x: [..., k].
-            weight: [n, k], of x's dtype.
-            bias: [n'] or None.
-            hook: Is handed the weight gradient during backward, instead of computing it.
-            linear: Multiplies in place of torch's product.
+            x: Local activations [..., k].
+            weight: The local weight [n, k], of x's dtype.
+            bias: The local bias [n'], or None.
+            hook: Is handed the weight gradient during backward, which then does not compute it; or None.
+            linear: Multiplies in place of torch's product; or None.
+
+        Returns:
+            Local activations [..., n'] in the layout that the product leads to.
         """
         ...
 
@@ -42,9 +45,9 @@ class Cut:
     """How a weight [N, K] is cut, as torch.nn.Linear stores it.
 
     Args:
-        rows: Axes over which N is cut.
-        columns: Axes over which K is cut.
-        sum_over: Axes over which the gradient is partial after backward.
+        rows: The axes over which N is cut.
+        columns: The axes over which K is cut.
+        sum_over: The axes over which the gradient is partial after backward.
     """
 
     rows: Axes = ()
@@ -56,25 +59,21 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _same_table(table: Tensor) -> Tensor:
-    return table
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """A tensor mode. The defaults are one device.
+    """How a tensor mode cuts and multiplies. The defaults are one device.
 
     Args:
-        residual: Layout of what blocks add to: what embeddings give and a row layer leads back to.
-        inner: Layout between a column and a row layer.
-        column: Cut of a column layer's weight.
-        row: Cut of a row layer's weight.
-        column_product: From residual to inner.
-        row_product: From inner to residual.
-        to_residual: Brings an inner activation to the residual layout, without a product.
-        vocabulary: Axes over which an embedding table is cut; each rank looks up its part of the ids.
-        vocabulary_gathered: Axes over which the table is cut further, and gathered for use.
-        tied: From the table, as it lies, to the column weight [V, H] that `tied_product` takes.
+        residual: The layout of what blocks add to: what embeddings give and a row layer leads back to.
+        inner: The layout between a column and a row layer.
+        column: How a column layer's weight is cut.
+        row: How a row layer's weight is cut.
+        column_product: The product that leads from the residual layout to the inner one.
+        row_product: The product that leads from the inner layout to the residual one.
+        to_residual: Brings an activation from the inner to the residual layout, without a product.
+        vocabulary: The axes over which an embedding table is cut; each rank looks up its part of the ids.
+        vocabulary_gathered: The axes over which the table is cut further, and gathered for use.
+        tied: From the table, as it lies on the ranks, to the column weight [V, H] that `tied_product` takes.
         tied_product: The product of a classifier that shares the table.
     """
 
@@ -87,5 +86,5 @@ class Rules:
     to_residual: Callable[[Tensor], Tensor] = _same
     vocabulary: Axes = ()
     vocabulary_gathered: Axes = ()
-    tied: Callable[[Tensor], Tensor] = _same_table
+    tied: Callable[[Tensor], Tensor] = _same
     tied_product: Product = local_product
