@@ -12,9 +12,8 @@ from torch import nn
 
 from par_groups import written_
 from par_precision import mixed
-from par_precision._precisions import PRECISIONS
 
-from .training import adamw, loss_of, model, train
+from .training import ON_CPU, adamw, loss_of, model, train
 
 N = 256 * 256
 
@@ -76,7 +75,7 @@ def alive(references):
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
-        *((name, {}) for name in PRECISIONS if name != "tf32"),
+        *((name, {}) for name in ON_CPU),
         ("bf16", {"accumulate_fp32": True}),
         ("fp16", {"accumulate_fp32": True}),
     ],

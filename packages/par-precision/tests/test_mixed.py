@@ -21,12 +21,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from par_groups import written_
-from par_precision import DynamicScale, MixedOptions, mixed
-from par_precision._precisions import PRECISIONS
+from par_precision import DynamicScale, MixedOptions, mixed, precision_of
 
-from .training import MAKERS, adamw, loss_of, model, train
+from .training import MAKERS, ON_CPU, adamw, loss_of, model, train
 
-ON_CPU = [name for name in PRECISIONS if name != "tf32"]
 DISTANCE = {"fp32": 0.0, "bf16-amp": 0.02, "bf16": 0.02, "bf16-sr": 0.05, "fp8": 0.1, "fp16-amp": 0.003, "fp16": 0.003}
 """From the fp32 losses: units in the last place of products, of weights, and of float8."""
 
@@ -55,7 +53,7 @@ def test_dtypes_are_what_each_precision_says(precision):
     module = model()
     module, optimizer = mixed(module, adamw(module), precision, moments=torch.float32)
     train(module, optimizer, steps=1)
-    chosen = PRECISIONS[precision]
+    chosen = precision_of(precision)
     assert {p.dtype for p in module.parameters()} == {chosen.weights or torch.float32}
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     assert {each.dtype for each in held} == {torch.bfloat16 if chosen.rounded else torch.float32}
@@ -67,7 +65,7 @@ def test_the_module_returns_fp32_and_takes_inputs_of_any_dtype():
     for precision in ON_CPU:
         module = model()
         module, _ = mixed(module, adamw(module), precision)
-        for dtype in (torch.float32, torch.bfloat16) if PRECISIONS[precision].weights else (torch.float32,):
+        for dtype in (torch.float32, torch.bfloat16) if precision_of(precision).weights else (torch.float32,):
             assert module(torch.zeros(2, 16, dtype=dtype)).dtype == torch.float32
     module = model()
     module, _ = mixed(module, adamw(module), "bf16", output_dtype=None)
@@ -273,7 +271,7 @@ def test_models_of_dtensors_train_as_on_one_device(how):
     for precision, fused in itertools.product(["fp32", "bf16", "bf16-amp", "fp16", "bf16-sr"], [True, False]):
         module, reference = sharded(how, mesh), model()
         plain = [p for p in module.parameters() if not hasattr(p, "placements")]
-        if plain and not PRECISIONS[precision].masters:
+        if plain and not precision_of(precision).masters:
             continue  # torch's own optimizers refuse a mix; masters are never DTensors
         world = {"group": dist.group.WORLD, "replicas": dist.group.WORLD}
         losses = train(*mixed(module, adamw(module, fused=fused), precision, clip_norm=1.0, **world), steps=6)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from par_precision import mixed, precision_of
 from par_precision._policy import Policy, called, tf32
-from par_precision._precisions import PRECISIONS
 
 SETTINGS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
 
@@ -28,10 +28,19 @@ class Echo(nn.Module):
         return args, keywords
 
 
-def echo(precision, output_dtype=None):
-    module = Echo()
-    Policy(PRECISIONS[precision], "cpu", output_dtype).attach(module)
+def within(module, precision, output_dtype=None):
+    """The module in a precision; for TF32, which a CPU has not, by the policy alone."""
+    if precision == "tf32":
+        Policy(precision_of(precision), "cpu", output_dtype).attach(module)
+    else:
+        optimizer = torch.optim.SGD([*module.parameters()] or [nn.Parameter(torch.zeros(1))])
+        optimizer.param_groups[0]["params"] = [*module.parameters()]
+        mixed(module, optimizer, precision, output_dtype=output_dtype)
     return module
+
+
+def echo(precision, output_dtype=None):
+    return within(Echo(), precision, output_dtype)
 
 
 def test_floating_point_inputs_take_the_dtype_of_the_weights_wherever_they_are():
@@ -64,12 +73,12 @@ def test_autocast_and_tf32_are_on_inside_alone(precision):
 
 
 def test_tf32_is_on_in_the_backward_pass_of_its_optimizer():
-    assert_on = Policy(PRECISIONS["tf32"], "cuda", None)
+    assert_on = Policy(precision_of("tf32"), "cuda", None)
     before = settings()
     with assert_on.backward():
         assert settings() == ["tf32"] * 3
     assert settings() == before
-    with Policy(PRECISIONS["bf16"], "cuda", None).backward():
+    with Policy(precision_of("bf16"), "cuda", None).backward():
         assert settings() == before
 
 
@@ -113,7 +122,7 @@ def test_an_item_that_runs_within_another_is_left_to_that_one():
 
     inner = Echo()
     around = Around(inner)
-    Policy(PRECISIONS["bf16"], "cpu", torch.float32).attach(nn.ModuleList([inner, around]))
+    within(nn.ModuleList([inner, around]), "bf16", torch.float32)
     assert around(torch.ones(2)).dtype == torch.float32
     assert around.between.dtype == torch.bfloat16
     assert inner(torch.ones(2))[0][0].dtype == torch.float32
@@ -123,7 +132,7 @@ def test_two_policies_around_a_module_leave_nothing_on():
     """As two optimizers of one module make them."""
     module, before = echo("bf16-amp"), settings()
     for precision in ("bf16-amp", "tf32", "tf32"):
-        Policy(PRECISIONS[precision], "cpu", None).attach(module)
+        within(module, precision)
     module()
     assert (module.autocast, module.tf32) == (True, ["tf32"] * 3)
     assert (torch.is_autocast_enabled("cpu"), settings()) == (False, before)
@@ -139,8 +148,7 @@ def test_an_interrupted_forward_leaves_nothing_behind():
             return super().forward(*args)
 
     for precision in ("bf16", "bf16-amp"):
-        module = Interrupted()
-        Policy(PRECISIONS[precision], "cpu", None).attach(module)
+        module = within(Interrupted(), precision)
         with pytest.raises(KeyboardInterrupt):
             module(None)
         assert not torch.is_autocast_enabled("cpu")
@@ -158,8 +166,7 @@ def test_threads_each_run_within_the_policy():
                 assert answered.wait(10)
             return x
 
-    module, found = Slow(), []
-    Policy(PRECISIONS["bf16"], "cpu", None).attach(module)
+    module, found = within(Slow(), "bf16"), []
     other = threading.Thread(target=lambda: found.append(module(torch.ones(2)).dtype))
     other.start()
     assert inside.wait(10)
@@ -176,15 +183,13 @@ def test_what_forward_writes_into_an_argument_is_seen_by_the_caller():
             return x
 
     for precision in ("bf16", "bf16-amp"):
-        module, notes = Notes(), {}
-        Policy(PRECISIONS[precision], "cpu", torch.float32).attach(module)
+        module, notes = within(Notes(), precision, torch.float32), {}
         module(torch.ones(2), notes=notes)
         assert notes["mean"] == 1
 
 
 def test_a_copy_and_a_saved_module_run_by_themselves():
-    module = nn.Linear(2, 2)
-    Policy(PRECISIONS["bf16-amp"], "cpu", torch.float32).attach(module)
+    module = within(nn.Linear(2, 2), "bf16-amp", torch.float32)
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
@@ -199,10 +204,7 @@ def test_a_copy_and_a_saved_module_run_by_themselves():
 def test_a_module_compiles_to_one_graph_with_its_policy(precision, in_place):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4)
-    if precision == "bf16":
-        module.bfloat16()
-    Policy(PRECISIONS[precision], "cpu", torch.float32).attach(module)
+    module, x = within(nn.Sequential(nn.Linear(4, 4), nn.GELU()), precision, torch.float32), torch.randn(2, 4)
     expected = module(x)
     if in_place:
         module.compile(backend="eager", fullgraph=True)

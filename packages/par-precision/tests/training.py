@@ -3,6 +3,9 @@
 import torch
 from torch import nn
 
+ON_CPU = ["fp32", "bf16", "bf16-amp", "fp16-amp", "fp16", "bf16-sr", "fp8"]
+"""Every precision but TF32, which only GPUs have."""
+
 MAKERS = {
     "AdamW fused": lambda module: adamw(module, fused=True),
     "AdamW": lambda module: adamw(module, fused=False),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_precision import mixed, stochastic_round_
-from par_precision.rounding import rounding as _rounding
+from par_precision.rounding import rounding
 from par_precision.rounding.step import StochasticStep, stochastic_step_
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -108,7 +108,7 @@ def test_the_size_of_a_piece_changes_nothing(make):
 def test_all_tensors_of_a_piece_are_rounded_at_once(piece, pieces, monkeypatch):
     """So that a GPU's host starts one kernel for weights and moments, of which the parameter without dims has none."""
     counts = []
-    monkeypatch.setattr(_rounding, "rounds_on", lambda _: lambda matrices: counts.append(len(matrices)))
+    monkeypatch.setattr(rounding, "rounds_on", lambda _: lambda matrices: counts.append(len(matrices)))
     trained(OPTIMIZERS["AdamW fused"], steps=1, piece=piece)
     assert len(counts) == pieces
     assert sum(counts) == 3 * 3 + 1
