@@ -1,4 +1,4 @@
-"""The formulas of memory. That they hold is measured in test_plan_measured.py."""
+"""The formulas of memory. That they hold is measured in test_measured.py."""
 
 import pytest
 

@@ -2,11 +2,14 @@
 
 import pytest
 import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from par_groups import ProcessGroups, Topology
 from par_layers import layer_set
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions
+from par_train.plan.pipeline import pipe
 from par_train.plan.shape import Cut, Part, Shape, count, cut_of, make_cut, misfit
 
 SIZES = {"layers": 3, "width": 48, "heads": 4, "context": 12}
@@ -43,10 +46,15 @@ def assert_counted(world, tensor, tied):
     assert counted.largest == max(each.numel() for each in parameters)
 
 
-def test_parts_of_a_pipeline_add_up():
-    shape = Shape(**SIZES)
-    parts = [Part(blocks=1, first=True, last=False), Part(blocks=2, first=False, last=True)]
-    assert sum(count(shape, Cut(), part).total for part in parts) == shape.parameters
+@given(
+    layers=st.integers(1, 40), ranks=st.integers(1, 8), tied=st.booleans(), schedule=st.sampled_from(["1f1b", "zb_v"])
+)
+def test_parts_of_a_pipeline_add_up(layers, ranks, tied, schedule):
+    shape, pipeline = Shape(**{**SIZES, "layers": layers}, tied=tied), pipe(schedule, ranks, 2 * ranks)
+    assume(layers >= pipeline.stages)
+    parts = [pipeline.part(place, layers) for place in pipeline.places]
+    twice = tied and not any(part.first and part.last for part in parts)  # both ends have the table
+    assert sum(count(shape, Cut(), part).total for part in parts) == shape.parameters + twice * 256 * 48
 
 
 def test_fewer_key_heads_and_another_mlp():

@@ -1,4 +1,4 @@
-"""The formulas of traffic. That they hold is measured in test_plan_measured.py."""
+"""The formulas of traffic. That they hold is measured in test_measured.py."""
 
 from dataclasses import replace
 

@@ -85,8 +85,9 @@ class Pipe:
 
 
 def stage_size(layers: int, stages: int, stage: int) -> int:
-    """Number of blocks in a stage, as `par_pipeline.partition` deals them out."""
-    return layers * (stage + 1) // stages - layers * stage // stages
+    """Number of blocks in a stage, as `par_pipeline.partition` deals them out: the larger stages come last."""
+    size, larger = divmod(layers, stages)
+    return size + (stage >= stages - larger)
 
 
 @cache

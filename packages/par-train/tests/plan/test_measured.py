@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
-from par_pipeline.wire import channel as _wire
+from par_pipeline.wire.lanes import Lane
 from par_testing import count_collectives
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import ModelOptions, TrainOptions
@@ -23,7 +23,7 @@ from par_train.plan.shape import Cut, Part, Shape, count
 from par_train.plan.traffic import data_traffic
 from par_zero import shard
 
-from .plan_runs import SavedPeak, running
+from .measured_runs import SavedPeak, running
 
 SLACK = 4096  # bytes: counters of steps, the loss scale, and the tensors of a batch
 CLOSE = 0.01
@@ -173,13 +173,13 @@ def test_a_table_that_is_tied_in_2d_is_swapped_with_the_transposed_rank():
 def test_stages_of_a_pipeline(tied):
     """What they send each other, and keep. Messages are not collectives, and are seen where they leave."""
     sent = []
-    send = _wire.Channel._send
+    send = Lane.send
 
-    def counting(channel, part, number):
+    def counting(lane, part, number):
         sent.append(part.nbytes)
-        return send(channel, part, number)
+        return send(lane, part, number)
 
-    _wire.Channel._send = counting  # of this rank's process alone; what it sends, the other one receives
+    Lane.send = counting  # of this rank's process alone; what it sends, the other one receives
     model = ModelOptions(width=64, layers=4, heads=4, context=16, tied=tied)
     for schedule, precision in (("1f1b", "fp32"), ("gpipe", "bf16"), ("interleaved", "bf16"), ("zb_h1", "fp32")):
         options = {"schedule": schedule, "precision": precision, "model": model, "microbatches": 4}
