@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .plan.inputs import Job, Machine
     from .plan.predict import Prediction, predict
     from .plan.shape import Shape
+    from .run.run import Run
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
     from .strategy.plan import StrategyPlan
@@ -30,6 +31,7 @@ __all__ = [
     "Machine",
     "Plugin",
     "Prediction",
+    "Run",
     "Shape",
     "Stages",
     "Strategy",
@@ -48,6 +50,7 @@ _LATE = {
     "plan.inputs": ("Job", "Machine"),
     "plan.predict": ("Prediction", "predict"),
     "plan.shape": ("Shape",),
+    "run.run": ("Run",),
     "strategy.plugin": ("Plugin",),
     "strategy.stages": ("Stages",),
     "strategy.strategy": ("Strategy",),

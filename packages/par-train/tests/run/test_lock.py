@@ -24,7 +24,7 @@ def test_a_second_run_is_told_who_the_first_is(tmp_path):
     files = RunFiles(tmp_path)
     for _ in range(2):  # the second time, the file is there already
         with lock_folder(files):
-            told = rf"another run \(process {os.getpid()} on .+\); name another folder with --output, or wait"
+            told = rf"another run \(process {os.getpid()} on .+\); name another folder, or wait"
             with pytest.raises(UserError, match=told), lock_folder(files):
                 pass
 

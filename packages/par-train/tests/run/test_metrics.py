@@ -1,24 +1,24 @@
-import json
+import math
 import resource
 import sys
 from types import ModuleType
 
 import pytest
 
-from par_train.run.metrics import Metrics, MetricsFile, draw_loss, read_metrics, truncate_metrics
+from par_train.run.metrics import MetricsFile, draw_loss, read_metrics, truncate_metrics
 
 
 def metrics(step, validation_loss=None):
-    return Metrics(
-        step=step,
-        loss=5.0 / step,
-        validation_loss=validation_loss,
-        learning_rate=0.1,
-        tokens=10 * step,
-        seconds=step,
-        tokens_per_second=10,
-        gradient_norm=None,
-    )
+    return {
+        "step": step,
+        "loss": 5.0 / step,
+        "validation_loss": validation_loss,
+        "learning_rate": 0.1,
+        "tokens": 10 * step,
+        "seconds": step,
+        "tokens_per_second": 10,
+        "gradient_norm": None,
+    }
 
 
 def write(path, steps):
@@ -28,9 +28,15 @@ def write(path, steps):
     file.close()
 
 
-def test_a_line_holds_what_was_measured():
-    assert "validation_loss" not in json.loads(metrics(1).to_json())
-    assert json.loads(metrics(2, 4.0).to_json())["validation_loss"] == 4.0
+def test_a_line_has_what_was_measured(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for line in (metrics(1), metrics(2, 4.0), {"step": 3, "loss": math.nan}):
+        file.append(line)
+    file.close()
+    first, second, third = read_metrics(tmp_path / "metrics.jsonl")
+    assert "validation_loss" not in first
+    assert second["validation_loss"] == 4.0
+    assert third == {"step": 3, "loss": None}  # JSON has no such number
 
 
 def test_going_on_forgets_what_came_after_the_checkpoint(tmp_path):
@@ -82,7 +88,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
 
 
 def test_the_curve_is_a_picture(tmp_path):
-    lines = [json.loads(metrics(step, 4.0 if step % 2 else None).to_json()) for step in range(1, 5)]
+    lines = [metrics(step, 4.0 if step % 2 else None) for step in range(1, 5)]
     draw_loss(tmp_path / "loss.png", lines)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     draw_loss(tmp_path / "loss.png", [])  # stopped before the first step

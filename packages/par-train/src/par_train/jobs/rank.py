@@ -2,7 +2,7 @@
 
     python -m par_train.jobs.rank OPTIONS_AS_JSON LAUNCHER_PID
 
-is how `_start.py` starts one. torch is imported only after the signal handlers are in place, so that a rank can be
+is how start.py starts one. torch is imported only after the signal handlers are in place, so that a rank can be
 stopped from its first moment on.
 """
 
@@ -65,7 +65,7 @@ def _leave(code: int) -> NoReturn:
 def _live(options: Options, stop: Stop) -> int:
     try:
         with one_traceback():
-            from .train import train  # noqa: PLC0415 - slow, and torch's
+            from .gpt_run import train  # noqa: PLC0415 - slow, and torch's
 
             return exit_code(train(options, stop))
     except UserError as error:

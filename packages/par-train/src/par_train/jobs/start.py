@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from par_groups import read_environment
 
 from .._errors import UserError
+from ..run.attempt import has_begun, has_saved, is_restarted
 from ..run.output import say
 from ..run.stop import SIGNALS, exit_code, handled_signals, keep_signals_from_children, leave_terminal
 from .checks import check_config, check_files
-from .job import has_begun, has_saved, is_restarted
 from .options import Options
 from .rank import join
 
@@ -55,9 +55,9 @@ def run(options: Options) -> int:
 
 
 def _after_restart(options: Options) -> Options:
-    """Ranks that torchrun has started again go on from the checkpoint, if it is their job's.
+    """Ranks that torchrun has started again go on from the checkpoint, if their own launch has written it.
 
-    A job that was refused, or that had not begun yet, has none: for it, what was said about the first start holds.
+    A launch that was refused, or that had not begun yet, has none: for it, what was said about the first start holds.
     """
     if is_restarted() and has_begun(options.files):
         return replace(options, resume="auto", overwrite=False)
@@ -90,22 +90,22 @@ def _start(options: Options, ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import elastic_launch  # noqa: PLC0415
 
-    job = uuid.uuid4().hex
+    launch = uuid.uuid4().hex
     # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
     command = ("-P", "-m", "par_train.jobs.rank", json.dumps(asdict(options)), str(os.getpid()))
     try:
         with _quiet_launcher(), keep_signals_from_children():
-            elastic_launch(_launch_config(ranks, job), sys.executable)(*command)
+            elastic_launch(_launch_config(ranks, launch), sys.executable)(*command)
     except SignalException as error:
         if error.sigval == signal.SIGHUP:
             leave_terminal()
-        return _after_signal(error.sigval, saved=has_saved(options.files, job))
+        return _after_signal(error.sigval, saved=has_saved(options.files, launch))
     except ChildFailedError as error:
         return _after_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
     return 0
 
 
-def _launch_config(ranks: int, job: str) -> "LaunchConfig":
+def _launch_config(ranks: int, launch: str) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig  # noqa: PLC0415
 
@@ -115,7 +115,7 @@ def _launch_config(ranks: int, job: str) -> "LaunchConfig":
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
-        run_id=job,
+        run_id=launch,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",  # else it looks its own name up, which not every machine can
@@ -146,7 +146,7 @@ def _after_signal(number: signal.Signals, *, saved: bool) -> int:
 
 
 def _after_failure(codes: dict[int, int]) -> int:
-    """A rank ended the job. What it had to say, it has said."""
+    """The exit code after a rank has failed. What the rank had to say, it has said."""
     if 2 in codes.values():
         return 2
     for number in SIGNALS:

@@ -13,19 +13,24 @@ class RunFiles:
     """Where a run keeps what it writes.
 
     Args:
-        folder: The output folder.
+        folder: The folder of the run.
     """
 
     folder: Path
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder in which `Run` has one folder a checkpoint, `step-00000500` and so on."""
+        return self.folder / "checkpoints"
+
+    @property
     def checkpoint(self) -> Path:
-        """A folder that par-checkpoint writes: weights, optimizer, config, training state."""
+        """The one checkpoint of `par-train run`, a folder that each save replaces."""
         return self.folder / "checkpoint"
 
     @property
     def metrics(self) -> Path:
-        """One line of JSON a step."""
+        """One object of JSON a line, with the number of its step."""
         return self.folder / "metrics.jsonl"
 
     @property
@@ -45,13 +50,19 @@ class RunFiles:
 
     @property
     def lock(self) -> Path:
-        """What keeps two runs apart. It belongs to no run, and stays."""
+        """The file whose lock keeps two runs apart. It belongs to no run, and stays."""
         return self.folder / ".par-train.lock"
 
     def present(self) -> list[Path]:
-        """Those that a run has left."""
-        every = (self.checkpoint, self.metrics, self.curve, self.measured, self.predicted)
+        """The files and folders that a run has left."""
+        every = (self.checkpoints, self.checkpoint, self.metrics, self.curve, self.measured, self.predicted)
         return [path for path in every if path.exists()]
+
+    def saved(self) -> list[str]:
+        """The checkpoints that the folder has, by their paths in it."""
+        patterns = ("checkpoint", "checkpoints/*", "checkpoints/*/*")  # of several models each has a folder
+        found = [path for pattern in patterns for path in self.folder.glob(f"{pattern}/par_checkpoint.json")]
+        return sorted(str(path.parent.relative_to(self.folder)) for path in found)
 
     def clear(self) -> None:
         """Removes the run, and nothing else that lies in the folder."""
@@ -78,7 +89,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Says of an error what could not be written: that the disk is full, the system tells without a name."""
+    """Adds to an error the name of what could not be written, which the system leaves out when the disk is full."""
     try:
         yield
     except OSError as error:

@@ -1,56 +1,24 @@
-"""The metrics file, one line of JSON a step, and the picture of the loss that is drawn from it."""
+"""The metrics file, one object of JSON a line, and the picture of the loss that is drawn from it."""
 
 import io
 import json
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .files import write_file, writing
 
-UNIFORM = math.log(256)
-"""The loss of a model that thinks every byte equally likely, in nats."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """A line of the file.
-
-    Args:
-        step: Steps taken.
-        loss: Mean over the step's global batch, nats a byte.
-        validation_loss: Where it was measured.
-        learning_rate: Of the step.
-        tokens: Bytes trained on so far.
-        seconds: Time spent so far, validation and checkpoints included, interruptions not.
-        tokens_per_second: Of the step, all ranks together.
-        gradient_norm: Before clipping; None if it is not finite.
-        skipped: Whether it was not finite, so that the step changed nothing; None if not.
-    """
-
-    step: int
-    loss: float
-    validation_loss: float | None
-    learning_rate: float
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    gradient_norm: float | None
-    skipped: bool | None = None
-
-    def to_json(self) -> str:
-        """A line; what was not measured is left out."""
-        return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
+Line = Mapping[str, Any]
+"""What is written at once: `step`, and values by name; None is left out of the file."""
 
 
 class MetricsFile:
     """Appends to a metrics file, and to TensorBoard's in a folder beside it, if TensorBoard is installed.
 
     Args:
-        path: The file; lines that it holds are kept.
+        path: The file; lines that it has already are kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,19 +26,20 @@ class MetricsFile:
         self._events = _tensorboard(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def append(self, metrics: Metrics) -> None:
-        """Writes a line, so that a reader sees it at once."""
-        line = metrics.to_json()
+    def append(self, line: Line) -> None:
+        """Writes a line, so that a reader sees it at once. A number that is not finite, which JSON lacks, is null."""
+        measured = {name: value for name, value in line.items() if value is not None}
+        finite = {name: value if math.isfinite(value) else None for name, value in measured.items()}
         with writing(self._path):
-            self._file.write(line + "\n")
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
             self._file.flush()
         if self._events is not None:
-            for name, value in json.loads(line).items():
+            for name, value in measured.items():
                 if name != "step":
-                    self._events.add_scalar(name, value, metrics.step)
+                    self._events.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
-        """No more lines."""
+        """Closes the file; no line follows."""
         self._file.close()
         if self._events is not None:
             self._events.close()
@@ -110,19 +79,38 @@ def truncate_metrics(path: Path, step: int) -> None:
     write_file(path, "".join(kept).encode())
 
 
-def draw_loss(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Draws the loss on training and on held-out text over the steps, as a PNG."""
+def draw_loss(
+    path: Path,
+    lines: Sequence[Line],
+    *,
+    title: str = "Loss",
+    unit: str = "loss",
+    uniform: tuple[float, str] | None = None,
+) -> None:
+    """Draws `loss` and `validation_loss` over the steps, as a PNG.
+
+    Args:
+        path: The picture.
+        lines: The lines of a metrics file; those without a loss are left out of the curve.
+        title: The heading of the picture.
+        unit: The label of the vertical axis.
+        uniform: The loss of a model that guesses, and its label in the legend: a horizontal line.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, and wanted only at the end
 
     figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: nothing global, no window
     axes = figure.add_subplot()
-    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], alpha=0.5, label="train")
-    validated = [line for line in lines if "validation_loss" in line]
-    losses = [line["validation_loss"] for line in validated]
-    axes.plot([line["step"] for line in validated], losses, marker="o", markersize=3, label="validation")
-    axes.axhline(UNIFORM, color="grey", linestyle="--", label=f"uniform, log(256) = {UNIFORM:.2f}")
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="Byte-level GPT")
-    axes.set_ylim(bottom=0)
+    for name, label, style in (
+        ("loss", "train", {"alpha": 0.5}),
+        ("validation_loss", "validation", {"marker": "o", "markersize": 3}),
+    ):
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        if points or name == "loss":
+            axes.plot([step for step, _ in points], [value for _, value in points], label=label, **style)
+    if uniform is not None:
+        axes.axhline(uniform[0], color="grey", linestyle="--", label=uniform[1])
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", ylabel=unit, title=title)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     picture = io.BytesIO()

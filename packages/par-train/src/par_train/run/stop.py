@@ -1,7 +1,6 @@
 """How a rank is asked to leave: signals, and the death of the process that started it.
 
-Being asked only sets a field. The ranks agree on it in the all-reduce that each step makes anyway, so that they all
-leave after the same step.
+Being asked only sets a field. The ranks agree on it once a step, so that they all leave after the same step.
 """
 
 import os
@@ -9,17 +8,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from par_groups import read_environment
 
 from .output import drop_output
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Those that save and leave."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""The signals that save and leave; SIGUSR1 is what SLURM is often told to send before the time is up."""
+
+LEAVE = 128
+"""Stands, where a signal's number could, for a program that asks itself to leave."""
 
 _PATIENCE = 30.0
 
@@ -46,27 +48,43 @@ class Stop:
         """Asks to leave as that signal does. The first one counts."""
         self.signal = self.signal or number
 
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Lets SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask instead of ending the process; puts their handlers back after.
+
+        Python catches signals in the main thread alone: in another one, this changes nothing.
+        """
+        before = self._catch() if threading.current_thread() is threading.main_thread() else {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _catch(self) -> dict[int, Any]:
+        """Sets the handlers, and gives the ones that were there."""
+
+        def handler(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python's signature
+            self.ask(number)
+            if number == signal.SIGHUP:
+                leave_terminal()
+
+        return {number: signal.signal(number, handler) for number in handled_signals()}
+
 
 def catch_signals() -> Stop:
-    """Lets SIGTERM, SIGHUP and Ctrl-C ask instead of ending the process, for the rest of its life.
+    """Lets the signals ask instead of ending the process, for the rest of its life.
 
-    They are not given back: a second Ctrl-C while the process is leaving already must not break into that.
+    Their handlers are not put back: a second Ctrl-C while the process is leaving must not break into that.
     """
     stop = Stop()
-
-    def handler(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python's signature
-        stop.ask(number)
-        if number == signal.SIGHUP:
-            leave_terminal()
-
-    for number in handled_signals():
-        signal.signal(number, handler)
+    stop._catch()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have kept them back until now
     return stop
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Those of `SIGNALS` that this process catches: a SIGHUP that is ignored, as under nohup, stays so."""
+    """The ones of `SIGNALS` that this process catches: a SIGHUP that is ignored, as under nohup, stays so."""
     return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
@@ -107,14 +125,39 @@ def follow_launcher(stop: Stop, launcher: int) -> None:
         launcher: The process id of this process's parent.
     """
 
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(0.5)
+    def end() -> None:
         if not stop.training:
             _end_before_training()
         stop.ask(signal.SIGTERM)
         time.sleep(_PATIENCE)
         os._exit(1)
+
+    _when_gone(launcher, end, threading.Event())
+
+
+@contextmanager
+def following_torchrun(stop: Stop) -> Iterator[None]:
+    """Inside, the death of the torchrun that started this process asks it to save and leave; elsewhere, nothing does.
+
+    A torchrun that was killed can forward no signal, and its ranks would keep their GPUs.
+    """
+    over = threading.Event()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _when_gone(os.getppid(), lambda: stop.ask(signal.SIGTERM), over)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _when_gone(parent: int, act: Callable[[], None], over: threading.Event) -> None:
+    """Acts, in a thread of its own, when this process has lost its parent, unless it is over before."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            if over.wait(0.5):
+                return
+        act()
 
     threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
 
@@ -129,5 +172,9 @@ def _end_before_training() -> NoReturn:
 
 
 def exit_code(number: int) -> int:
-    """Of a process that saved and left: SIGTERM and SIGHUP asked politely, Ctrl-C reports itself as shells expect."""
+    """The exit code of a process that saved and left: 130 after Ctrl-C, as shells expect, else 0.
+
+    Args:
+        number: The signal that it left on; 0 if there was none.
+    """
     return 128 + signal.SIGINT if number == signal.SIGINT else 0

@@ -71,24 +71,23 @@ def save_run(
     return handles
 
 
-def load_run(pairs: Sequence[Pair], loaders: int, root: PathLike) -> tuple[int | None, Mapping[str, Any]]:
-    """Reads everything; the step and the state that `save_run` was given, or None and nothing.
+def newest_step(pairs: Sequence[Pair], root: PathLike) -> int | None:
+    """The newest step that all models have whole; see `Strategy.newest_step`."""
+    newest = [folder.latest() for _, folder in _folders(pairs, root, None)]
+    steps = [int(path.rpartition("-")[2]) for path in newest if path is not None]
+    return min(steps) if len(steps) == len(newest) else None
 
-    Of several models the newest step that all of them have is taken: the last one may have been written for some alone.
-    """
+
+def load_run(pairs: Sequence[Pair], loaders: int, root: PathLike, step: int) -> Mapping[str, Any]:
+    """Reads everything, and gives the state that `save_run` was given; see `Strategy.resume`."""
     folders = _folders(pairs, root, None)
-    newest = [folder.latest() for _, folder in folders]
-    if not newest or None in newest:
-        return None, {}
-    name = min(str(each).rpartition("/")[2] for each in newest)
-    saved = len(inspect(f"{folders[0][1].root.rstrip('/')}/{name}").extra["loaders"])
+    saved = len(inspect(folders[0][1].path(step)).extra["loaders"])
     if saved != loaders:
-        raise ValueError(f"{name} was saved with {saved} data loaders, and here are {loaders}; initialize as many")
-    step, state = None, {}
+        raise ValueError(f"step {step} was saved with {saved} data loaders, and here are {loaders}; initialize as many")
+    state: Mapping[str, Any] = {}
     for each, folder in folders:
-        report = load(f"{folder.root.rstrip('/')}/{name}", **_parts(each))
-        step, state = report.step, report.extra
-    return step, state
+        state = load(folder.path(step), **_parts(each)).extra
+    return state
 
 
 def _folders(pairs: Sequence[Pair], root: PathLike, keep_last: int | None) -> list[tuple[Pair, Checkpoints]]:

@@ -21,7 +21,7 @@ from ..data.loader import GlobalDataLoader
 from ..data.place import placed
 from ..plan.inputs import Job
 from .execute import Batches, Criterion, Execution
-from .files import load_object, load_run, save_object, save_run
+from .files import load_object, load_run, newest_step, save_object, save_run
 from .handlers import kinds_of
 from .initialize import paired, wire
 from .options import StrategyOptions
@@ -364,14 +364,30 @@ class Strategy:
         """
         return save_run(self._pairs, self._state(), root, step, keep_last, {"async_": async_, **keywords})
 
-    def resume(self, root: Path) -> int | None:
-        """Goes on from the newest whole checkpoint, under this or another topology. Collective.
+    def newest_step(self, root: Path) -> int | None:
+        """The newest step whose checkpoint is whole, for every model; None if there is none. Collective.
+
+        Args:
+            root: The folder that `checkpoint` was given.
+        """
+        return newest_step(self._pairs, root)
+
+    def resume(self, root: Path, *, step: int | None = None) -> int | None:
+        """Goes on from a checkpoint, under the topology that wrote it or another one. Collective.
+
+        Of several models the newest step that all of them have is taken: a run that was killed may have written its
+        last one for some of them alone.
+
+        Args:
+            root: The folder that `checkpoint` was given.
+            step: The step of the checkpoint; None takes the newest whole one.
 
         Returns:
-            Its step; None if there is none.
+            The step; None if there is no checkpoint.
         """
-        step, state = load_run(self._pairs, len(self._loaders), root)
+        step = newest_step(self._pairs, root) if step is None else step
         if step is not None:
+            state = load_run(self._pairs, len(self._loaders), root, step)
             self.steps = state["steps"]
             for loader, saved in zip(self._loaders, state["loaders"], strict=True):
                 loader.load_state_dict(saved)

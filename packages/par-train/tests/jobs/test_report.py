@@ -9,8 +9,9 @@ import torch
 
 from par_groups import Topology
 from par_train.jobs.options import Options, TrainOptions
-from par_train.run.metrics import Metrics, MetricsFile, read_metrics
-from par_train.run.report import Bar, Lines, make_progress, print_banner, print_summary
+from par_train.jobs.report import print_banner, print_summary
+from par_train.run.metrics import MetricsFile, read_metrics
+from par_train.run.progress import Bar, Lines, make_progress
 
 
 class Terminal(io.StringIO):
@@ -19,17 +20,17 @@ class Terminal(io.StringIO):
 
 
 def metrics(step, validation_loss=None, skipped=None, rate=1234.0):
-    return Metrics(
-        step=step,
-        loss=2.5,
-        validation_loss=validation_loss,
-        learning_rate=0.1,
-        tokens=10 * step,
-        seconds=step,
-        tokens_per_second=rate,
-        gradient_norm=1.0,
-        skipped=skipped,
-    )
+    return {
+        "step": step,
+        "loss": 2.5,
+        "validation_loss": validation_loss,
+        "learning_rate": 0.1,
+        "tokens": 10 * step,
+        "seconds": step,
+        "tokens_per_second": rate,
+        "gradient_norm": 1.0,
+        "skipped": skipped,
+    }
 
 
 def test_a_file_gets_few_lines(capsys):

@@ -1,4 +1,4 @@
-"""What only one rank can see, made known to all: they go on together, or all raise the same error."""
+"""Where a run of the main job begins: what only one rank can see is made known to all, and all go on or none does."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ import torch.distributed as dist
 from par_groups import agree
 
 from .._errors import UserError
+from ..run.attempt import is_restarted
 from ..run.lock import Lock, lock_folder
+from ..run.stop import Stop, StoppedEarly
 from .checkpoint import TrainingState, check_continues, find_state
 from .checks import check_files
-from .job import is_restarted
 from .options import Options
 from .text import Text
 
@@ -44,8 +45,8 @@ def find_start(options: Options, held: ExitStack) -> Start:
     """Reads the text and the checkpoint that there may be, and compares them between the ranks.
 
     Args:
-        options: The same on every rank.
-        held: Gets what the run must hold until its end: rank 0 locks the output folder.
+        options: The options of the run, the same on every rank.
+        held: Closed at the end of the run, it lets go of the lock that rank 0 takes on the output folder.
 
     Raises:
         UserError: A rank cannot use what it found, or found something else than the others; on every rank.
@@ -60,10 +61,23 @@ def find_start(options: Options, held: ExitStack) -> Start:
     return start
 
 
+def leave_if_asked(stop: Stop) -> None:
+    """All ranks leave if one was asked to. All-gather of a number over the world.
+
+    Raises:
+        StoppedEarly: This rank, or another, was asked to leave; on every rank.
+    """
+    number = max(agree(None, stop.signal, None).values())
+    if number:
+        raise StoppedEarly(number)
+
+
 def _look(options: Options, held: ExitStack) -> Start:
-    lock = held.enter_context(lock_folder(options.files)) if dist.get_rank() == 0 else None
+    lock = None
+    if dist.get_rank() == 0:
+        lock = held.enter_context(lock_folder(options.files, "name another folder with --output"))
     if lock is not None and not is_restarted():
-        lock.note("")  # of a job before this one
+        lock.note("")  # of a launch before this one
     text = check_files(options)
     checkpoint = options.files.checkpoint
     state = None if options.resume == "no" else find_state(checkpoint)

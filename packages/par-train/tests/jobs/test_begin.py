@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from par_train._errors import UserError
-from par_train.jobs.agree import find_start
+from par_train.jobs.begin import find_start
 from par_train.jobs.options import DataOptions, ModelOptions, Options
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder

@@ -4,11 +4,10 @@ import pytest
 import torch.distributed as dist
 
 from par_train._errors import UserError
-from par_train.jobs.agree import find_start
-from par_train.jobs.job import BEGUN, SAVED, has_begun, has_saved, note_of
+from par_train.jobs.begin import find_start, leave_if_asked
 from par_train.jobs.options import DataOptions, ModelOptions, Options
 from par_train.jobs.start import _after_restart
-from par_train.jobs.train import _leave_if_asked
+from par_train.run.attempt import BEGUN, SAVED, has_begun, has_saved, note_of
 from par_train.run.lock import lock_folder, read_note
 from par_train.run.stop import Stop, StoppedEarly
 
@@ -56,7 +55,7 @@ def test_a_job_that_is_refused_forgets_what_an_earlier_one_of_its_name_noted(opt
 def refuse(options):
     with pytest.MonkeyPatch.context() as patch, ExitStack() as held:
         patch.setattr(dist, "get_rank", lambda: 0)
-        patch.setattr("par_train.jobs.agree.agree", lambda problem, said, group: {0: said})
+        patch.setattr("par_train.jobs.begin.agree", lambda problem, said, group: {0: said})
         with pytest.raises(UserError, match="holds a run already"):
             find_start(options, held)
 
@@ -64,9 +63,9 @@ def refuse(options):
 @pytest.mark.ranks(3)
 def test_all_ranks_leave_before_training_if_one_was_asked():
     stop = Stop()
-    _leave_if_asked(stop)
+    leave_if_asked(stop)
     if dist.get_rank() == 1:
         stop.ask(15)
     with pytest.raises(StoppedEarly, match=r"SIGTERM: stopped before training began") as raised:
-        _leave_if_asked(stop)
+        leave_if_asked(stop)
     assert raised.value.number == 15

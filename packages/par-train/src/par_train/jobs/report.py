@@ -1,0 +1,88 @@
+"""What the master of the main job says before and after it trains."""
+
+import math
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from par_groups import Topology
+
+from ..run.output import say
+from ..run.progress import interval, short
+from .begin import Start
+from .options import Options
+from .trainer import Trainer
+
+UNIFORM = math.log(256)
+"""The loss of a model that thinks every byte equally likely, in nats."""
+
+_COLUMNS = 80
+
+
+def print_banner(options: Options, topology: Topology, trainer: Trainer, start: Start) -> None:
+    """Says what is about to happen."""
+    text, shape, batch = start.text, options.model, options.train.batch_size
+    say("\n".join(_drawn(topology)))
+    _row(
+        "model",
+        f"byte-level GPT, {trainer.parameters:,} parameters",
+        f"{shape.layers} layers, width {shape.width}, {shape.heads} heads, context {shape.context}",
+    )
+    _row("precision", f"{options.precision}, ZeRO stage {options.zero}")
+    if trainer.schedule is not None:
+        _row("pipeline", f"{options.pipeline.schedule}, {trainer.schedule.microbatches} microbatches")
+    _row(
+        "data",
+        _end(str(text.folder)),
+        f"{text.files:,} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
+    )
+    _row("batch", f"{batch} windows of {shape.context} bytes, {batch // topology.size('data')} a replica")
+    _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
+    place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
+    _row("output", options.output, f"{place} of {options.train.steps}")
+
+
+def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int) -> None:
+    """Says what has happened, and which files it left."""
+    if ended_by:
+        say(
+            f"par-train: {signal.Signals(ended_by).name}: saved after step {step} of {options.train.steps}; "
+            f"go on with --resume auto",
+            sys.stderr,
+        )
+    if lines:
+        _print_results(lines)
+    for path in options.files.present():
+        say(f"wrote {path}")
+
+
+def _print_results(lines: Sequence[dict[str, Any]]) -> None:
+    last, validated = lines[-1], [line for line in lines if "validation_loss" in line]
+    rate = short(last["tokens"] / max(last["seconds"], 1e-3))
+    _row("trained", f"{last['step']} steps in {interval(last['seconds'])}, {rate} tokens/s all included")
+    _row("loss", f"{last['loss']:.4f} at the last step; a guess has {UNIFORM:.4f}")
+    if validated:
+        _row("held out", f"{validated[-1]['validation_loss']:.4f} at step {validated[-1]['step']}")
+    skipped = sum("skipped" in line for line in lines)
+    if skipped:
+        _row("skipped", f"{skipped} steps, whose gradient was not finite")
+
+
+def _drawn(topology: Topology) -> list[str]:
+    """The topology as a table, without the axes that have one rank; "model" would be too wide."""
+    left_out = ["model", *(name for name in (*topology.axes, *topology.products) if topology.size(name) == 1)]
+    lines = [line for line in topology.describe().splitlines() if line.split()[0] not in left_out]
+    return lines if topology.world_size > 1 else lines[:1]
+
+
+def _row(label: str, *lines: str) -> None:
+    say(f"{label:<11}" + ("\n" + 11 * " ").join(lines))
+
+
+def _end(text: str) -> str:
+    """As much of the end of a path as fits into a line."""
+    room = _COLUMNS - 11
+    return text if len(text) <= room else "..." + text[3 - room :]

@@ -1,0 +1,142 @@
+"""What the master shows while a run trains: a bar on a terminal, else a line now and then."""
+
+import resource
+import shutil
+import sys
+import time
+from typing import Protocol
+
+import torch
+from tqdm import tqdm
+
+from .metrics import Line
+from .output import say
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+_BAR = "{n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
+
+_RATE = "_per_second"
+
+
+class Progress(Protocol):
+    """Shows the lines of the metrics file as they come."""
+
+    def show(self, line: Line) -> None:
+        """Shows one more line."""
+
+    def close(self) -> None:
+        """Ends the display; no line follows."""
+
+
+def make_progress(steps: int, done: int) -> Progress:
+    """What suits the standard error: a terminal gets a bar, a file plain lines.
+
+    Args:
+        steps: The step at which the run ends.
+        done: The steps that are done already.
+    """
+    return Bar(steps, done) if sys.stderr.isatty() else Lines(steps)
+
+
+class Bar:
+    """A bar of tqdm's.
+
+    Args:
+        steps: The step at which the bar ends.
+        done: The step at which it starts.
+    """
+
+    def __init__(self, steps: int, done: int) -> None:
+        size = shutil.get_terminal_size()  # tqdm alone shows nothing where the terminal does not know its size
+        self._bar = tqdm(total=steps, initial=done, ncols=size.columns, nrows=size.lines, bar_format=_BAR)
+        self._recent = _Recent()
+
+    def show(self, line: Line) -> None:
+        """Moves the bar to the step of the line, and shows its numbers beside it."""
+        self._recent.add(line)
+        self._bar.set_postfix_str(self._recent.words(line, self._recent.validation_loss), refresh=False)
+        self._bar.update(line["step"] - self._bar.n)
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+class Lines:
+    """Plain lines: the first one, then one every ten seconds, and each validation.
+
+    Args:
+        steps: The step at which the run ends.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._last = -_SECONDS_BETWEEN_LINES
+        self._recent = _Recent()
+
+    def show(self, line: Line) -> None:
+        """Prints the line, if it is time for one."""
+        self._recent.add(line)
+        now, validation_loss = time.monotonic(), line.get("validation_loss")
+        if validation_loss is None and now - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        step = f"step {line['step']:>{len(str(self._steps))}}/{self._steps}"
+        times = f"{interval(line['seconds'])}<{interval(self._recent.seconds_left(line['step'], self._steps))}"
+        say(f"{step} {times}, {self._recent.words(line, validation_loss)}", sys.stderr)
+
+    def close(self) -> None:
+        """Does nothing: every line is out already."""
+
+
+class _Recent:
+    """What the lines up to now say together: smoothed rates, the last validation, the number of skipped steps."""
+
+    def __init__(self) -> None:
+        self.validation_loss: float | None = None
+        self._step, self._seconds = 0, 0.0  # a run that goes on begins with the mean over its earlier steps
+        self._steps_per_second = 0.0
+        self._rates: dict[str, float] = {}
+        self._skipped = 0
+
+    def add(self, line: Line) -> None:
+        for name, rate in line.items():
+            if name.endswith(_RATE):
+                self._rates[name] = 0.1 * rate + 0.9 * (self._rates.get(name) or rate)
+        took = max(line["seconds"] - self._seconds, 1e-6)
+        now = (line["step"] - self._step) / took
+        self._steps_per_second = 0.1 * now + 0.9 * (self._steps_per_second or now)
+        self._step, self._seconds = line["step"], line["seconds"]
+        self._skipped += bool(line.get("skipped"))
+        if line.get("validation_loss") is not None:
+            self.validation_loss = line["validation_loss"]
+
+    def words(self, line: Line, validation_loss: float | None) -> str:
+        """The numbers that a reader watches, in some 50 columns."""
+        words = [] if line.get("loss") is None else [f"loss {line['loss']:.3f}"]
+        words += [] if validation_loss is None else [f"val {validation_loss:.3f}"]
+        words += [f"{short(rate)} {name.removesuffix(_RATE)}/s" for name, rate in self._rates.items()]
+        words += [memory()] + ([f"{self._skipped} skipped"] if self._skipped else [])
+        return " ".join(words)
+
+    def seconds_left(self, step: int, steps: int) -> float:
+        """Seconds until the last step, at the speed of recent ones."""
+        return (steps - step) / self._steps_per_second
+
+
+def memory() -> str:
+    """The most memory that this process has had: of the GPU's where there is one, else of the machine's."""
+    on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    return tqdm.format_sizeof(on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "iB", 1024)
+
+
+def short(number: float) -> str:
+    """A number in three digits: 9.86k."""
+    return tqdm.format_sizeof(number)
+
+
+def interval(seconds: float) -> str:
+    """A time as 01:02:03."""
+    return tqdm.format_interval(round(seconds))

@@ -1,0 +1,373 @@
+"""`Run`: what keeps a training loop of one's own alive. It knows no model; a loop without it loses nothing else."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from os import PathLike, fspath
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from par_groups import agree, check_alike, together
+
+from .._errors import UserError
+from ..strategy.strategy import Strategy
+from .attempt import BEGUN, SAVED, has_begun, is_restarted, note_of
+from .files import RunFiles, writing
+from .line import Gathered, Value
+from .lock import Lock, lock_folder
+from .metrics import Line, draw_loss, read_metrics, truncate_metrics
+from .output import say
+from .progress import make_progress
+from .records import Records, Tracker
+from .stop import LEAVE, Stop, exit_code, following_torchrun
+from .vote import Vote
+
+Batch = TypeVar("Batch")
+
+
+class Run:
+    """A training run in a folder: it goes on where the last one stopped, and leaves when it is asked to, saved.
+
+    Used as a context manager, on all ranks, after `Strategy.initialize`. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C let
+    `steps` end after the step that runs (on a GPU after the next one), with a checkpoint written; a torchrun that died
+    does so too. What the folder has afterwards:
+
+        checkpoints/step-00000500   as `Strategy.checkpoint` writes them
+        metrics.jsonl               one object of JSON a line; in tensorboard/ too, if TensorBoard is installed
+        loss.png                    the curve of `loss` and `validation_loss`
+        .par-train.lock             keeps a second run out; it ends with the process, however that ends
+
+    Args:
+        folder: The folder of the run, on a file system that all ranks share; it is made if it is not there.
+        strategy: The strategy that has initialized what is trained.
+        resume: "auto" goes on from the newest checkpoint in the folder, and starts anew if there is none. The path of
+            another run's folder, of a folder of checkpoints, or of one checkpoint goes on from there. None starts anew;
+            but ranks that torchrun starts again go on from what they had saved.
+        overwrite: Replaces the run that the folder has, as soon as training begins.
+        checkpoint_every: Steps between two checkpoints; None saves at the end alone.
+        keep_last: Number of the newest checkpoints that stay; None keeps all.
+        async_: Whether training goes on while a checkpoint is written, as in `Strategy.checkpoint`. The last one is
+            waited for.
+        log_every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
+        trackers: Objects with `log(values, step)`, called on rank 0 with each line.
+        progress: Whether rank 0 shows progress: a bar on a terminal, else a line every ten seconds.
+
+    Attributes:
+        step: Steps done, those of earlier runs included.
+        ended_by: The signal that ended the run, such as `signal.SIGTERM`; 0 if there was none.
+        exit_code: What the process should exit with: 0 if the run is done or saved; 130 if Ctrl-C has ended it; 128 and
+            the signal if one ended it before the first step, so that nothing was changed.
+
+    Raises:
+        ValueError: What cannot be: on every rank, in words. Another run has the folder, or there is one in it and
+            neither `resume` nor `overwrite` is said, or both are; there is nothing to resume from; a number below 1.
+
+    Example:
+        with Run("runs/llama", strategy, resume="auto", checkpoint_every=500, keep_last=3) as run:
+            for inputs, targets in run.steps(dataloader, until=10_000):
+                loss = criterion(model(inputs), targets)
+                strategy.backward(loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss, tokens=inputs.numel())
+        sys.exit(run.exit_code)
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        strategy: Strategy,
+        *,
+        resume: str | PathLike[str] | None = None,
+        overwrite: bool = False,
+        checkpoint_every: int | None = None,
+        keep_last: int | None = None,
+        async_: bool = False,
+        log_every: int = 10,
+        trackers: Sequence[Tracker] = (),
+        progress: bool = True,
+    ) -> None:
+        self.files = RunFiles(Path(folder).expanduser())
+        self.strategy = strategy
+        self.step = self.ended_by = self.exit_code = 0
+        self._resume = None if resume is None else fspath(resume)
+        self._overwrite = overwrite
+        self._checkpoint_every, self._keep_last, self._async = checkpoint_every, keep_last, async_
+        self._log_every, self._trackers, self._progress = log_every, trackers, progress
+        self._stop = Stop()
+        self._lock: Lock | None = None
+        self._records: Records | None = None
+        self._fresh = True  # nothing in the folder is this run's
+        self._saved: int | None = None  # the step of the newest checkpoint of this run
+        self._asked = 0  # what the ranks agreed on: a signal, or LEAVE
+        self._began = self._written = 0.0  # seconds of the clock: of the run's beginning, of the line before
+        self._totals: dict[str, int] = {}
+        self._vote = Vote(strategy.device)
+        self._gathered = Gathered(strategy.device, strategy.groups["data"])
+        self._held = ExitStack()
+
+    def _check(self) -> None:
+        for name, number in (
+            ("checkpoint_every", self._checkpoint_every),
+            ("keep_last", self._keep_last),
+            ("log_every", self._log_every),
+        ):
+            if number is not None and number < 1:
+                remedy = "1 or more" if name == "log_every" else "1 or more, or None"
+                raise UserError(f"{name} is {number}; give {remedy}")
+        if self._resume is not None and self._overwrite:
+            raise UserError(f"resume={self._resume!r} goes on with a run and overwrite=True replaces it; give only one")
+
+    # The beginning
+
+    def __enter__(self) -> Self:
+        with ExitStack() as held:
+            held.enter_context(self._stop.caught())
+            held.enter_context(following_torchrun(self._stop))
+            self._open(held)
+            self._held = held.pop_all()
+        return self
+
+    def _open(self, held: ExitStack) -> None:
+        """Takes the folder, and goes on from the checkpoint that is asked for. Collective."""
+        problem: Exception | None = None
+        present: list[str] = []
+        saved: list[str] = []
+        try:
+            self._check()
+            if self.strategy.is_master:
+                self._lock = held.enter_context(lock_folder(self.files))
+                present, saved = [path.name for path in self.files.present()], self.files.saved()
+                if is_restarted() and has_begun(self.files):
+                    self._resume, self._overwrite = "auto", False
+                if not is_restarted():
+                    self._lock.note("")  # what an earlier launch has noted
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        options = (str(self.files.folder), self._checkpoint_every, self._keep_last, self._log_every)
+        said = agree(problem, (options, present, saved, self._resume, self._overwrite), None)
+        check_alike({rank: each[0] for rank, each in said.items()}, "options of a Run")
+        _, present, saved, self._resume, self._overwrite = said[0]
+        self._go_on(present, saved)
+
+    def _go_on(self, present: Sequence[str], saved: Sequence[str]) -> None:
+        """Restores the checkpoint that `resume` means. Every rank finds the same, so all raise or none does.
+
+        Args:
+            present: What the folder has of a run.
+            saved: What it has of checkpoints, of any run.
+        """
+        with together("finding a checkpoint", None):
+            source, step = self._source()
+        fresh = source != self.files.checkpoints or step is None
+        if present and fresh and self._resume != "auto" and not self._overwrite:
+            raise UserError(
+                f"the folder {str(self.files.folder)!r} has a run already ({present[0]}); go on with resume='auto', "
+                "replace it with overwrite=True, or name another folder"
+            )
+        if saved and fresh and self._resume == "auto":  # it would be removed by a run that starts anew
+            raise UserError(
+                f"the folder {str(self.files.folder)!r} has a checkpoint ({saved[0]}) that this run cannot go on from: "
+                "another number of models was saved, or par-train run has written it; initialize what was saved, "
+                "replace the run with overwrite=True, or name another folder"
+            )
+        if step is None:
+            return
+        newest = self.strategy.newest_step(self.files.checkpoints)
+        if not fresh and newest is not None and newest > step:
+            raise UserError(
+                f"{str(self.files.folder)!r} has a checkpoint of step {newest}, later than step {step} of resume; name "
+                "another folder for the run that goes on from there, or move the later checkpoints away"
+            )
+        self.step = step
+        self.strategy.resume(source, step=step)
+        if not fresh:
+            self._fresh, self._saved = False, step
+        if self.strategy.is_master:
+            say(f"par-train: goes on after step {step}", sys.stderr)
+
+    def _source(self) -> tuple[Path, int | None]:
+        """The folder of checkpoints and the step to go on from; None: there is none, and the run starts anew."""
+        own = self.files.checkpoints
+        if self._resume is None:
+            return own, None
+        if self._resume == "auto":
+            return own, self.strategy.newest_step(own)
+        given = Path(self._resume).expanduser()
+        name, _, number = given.name.rpartition("-")
+        if name == "step" and number.isdecimal():
+            root, found = given.parent, int(number) if given.is_dir() else None
+        else:
+            root, found = given / own.name, self.strategy.newest_step(given / own.name)
+            if found is None:
+                root, found = given, self.strategy.newest_step(given)
+        if found is None:
+            raise UserError(
+                f"resume is {self._resume!r}, where no whole checkpoint is; give the folder of a run or of one of its "
+                "checkpoints, or resume='auto', which starts anew if there is nothing"
+            )
+        return (own if root.absolute() == own.absolute() else root), found
+
+    def _begin(self, until: int) -> None:
+        """What was in the folder, and does not belong to this run, goes; rank 0 opens the records."""
+        earlier: list[dict[str, float]] = []
+        if self.strategy.is_master:
+            if self._fresh:
+                self.files.clear()
+            else:
+                truncate_metrics(self.files.metrics, self.step)
+                earlier = read_metrics(self.files.metrics)
+            if self._lock is not None:
+                self._lock.note(note_of(BEGUN))
+            progress = make_progress(until, self.step) if self._progress else None
+            self._records = Records(self.files, progress, self._trackers)
+        last = earlier[-1] if earlier else {}
+        self._totals = {name: value for name, value in last.items() if isinstance(value, int)}
+        self._began = self._written = time.monotonic() - last.get("seconds", 0.0)
+        self._written += last.get("seconds", 0.0)
+        self._fresh, self._stop.training = False, True
+
+    # The loop
+
+    def steps(self, batches: Iterable[Batch], until: int) -> Iterator[Batch]:
+        """The batches, epoch after epoch, one a step, from where the last run stopped. Collective.
+
+        After each turn of the loop a step is done: what is due is logged and saved. The loop ends at a step, or when
+        a rank was asked to leave, with a checkpoint. One turn of the loop is one step of the optimizer; a loop that is
+        left by `break` saves nothing, see `leave`.
+
+        Args:
+            batches: What gives batches each time it is iterated, such as the data loader that `Strategy.initialize`
+                gave, whose position is saved and restored too.
+            until: Steps at which training ends, those of earlier runs included.
+
+        Raises:
+            ValueError: `until` is below 1, or there are no batches.
+        """
+        if until < 1:
+            raise UserError(f"until is {until}; give the number of steps at which training ends, 1 or more")
+        if not self._asked:
+            self._asked = self._agree()
+        if not self._asked:
+            self._begin(until)
+        while self.step < until and not self._asked:
+            before = self.step
+            for batch in batches:
+                yield batch
+                self.step += 1
+                self._asked = self._agree()
+                if self.step >= until or self._asked:
+                    break
+                if self._checkpoint_every and self.step % self._checkpoint_every == 0:
+                    self._write_line()  # so that a run that goes on from here has counted every step
+                    self._save(async_=self._async)
+                elif self.step % self._log_every == 0:
+                    self._write_line()
+            if self.step == before:
+                raise UserError(
+                    f"there is no batch for step {before + 1} of {until}; give what has batches each time it is "
+                    "iterated, such as a DataLoader, or a smaller until"
+                )
+        self.ended_by = 0 if self._asked == LEAVE else self._asked
+        if self._stop.training:
+            self._end(until)
+            self.exit_code = exit_code(self.ended_by)
+        elif self.ended_by:
+            self.exit_code = 128 + self.ended_by
+            if self.strategy.is_master:
+                say(f"par-train: {signal.Signals(self.ended_by).name}: stopped before training began", sys.stderr)
+
+    def _agree(self) -> int:
+        """The signal that any rank got, `LEAVE`, or 0: the same on every rank."""
+        return self._vote.cast(self._stop.signal)
+
+    def leave(self) -> None:
+        """Asks to leave after this step, saved, as a signal does. One rank suffices. For early stopping."""
+        self._stop.ask(LEAVE)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in the loop so far, those of earlier runs included and interruptions not."""
+        return time.monotonic() - self._began
+
+    # What is written
+
+    def log(self, **values: Value) -> None:
+        """Adds numbers to the next line of metrics. Call it on all ranks, with the same names.
+
+        Nothing waits for the device before a line is due. In the line stand the step, the values, the seconds so far,
+        and for each count its number a second, such as `tokens_per_second`.
+
+        Args:
+            **values: Numbers, or tensors of one element. A floating-point value is averaged over the steps of the line
+                and the data ranks. An integer, such as `tokens=inputs.numel()`, counts something: the line has what
+                all data ranks have counted since training began.
+
+        Raises:
+            ValueError, TypeError: A value that is not one number, or the name of something that every line has.
+        """
+        self._gathered.add(values)
+
+    def _write_line(self) -> None:
+        if not self._gathered:
+            return
+        means, counts = self._gathered.take()
+        now, before = time.monotonic(), self._written
+        self._written = now
+        for name, count in counts.items():
+            self._totals[name] = self._totals.get(name, 0) + count
+        rates = {f"{name}_per_second": round(count / max(now - before, 1e-6), 1) for name, count in counts.items()}
+        totals = {name: self._totals[name] for name in counts}
+        self.write({"step": self.step, **means, **totals, "seconds": round(self.seconds, 3), **rates})
+
+    def write(self, line: Line) -> None:
+        """Writes a line as it is, on rank 0: to the metrics file, to TensorBoard, to the trackers, as progress.
+
+        Args:
+            line: `step`, `seconds`, and other numbers by name.
+        """
+        if self._records is not None:
+            self._records.write(line)
+
+    def _save(self, *, async_: bool = False) -> None:
+        """Writes a checkpoint. Collective."""
+        root = self.files.checkpoints
+        with writing(root):
+            self.strategy.checkpoint(root, step=self.step, async_=async_, keep_last=self._keep_last)
+        self._saved = self.step
+
+    # The end
+
+    def _end(self, until: int) -> None:
+        """Leaves everything saved. Collective."""
+        self._write_line()
+        if self._records is not None:
+            self._records.close()
+        if self._saved != self.step:
+            self._save()  # which waits for those before it
+        if self._lock is not None:
+            self._lock.note(note_of(SAVED))
+        if self._records is not None:
+            self._records = None
+            self._finish(until)
+
+    def _finish(self, until: int) -> None:
+        """Draws the curve, and says why the run has ended early. On rank 0."""
+        lines = read_metrics(self.files.metrics)
+        if any(line.get("loss") is not None for line in lines):
+            draw_loss(self.files.curve, lines)
+        if self.step < until:
+            why = f"{signal.Signals(self.ended_by).name}: " if self.ended_by else ""
+            say(f"par-train: {why}saved after step {self.step} of {until}; resume='auto' goes on", sys.stderr)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._records is not None:
+                self._records.close()
+        finally:
+            self._held.close()  # signal handlers are put back, the lock is let go
