@@ -181,7 +181,8 @@ def test_ctrl_c_saves_and_one_rank_goes_on(command, reference, ranks_of):
 def test_a_closed_terminal_saves(command, ranks_of):
     """All that is printed from then on fails, which must not matter."""
     mine, terminal = pty.openpty()
-    move = f"import os; os.login_tty(os.open({os.ttyname(terminal)!r}, os.O_RDWR))"
+    move = f"import os, signal; os.login_tty(os.open({os.ttyname(terminal)!r}, os.O_RDWR)); "
+    move += "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # whoever starts the tests may ignore it, as nohup does
     process = command.train_after(move, "hung-up", TEST_SLEEP="0.1")
     command.wait_for_steps("hung-up", 3)
     os.close(terminal)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from .plan.inputs import Job, Machine
     from .plan.predict import Prediction, predict
     from .plan.shape import Shape
+    from .plan.strategy_plan import StrategyPlan
     from .run.run import Run
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
-    from .strategy.plan import StrategyPlan
     from .strategy.plugin import Plugin
     from .strategy.stages import Stages
     from .strategy.strategy import Strategy
@@ -55,7 +55,7 @@ _LATE = {
     "strategy.stages": ("Stages",),
     "strategy.strategy": ("Strategy",),
     "strategy.options": ("StrategyOptions",),
-    "strategy.plan": ("StrategyPlan",),
+    "plan.strategy_plan": ("StrategyPlan",),
 }
 
 

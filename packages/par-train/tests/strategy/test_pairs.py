@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from par_train.strategy.pairs import pair
+from par_train.strategy.pairs import find_pairs
 
 
 def sgd(*models):
@@ -16,7 +16,7 @@ def test_models_find_their_optimizers_and_these_their_schedulers():
     actor, critic, teacher = nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(4, 4)
     of_critic, of_actor = sgd(critic), sgd(actor)
     scheduler = LambdaLR(of_actor, lambda _: 1.0)
-    pairs = pair([actor, critic, teacher], [of_critic, of_actor], [scheduler])
+    pairs = find_pairs([actor, critic, teacher], [of_critic, of_actor], [scheduler])
     assert [each.models for each in pairs] == [[actor], [critic], [teacher]]
     assert [each.optimizer for each in pairs] == [of_actor, of_critic, None]
     assert [each.schedulers for each in pairs] == [[scheduler], [], []]
@@ -24,7 +24,7 @@ def test_models_find_their_optimizers_and_these_their_schedulers():
 
 def test_models_may_share_an_optimizer():
     actor, critic = nn.Linear(2, 2), nn.Linear(3, 3)
-    (found,) = pair([actor, critic], [sgd(actor, critic)], [])
+    (found,) = find_pairs([actor, critic], [sgd(actor, critic)], [])
     assert found.models == [actor, critic]
 
 
@@ -61,4 +61,4 @@ def orphan():
 )
 def test_what_does_not_belong_together_is_named(make, words):
     with pytest.raises(ValueError, match=words):
-        pair(*make())
+        find_pairs(*make())

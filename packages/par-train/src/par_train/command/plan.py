@@ -11,9 +11,9 @@ from ..jobs.options import Options, PlanOptions
 from ..plan.inputs import PEAKS, Job, Machine
 from ..plan.predict import predict
 from ..plan.report import Report
+from ..plan.schedules import microbatches_of
 from ..plan.search import rank
 from ..plan.shape import Shape
-from ..strategy.schedules import microbatches_of
 
 
 def plan(options: Options, plan_options: PlanOptions) -> int:

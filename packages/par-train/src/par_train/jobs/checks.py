@@ -8,7 +8,7 @@ from par_groups import Topology
 from par_pipeline import partition
 
 from .._errors import UserError
-from ..strategy.schedules import make_schedule, microbatches_of
+from ..plan.schedules import make_schedule, microbatches_of
 from .options import Options
 from .order import check_size
 from .text import Text, read_text

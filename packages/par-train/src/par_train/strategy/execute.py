@@ -1,17 +1,17 @@
 """One batch through a model in microbatches: with a pipeline or without, the same loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from par_groups import ProcessGroups
 from par_pipeline import Pipeline, Schedule
 from par_precision import MixedOptimizer
 
+from .._torch_private import tree_leaves
 from .stages import Stages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -23,10 +23,10 @@ class Execution:
 
     Args:
         model: A module, or `Stages`.
-        schedule: For as many ranks as the pipeline group has.
-        groups: Of the strategy.
-        optimizer: Scales losses; None, or one of torch's own, leaves them.
-        options: Of `par_pipeline.PipelineOptions`.
+        schedule: A schedule for as many ranks as the pipeline group has.
+        groups: The groups of the strategy.
+        optimizer: The model's optimizer; a MixedOptimizer scales losses, any other one, or None, leaves them.
+        options: Further keywords of `par_pipeline.Pipeline`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Execution:
         self._schedule, self._groups = schedule, groups
         self._optimizer = optimizer if isinstance(optimizer, MixedOptimizer) else None
         self._criterion: Criterion = _none
-        self._rows = 0
+        self._weights: list[float] = []  # what each microbatch of the batch weighs
         self._sum: Tensor | float = 0.0
         self._count: Tensor | float = 0.0
         self.pipeline = Pipeline(
@@ -48,7 +48,7 @@ class Execution:
             schedule,
             groups["pipeline"],
             loss_fn=self._loss,
-            weight=self._counted,
+            weight=self._weigh,
             **options,
         )
 
@@ -58,36 +58,41 @@ class Execution:
         Args:
             batch: A pair of inputs and target; inputs that are a tuple are several arguments. Anything else, such as
                 a dict, is both.
-            criterion: Of outputs and target.
+            criterion: A function of outputs and target.
             forward_only: Whether to leave out the backward.
             return_outputs: Whether outputs are kept.
         """
         self._criterion = criterion
-        self._rows, self._sum, self._count = 0, 0.0, 0.0
+        self._weights, self._sum, self._count = [], 0.0, 0.0
         outputs, _, _ = self.pipeline.forward_backward_step(
             iter([batch]), forward_only=forward_only, return_outputs=return_outputs
         )
         return self._mean(), outputs
 
-    def _counted(self, target: Any) -> float:
-        """Adds up the rows, before the first microbatch. What one counts is said by `_loss`."""
-        self._rows += rows_of(target)
-        return 1.0
+    def _weigh(self, target: Any) -> float:
+        """A microbatch weighs its rows: the pipeline multiplies each loss by its part of the sum of all weights.
+
+        It asks for all weights before the first microbatch.
+        """
+        self._weights.append(float(rows_of(target) or 1))
+        return self._weights[-1]
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
-        """What backward begins with. The pipeline multiplies it by 1 / microbatches, which is undone here."""
-        found = self._criterion(outputs, target)
-        microbatches = self._schedule.microbatches
-        if isinstance(found, tuple):
-            total, count = found
-            self._note(total, count)
-            weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-            mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # of nothing, the sum is 0
-            return self._scaled(mean * microbatches, weight)
-        rows = rows_of(target) if self._rows else 1
-        whole = self._rows or microbatches
-        self._note(found * rows, rows)
-        return self._scaled(found * (microbatches * rows / whole), None)
+        """What backward begins with: the criterion's mean, or its mean without the part that rows have in the batch.
+
+        A mean is over rows, which the pipeline weighs. A sum comes with a count that is its weight on all ranks and in
+        all microbatches, and which the optimizer applies: the weight of the rows is taken out.
+        """
+        given = self._criterion(outputs, target)
+        rows = float(rows_of(target) or 1)
+        if not isinstance(given, tuple):
+            self._note(given * rows, rows)
+            return self._scaled(given, None)
+        total, count = given
+        self._note(total, count)
+        weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # a sum of nothing is 0
+        return self._scaled(mean * (sum(self._weights) / rows), weight)
 
     def _scaled(self, loss: Tensor, weight: Tensor | None) -> Tensor:
         if not torch.is_grad_enabled():
@@ -104,7 +109,7 @@ class Execution:
         self._sum, self._count = self._sum + total.detach().double(), self._count + count
 
     def _mean(self) -> Tensor:
-        """The loss of this replica's batch; broadcast of one number over the pipeline."""
+        """The mean loss of this replica's batch. Broadcast of one number over the pipeline group."""
         device = self._groups.device
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if self.pipeline.is_last:
@@ -121,26 +126,6 @@ def rows_of(value: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
     return 0
-
-
-class Batches(Iterator[Any]):
-    """The batches of a data loader, epoch after epoch.
-
-    Args:
-        source: The data loader.
-    """
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self._iterator: Iterator[Any] = iter(source)
-
-    def __next__(self) -> Any:
-        """The next batch; where an epoch ends, the next one begins."""
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._iterator = iter(self.source)
-            return next(self._iterator)
 
 
 def _none(_: Any, __: Any) -> Tensor:

@@ -15,8 +15,6 @@ from par_precision import MixedOptimizer
 
 from .pairs import Pair
 
-PLANS = ("huggingface", "torch")
-
 PathLike = str | os.PathLike[str]
 
 
@@ -30,17 +28,13 @@ def save_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, giga
     save(staging, **keywords, style="torch", overwrite=True)
     with together(kind, None):  # the file is there when any rank returns
         if dist.get_rank() == 0:
-            _put_in_place(staging, kind, path)
-
-
-def _put_in_place(staging: str, kind: str, path: PathLike) -> None:
-    """Moves a torch file and its checksums out of the folder that they were written into."""
-    try:
-        Path(_sums(path)).unlink(missing_ok=True)  # a file without sums can be read, one with others' cannot
-        os.replace(f"{staging}/{kind}.pt", path)  # noqa: PTH105
-        os.replace(f"{staging}/par_checkpoint.json", _sums(path))  # noqa: PTH105
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            try:
+                sums = Path(f"{os.fspath(path)}.json")
+                sums.unlink(missing_ok=True)  # a file without sums can be read, one with those of another one cannot
+                Path(staging, f"{kind}.pt").replace(path)
+                Path(staging, "par_checkpoint.json").replace(sums)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
 
 
 def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> None:
@@ -64,9 +58,9 @@ def save_run(
 ) -> list[Save]:
     """Writes everything; see `Strategy.checkpoint`."""
     handles = []
-    for each, folder in _folders(pairs, root, keep_last):
-        told = {"copy": "background", **_parts(each), **keywords}  # for `async_`, of which it is a part
-        handle = folder.save(step, force=True, extra=dict(state), **told)
+    for pair, folder in _folders(pairs, root, keep_last):
+        # copy="background" is how `async_` copies
+        handle = folder.save(step, force=True, extra=dict(state), copy="background", **_parts(pair), **keywords)
         handles.extend([] if handle is None else [handle])
     return handles
 
@@ -85,8 +79,8 @@ def load_run(pairs: Sequence[Pair], loaders: int, root: PathLike, step: int) -> 
     if saved != loaders:
         raise ValueError(f"step {step} was saved with {saved} data loaders, and here are {loaders}; initialize as many")
     state: Mapping[str, Any] = {}
-    for each, folder in folders:
-        state = load(folder.path(step), **_parts(each)).extra
+    for pair, folder in folders:
+        state = load(folder.path(step), **_parts(pair)).extra
     return state
 
 
@@ -95,48 +89,34 @@ def _folders(pairs: Sequence[Pair], root: PathLike, keep_last: int | None) -> li
     if not pairs:
         raise ValueError("there is no model to save or to resume; call initialize() first")
     roots = [os.fspath(root)] if len(pairs) == 1 else [f"{os.fspath(root)}/{n}" for n in range(len(pairs))]
-    return [(each, Checkpoints(path, keep_last=keep_last)) for each, path in zip(pairs, roots, strict=True)]
+    return [(pair, Checkpoints(path, keep_last=keep_last)) for pair, path in zip(pairs, roots, strict=True)]
 
 
-def _parts(each: Pair) -> dict[str, Any]:
+def _parts(pair: Pair) -> dict[str, Any]:
     """What is saved of a pair."""
-    scaling = [each.optimizer.scaling] if isinstance(each.optimizer, MixedOptimizer) else []
-    schedulers = [*scaling, *each.schedulers]
-    return {"model": each.module, "optimizer": each.optimizer, "scheduler": schedulers or None}
+    scaling = [pair.optimizer.scaling] if isinstance(pair.optimizer, MixedOptimizer) else []
+    return {"model": pair.module, "optimizer": pair.optimizer, "scheduler": [*scaling, *pair.schedulers] or None}
 
 
 def _described(pairs: Sequence[Pair], obj: Any, plan: str) -> tuple[str, dict[str, Any]]:
-    """What kind of object it is, and how par-checkpoint is told of it."""
-    problem, kind = None, ""
-    keywords: dict[str, Any] = {}
-    try:
-        if plan not in PLANS:
-            raise ValueError(f"plan is {plan!r}; it can be 'huggingface' or 'torch'")
-        kind, keywords = _kind_of(pairs, obj)
-    except ValueError as error:
-        problem = error
-    check_alike(agree(problem, f"{kind} {plan}", None), "objects and plans")
-    return kind, keywords
-
-
-def _kind_of(pairs: Sequence[Pair], obj: Any) -> tuple[str, dict[str, Any]]:
-    for each in pairs:
-        if any(obj is model for model in each.models):
-            return "model", {"model": obj}
-        if obj is each.optimizer:
-            return "optimizer", {"optimizer": obj}
-        if any(obj is scheduler for scheduler in each.schedulers):
-            return "scheduler", {"scheduler": obj}
-    raise ValueError(f"this {type(obj).__name__} is not from initialize(); give what that returned")
+    """The kind of an object, and the keyword that par-checkpoint takes it by; agreed on by all ranks."""
+    pairs_of = (
+        ("model", lambda pair: pair.models),
+        ("optimizer", lambda pair: [pair.optimizer]),
+        ("scheduler", lambda pair: pair.schedulers),
+    )
+    kinds = [kind for kind, of in pairs_of if any(obj is one for pair in pairs for one in of(pair))]
+    problem = None
+    if plan not in ("huggingface", "torch"):
+        problem = ValueError(f"plan is {plan!r}; it can be 'huggingface' or 'torch'")
+    elif not kinds or obj is None:
+        problem = ValueError(f"this {type(obj).__name__} is not from initialize(); give what that returned")
+    check_alike(agree(problem, f"{kinds} {plan}", None), "objects and plans")
+    return kinds[0], {kinds[0]: obj}
 
 
 def _folder(path: PathLike, kind: str) -> str:
     return os.fspath(path) if kind == "model" else f"{os.fspath(path)}/{kind}"
-
-
-def _sums(path: PathLike) -> str:
-    """The checksums of a torch file."""
-    return f"{os.fspath(path)}.json"
 
 
 @contextmanager
@@ -147,12 +127,23 @@ def _as_folder(path: PathLike, kind: str) -> Iterator[str]:
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             Path(folder).mkdir()
-            os.link(path, f"{folder}/{kind}.pt")
-            if Path(_sums(path)).exists():
-                os.link(_sums(path), f"{folder}/par_checkpoint.json")
+            _stand_in(Path(path), Path(folder, f"{kind}.pt"))
+            sums = Path(f"{os.fspath(path)}.json")
+            if sums.exists():
+                _stand_in(sums, Path(folder, "par_checkpoint.json"))
     try:
         yield folder
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
+
+
+def _stand_in(path: Path, name: Path) -> None:
+    """Makes a file to be found under another name, too: a link; or a copy where the file system has no links."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {str(path)!r}; give one that torch.save or Strategy.save wrote")
+    try:
+        name.symlink_to(path.absolute())
+    except OSError:
+        shutil.copyfile(path, name)

@@ -1,7 +1,7 @@
-"""What `Strategy.initialize` does with one optimizer and its models: through all plugins, in their order."""
+"""What `Strategy.initialize` does: objects are sorted into pairs, and each pair goes through all plugins in order."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,77 +10,82 @@ from torch.utils.data import DataLoader
 from par_groups import together
 from par_precision import MixedOptimizer
 
-from .handlers import DEFAULT, kinds_of, make_handlers
-from .pairs import Pair, pair
-from .plan import sizes_of
-
-if TYPE_CHECKING:
-    from .strategy import Strategy
+from ..plan.strategy_plan import sizes_of
+from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers
+from .pairs import Pair, find_pairs
+from .plugin import Plugin
+from .setup import Setup
 
 _MARK = "par_train"  # on what was initialized
 
 
 def paired(objects: Sequence[Any]) -> list[Pair]:
-    """What belongs together. Nothing is changed.
+    """Sorts what `initialize` was given by kind, and finds what belongs together. Nothing is changed.
 
     Raises:
         ValueError, TypeError: What cannot be initialized, or was before.
     """
     kinds: dict[type, list[Any]] = {nn.Module: [], Optimizer: [], DataLoader: []}
     schedulers = []
-    for each in objects:
-        kind = next((kind for kind in kinds if isinstance(each, kind)), None)
-        if _MARK in getattr(each, "__dict__", {}):
-            raise ValueError(f"this {type(each).__name__} was initialized before; initialize once")
+    for given in objects:
+        kind = next((kind for kind in kinds if isinstance(given, kind)), None)
+        if _MARK in getattr(given, "__dict__", {}):
+            raise ValueError(f"this {type(given).__name__} was initialized before; initialize once")
         if kind is not None:
-            kinds[kind].append(each)
-        elif hasattr(each, "optimizer") and callable(getattr(each, "step", None)):
-            schedulers.append(each)
+            kinds[kind].append(given)
+        elif hasattr(given, "optimizer") and callable(getattr(given, "step", None)):
+            schedulers.append(given)
         else:
             raise TypeError(
-                f"initialize() was given a {type(each).__name__}; it takes modules, optimizers, DataLoaders and lr "
-                "schedulers" + ("; first: Strategy.build(layers)" if isinstance(each, list | tuple) else "")
+                f"initialize() was given a {type(given).__name__}; it takes modules, optimizers, DataLoaders and lr "
+                "schedulers" + ("; first: Strategy.build(layers)" if isinstance(given, list | tuple) else "")
             )
-    if len({id(each) for each in objects}) < len(objects):
+    if len({id(given) for given in objects}) < len(objects):
         raise ValueError("initialize() was given an object twice; give each once")
-    return pair(kinds[nn.Module], kinds[Optimizer], schedulers)
+    return find_pairs(kinds[nn.Module], kinds[Optimizer], schedulers)
 
 
-def wire(each: Pair, strategy: "Strategy") -> dict[int, Any]:
-    """Takes a pair through all plugins. Collective.
+def wire(pair: Pair, plugins: Sequence[Plugin], strategy: Setup, after_step: Callable[..., None]) -> dict[int, Any]:
+    """Takes a pair through all plugins, in place. Collective.
+
+    Args:
+        pair: Models, their optimizer and its schedulers.
+        plugins: All plugins, in the order in which they are applied.
+        strategy: The strategy, which plugins may ask.
+        after_step: Called after each step of the optimizer.
 
     Returns:
-        What has become of its objects, by the `id` of what was given.
+        What has become of the pair's objects, by the `id` of what was given.
     """
-    before = [*each.models, each.optimizer, *each.schedulers]
-    model = each.module
-    for plugin in strategy.plugins:
-        if plugin.name in ("zero", "precision") and each.sizes is None:
-            each.sizes = sizes_of(model, strategy.options.stage)
+    before = [*pair.models, pair.optimizer, *pair.schedulers]
+    model = pair.module
+    for plugin in plugins:
+        if plugin.name in ("zero", "precision") and pair.sizes is None:
+            pair.sizes = sizes_of(model, strategy.options.stage)
         with together(f"plugin {plugin.name!r}", None):
-            model = plugin.setup_model(model, each.optimizer, strategy)
-            if each.optimizer is not None:
-                each.optimizer = plugin.setup_optimizer(each.optimizer, model, strategy)
-    each.models = list(model) if isinstance(model, nn.ModuleList) and len(each.models) > 1 else [model]
-    for one in each.models:
+            model = plugin.setup_model(model, pair.optimizer, strategy)
+            if pair.optimizer is not None:
+                pair.optimizer = plugin.setup_optimizer(pair.optimizer, model, strategy)
+    pair.models = list(model) if isinstance(model, nn.ModuleList) and len(pair.models) > 1 else [model]
+    for one in pair.models:
         if "no_sync" in model.__dict__:
             one.__dict__["no_sync"] = model.__dict__["no_sync"]
-    if isinstance(each.optimizer, MixedOptimizer) and each.optimizer.scaling.scale is not None:
-        each.schedulers = [each.optimizer.schedule(scheduler) for scheduler in each.schedulers]
+    if isinstance(pair.optimizer, MixedOptimizer) and pair.optimizer.scaling.scale is not None:
+        pair.schedulers = [pair.optimizer.schedule(scheduler) for scheduler in pair.schedulers]
     with together("gradient handlers", None):
-        if each.optimizer is not None:
-            _attach(each.optimizer, model, strategy)
-    after = [*each.models, each.optimizer, *each.schedulers]
+        if pair.optimizer is not None:
+            kinds = kinds_of(strategy.options.gradient_handlers or DEFAULT)
+            _complete_before_step(pair.optimizer, make_handlers(kinds, model, pair.optimizer, strategy.groups))
+            pair.optimizer.register_step_post_hook(after_step)
+    after = [*pair.models, pair.optimizer, *pair.schedulers]
     for one in (*before, *after):
         if one is not None:
             one.__dict__[_MARK] = True
     return {id(old): new for old, new in zip(before, after, strict=True)}
 
 
-def _attach(optimizer: Optimizer, model: nn.Module, strategy: "Strategy") -> None:
-    """Gradients are completed before each step; the strategy hears of it afterwards."""
-    kinds = kinds_of(strategy.options.gradient_handlers or DEFAULT)
-    handlers = make_handlers(kinds, model, optimizer, strategy.groups)
+def _complete_before_step(optimizer: Optimizer, handlers: Sequence[GradientHandler]) -> None:
+    """Lets handlers complete the gradients before each step."""
 
     def complete(_: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if len(args) > 1 or keywords.get("closure") is not None:
@@ -89,4 +94,3 @@ def _attach(optimizer: Optimizer, model: nn.Module, strategy: "Strategy") -> Non
             handler.handle_gradient()
 
     optimizer.register_step_pre_hook(complete)
-    optimizer.register_step_post_hook(strategy.after_step)

@@ -1,4 +1,4 @@
-"""What a strategy is told."""
+"""The options of a strategy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,21 +13,7 @@ from .plugin import Plugin
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """What a strategy is told. Each field is a keyword of `Strategy`.
-
-    Args:
-        parallel: Sizes and modes of the axes, as `par_groups.Topology.from_config` takes them.
-        precision: "fp32", "bf16", ...; see `par_precision.mixed`.
-        zero: The ZeRO stage, or a mapping with `stage` and what else `par_zero.shard` takes.
-        clip_norm: The norm of all gradients together is brought down to this; None: never.
-        pipeline: `schedule` and `microbatches` of `execute_pipeline`, and what else `par_pipeline.Pipeline` takes.
-        mixed: What else `par_precision.mixed` takes, such as `scale`.
-        gradient_handlers: `dict(type=NAME, ...)` for each, in order; default: "data_parallel", "partial",
-            "pipeline_shared".
-        plugins: Plugins, names that a wheel declares, or "module:Class".
-        device: "auto": the accelerator of this rank if there is one, else the CPU. Or a device.
-        seed: Of weights that are made here, of the order of data, and of torch's generator in each step.
-        groups: Live groups to use, instead of making some for `parallel`.
+    """The options of a strategy: the keywords of `Strategy`, whose documentation says what each of them means.
 
     Raises:
         ValueError, TypeError: A value that makes no sense.
@@ -62,7 +48,7 @@ class StrategyOptions:
 
     @property
     def zero_keywords(self) -> dict[str, Any]:
-        """What `par_zero.shard` is told."""
+        """The keywords of `par_zero.shard`."""
         return {"stage": 0, **self.zero} if isinstance(self.zero, Mapping) else {"stage": self.zero}
 
     @property
@@ -77,7 +63,7 @@ class StrategyOptions:
         return any(kind == DATA_PARALLEL for kind, _ in kinds_of(self.gradient_handlers or DEFAULT))
 
     def described(self) -> str:
-        """What all ranks must have alike."""
+        """What all ranks must have alike, as text."""
         plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
         fields = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed)
         return repr(_plain((self.parallel, *fields, self.gradient_handlers, plugins)))

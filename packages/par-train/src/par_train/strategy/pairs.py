@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .plan import Sizes
+from ..plan.strategy_plan import Sizes
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class Pair:
         return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
 
 
-def pair(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> list[Pair]:
+def find_pairs(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> list[Pair]:
     """Models, optimizers and schedulers that belong together, in the order of the models.
 
     Raises:

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import Registry
-
-if TYPE_CHECKING:
-    from .strategy import Strategy
 
 
 class Plugin:
@@ -39,24 +36,44 @@ class Plugin:
     controls_device: bool = False
     supports_no_sync: bool = True
 
-    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
-        """Called with each model; gives the model that goes on, which may be the same.
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Any) -> nn.Module:
+        """Called with each model.
 
         Args:
             model: A model, or an nn.ModuleList of several that share an optimizer.
-            optimizer: Of its parameters, if it has one.
-            strategy: Its groups, layers and options can be asked.
+            optimizer: The optimizer of its parameters, if it has one.
+            strategy: The `par_train.Strategy`, of which groups, layers and options can be asked.
+
+        Returns:
+            The model that goes on, which may be the same.
         """
         del optimizer, strategy
         return model
 
-    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: "Strategy") -> Optimizer:
-        """Called with each optimizer, after its model; gives the optimizer that goes on."""
+    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: Any) -> Optimizer:
+        """Called with each optimizer, after its model.
+
+        Args:
+            optimizer: The optimizer, as the plugins before this one have left it.
+            model: The model that `setup_model` has given.
+            strategy: The `par_train.Strategy`.
+
+        Returns:
+            The optimizer that goes on, which may be the same.
+        """
         del model, strategy
         return optimizer
 
-    def setup_dataloader(self, dataloader: Any, strategy: "Strategy") -> Any:
-        """Called with each data loader, which gives this rank's batches already."""
+    def setup_dataloader(self, dataloader: Any, strategy: Any) -> Any:
+        """Called with each data loader.
+
+        Args:
+            dataloader: The data loader, which gives this rank's batches already.
+            strategy: The `par_train.Strategy`.
+
+        Returns:
+            The data loader that goes on, which may be the same.
+        """
         del strategy
         return dataloader
 
@@ -64,17 +81,25 @@ class Plugin:
 PLUGINS: Registry[type[Plugin]] = Registry("plugin", "par_train.plugins")
 
 
-def find_plugin(given: "Plugin | str") -> Plugin:
-    """A plugin from what a config can say: a name that a wheel declares, or "module:Class".
+def find_plugin(given: Plugin | str) -> Plugin:
+    """A plugin from what a config can say.
+
+    Args:
+        given: A plugin, the name under which a wheel declares one, or "module:Class".
 
     Raises:
         ValueError: Nobody provides it.
         TypeError: It is no plugin.
     """
-    if isinstance(given, str):
-        if ":" not in given and not PLUGINS.names():
+    if isinstance(given, str) and ":" in given:
+        try:
+            given = EntryPoint(name=given, value=given, group="").load()()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"plugin {given!r} cannot be imported: {error}; give 'module:Class'") from None
+    elif isinstance(given, str):
+        if not PLUGINS.names():
             raise ValueError(f"no plugin is called {given!r}; known: none; give 'module:Class'")
-        given = _imported(given)() if ":" in given else PLUGINS[given]()
+        given = PLUGINS[given]()
     if not isinstance(given, Plugin):
         raise TypeError(f"a plugin is a {type(given).__name__}; give an instance of a subclass of par_train.Plugin")
     if not given.name:
@@ -92,20 +117,28 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
     Raises:
         ValueError: Two of one name, a conflict, a requirement that is not there or that goes round in circles.
     """
-    names = [each.name for each in plugins]
+    names = [plugin.name for plugin in plugins]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"there are {names.count(name)} plugins called {name!r}; give one")
-    kept = [each for each in built_in if each.name not in names and not _controlled(each, plugins)]
-    early = [each for each in kept if each.name in ("pipeline", "device")]
-    waiting = [*early, *plugins, *(each for each in kept if each not in early)]
-    _check(waiting)
+    replaced = {*names}
+    replaced |= {"precision"} if any(plugin.controls_precision for plugin in plugins) else set()
+    replaced |= {"device"} if any(plugin.controls_device for plugin in plugins) else set()
+    kept = [plugin for plugin in built_in if plugin.name not in replaced]
+    early = [plugin for plugin in kept if plugin.name in ("pipeline", "device")]
+    waiting = [*early, *plugins, *(plugin for plugin in kept if plugin not in early)]
+    present = {plugin.name for plugin in waiting}
+    for plugin in waiting:
+        for other in present.intersection(plugin.conflicts):
+            raise ValueError(f"the plugins {plugin.name!r} and {other!r} conflict, says {plugin.name!r}; give one")
+        for other in set(plugin.requires) - present:
+            raise ValueError(f"plugin {plugin.name!r} requires {other!r}, which is not there; add it to plugins")
     ordered: list[Plugin] = []
     while waiting:
-        done = {each.name for each in ordered}
-        ready = next((each for each in waiting if done.issuperset(each.requires)), None)
+        done = {plugin.name for plugin in ordered}
+        ready = next((plugin for plugin in waiting if done.issuperset(plugin.requires)), None)
         if ready is None:
-            raise ValueError(f"the plugins {[each.name for each in waiting]} require each other; break the circle")
+            raise ValueError(f"the plugins {[plugin.name for plugin in waiting]} require each other; break the circle")
         waiting.remove(ready)
         ordered.append(ready)
     return ordered
@@ -120,27 +153,3 @@ def check_support(plugins: Sequence[Plugin], device: str, precision: str) -> Non
         ):
             if known is not None and value not in known:
                 raise ValueError(f"plugin {each.name!r} does not support {what} {value!r}; it supports {list(known)}")
-
-
-def _check(plugins: Sequence[Plugin]) -> None:
-    names = {each.name for each in plugins}
-    for each in plugins:
-        for other in each.conflicts:
-            if other in names:
-                raise ValueError(f"the plugins {each.name!r} and {other!r} conflict, says {each.name!r}; give one")
-        for other in each.requires:
-            if other not in names:
-                raise ValueError(f"plugin {each.name!r} requires {other!r}, which is not there; add it to plugins")
-
-
-def _controlled(built_in: Plugin, plugins: Sequence[Plugin]) -> bool:
-    if built_in.name == "precision":
-        return any(each.controls_precision for each in plugins)
-    return built_in.name == "device" and any(each.controls_device for each in plugins)
-
-
-def _imported(path: str) -> Any:
-    try:
-        return EntryPoint(name=path, value=path, group="").load()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"plugin {path!r} cannot be imported: {error}; give 'module:Class'") from None

@@ -1,6 +1,6 @@
 """The built-in plugins, in the order in which they are applied: pipeline, device, tied, zero, precision."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,8 @@ from par_precision import mixed, precision_of
 from par_zero import shard
 
 from .plugin import Plugin
+from .setup import Setup
 from .stages import Stages, build_stages, leave_foreign_
-
-if TYPE_CHECKING:
-    from .strategy import Strategy
 
 
 class Pipelined(Plugin):
@@ -23,7 +21,7 @@ class Pipelined(Plugin):
 
     name = "pipeline"
 
-    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """An nn.Sequential is cut; `Stages` are cut already."""
         if strategy.schedule is None:
             return model
@@ -40,7 +38,7 @@ class Device(Plugin):
 
     name = "device"
 
-    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Parameters stay the objects that they are."""
         del optimizer
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -48,7 +46,7 @@ class Device(Plugin):
         _check_cut(model, strategy)
         return model.to(strategy.device)
 
-    def setup_dataloader(self, dataloader: Any, strategy: "Strategy") -> Any:
+    def setup_dataloader(self, dataloader: Any, strategy: Setup) -> Any:
         """It gives batches on the device."""
         dataloader.device = strategy.device
         return dataloader
@@ -59,7 +57,7 @@ class Tied(Plugin):
 
     name = "tied"
 
-    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Modules that are not `Stages` have none."""
         several = isinstance(model, nn.ModuleList)
         for number, each in enumerate(model.children() if several else [model]):
@@ -73,7 +71,7 @@ class Zero(Plugin):
 
     name = "zero"
 
-    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: "Strategy") -> nn.Module:
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """The parameters come to lie in flat buffers."""
         options = strategy.options
         packed = _trained(model, optimizer)
@@ -93,7 +91,7 @@ class Precision(Plugin):
 
     name = "precision"
 
-    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: "Strategy") -> Optimizer:
+    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, strategy: Setup) -> Optimizer:
         """The one that goes on wraps the user's."""
         options = strategy.options
         given, found = mixed(
@@ -108,7 +106,7 @@ class Precision(Plugin):
         return found
 
 
-def _cut(model: nn.Module, strategy: "Strategy") -> Stages:
+def _cut(model: nn.Module, strategy: Setup) -> Stages:
     if isinstance(model, Stages):
         return model
     if not isinstance(model, nn.Sequential) or strategy.schedule is None:
@@ -133,7 +131,7 @@ def _cast_(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]) -> 
             tensor.data = tensor.data.to(dtype)
 
 
-def _check_cut(model: nn.Module, strategy: "Strategy") -> None:
+def _check_cut(model: nn.Module, strategy: Setup) -> None:
     """Ranks of a tensor group must not each count a parameter that nobody has told them is cut, or a copy."""
     ranks = strategy.groups.size("tensor")
     for name, parameter in model.named_parameters():

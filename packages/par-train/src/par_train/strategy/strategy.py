@@ -1,56 +1,66 @@
 """`Strategy`: the order in which the packages are applied to a model, and nothing that they do not do themselves."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_checkpoint import Save
-from par_groups import Environment, ProcessGroups, Topology, agree, check_alike, launch, together
-from par_layers import LayerSet, layer_set
-from par_pipeline import Pipeline, Schedule, build_stage, schedule
+from par_checkpoint import Save, SaveOptions
+from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
+from par_pipeline import Pipeline, build_stage, schedule
 from par_precision import MixedOptimizer
 
 from ..data.loader import GlobalDataLoader
 from ..data.place import placed
 from ..plan.inputs import Job
-from .execute import Batches, Criterion, Execution
+from ..plan.strategy_plan import StrategyPlan, plan_of
+from .execute import Criterion, Execution
 from .files import load_object, load_run, newest_step, save_object, save_run
-from .handlers import kinds_of
+from .handlers import DEFAULT, kinds_of
 from .initialize import paired, wire
 from .options import StrategyOptions
 from .pairs import Pair
-from .plan import StrategyPlan, plan_of
 from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Device, Pipelined, Precision, Tied, Zero
-from .schedules import make_schedule, microbatches_of
+from .setup import Setup
 from .stages import Layers, build_stages
 
 Path = str | PathLike[str]
 
 
-class Strategy:
+class Strategy(Setup):
     """Wires models, optimizers, data loaders and lr schedulers for parallel training. Nothing is global.
 
     It uses torch.distributed where that runs, else starts it from what the launcher left in the environment, else is
     a world of one. As a context manager it ends what it has started.
 
     Args:
-        **options: See `StrategyOptions`.
+        parallel: Sizes and modes of the axes, as `par_groups.Topology.from_config` takes them; None: data parallel.
+        precision: Precision of weights and arithmetic, such as "bf16"; see `par_precision.mixed`.
+        zero: The ZeRO stage, or a mapping with `stage` and further keywords of `par_zero.shard`.
+        clip_norm: Largest norm of all gradients together, to which they are scaled down; None never clips.
+        pipeline: `schedule` and `microbatches` of `execute_pipeline`, and further keywords of `par_pipeline.Pipeline`.
+        mixed: Further keywords of `par_precision.mixed`, such as `scale`.
+        gradient_handlers: What completes gradients before a step, in order: `dict(type=NAME, ...)` for each handler.
+        plugins: Plugins, names that a wheel declares, or "module:Class".
+        device: A device, or "auto": the accelerator of this rank if there is one, else the CPU.
+        seed: Seed of weights that are made here, of the order of data, and of torch's generator in each step.
+        groups: Live groups to use, instead of making some for `parallel`.
 
     Attributes:
-        options: What it was told.
+        options: The options, as `StrategyOptions`.
         environment: This rank's place in the world.
-        groups: Who works together.
-        device: Where this rank computes.
-        schedule: Of pipelines; None without.
-        plugins: In the order in which they are applied.
+        groups: The groups of ranks along each axis.
+        device: The device on which this rank computes.
+        schedule: The schedule of pipelines; None without a pipeline axis.
+        plugins: All plugins, in the order in which they are applied.
 
     Raises:
         ValueError, TypeError: Options that make no sense together, or that differ between ranks; on every rank.
@@ -66,13 +76,38 @@ class Strategy:
             optimizer.zero_grad()
     """
 
-    def __init__(self, **options: Any) -> None:
-        device = options.get("device", "auto")
-        self.environment: Environment = launch(device=None if device == "auto" else device)
+    def __init__(
+        self,
+        *,
+        parallel: Mapping[str, Any] | None = None,
+        precision: str = "fp32",
+        zero: int | Mapping[str, Any] = 0,
+        clip_norm: float | None = None,
+        pipeline: Mapping[str, Any] | None = None,
+        mixed: Mapping[str, Any] | None = None,
+        gradient_handlers: Sequence[Mapping[str, Any]] = DEFAULT,
+        plugins: Sequence[Plugin | str] = (),
+        device: str = "auto",
+        seed: int = 0,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        self.environment = launch(device=None if device == "auto" else device)
         self.device = self.environment.device
         problem, self.options, self.plugins = None, StrategyOptions(), []
         try:
-            self.options = StrategyOptions(**options)
+            self.options = StrategyOptions(
+                parallel=parallel or {},
+                precision=precision,
+                zero=zero,
+                clip_norm=clip_norm,
+                pipeline=pipeline or {},
+                mixed=mixed or {},
+                gradient_handlers=gradient_handlers,
+                plugins=plugins,
+                device=device,
+                seed=seed,
+                groups=groups,
+            )
             self.plugins = self._find_plugins()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
@@ -81,16 +116,16 @@ class Strategy:
         except BaseException:
             self.environment.close()
             raise
-        self._owns_groups = self.options.groups is None
-        self.groups: ProcessGroups = self.options.groups or ProcessGroups(
+        self._owns_groups = groups is None
+        self.groups = groups or ProcessGroups(
             Topology.from_config(self.options.parallel, self.environment.world_size), device=self.device
         )
-        self.schedule = self._make_schedule() if self.groups.size("pipeline") > 1 else None
-        self._place = self.groups.rank_seed(("data", "pipeline"), self.options.seed)
+        self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
+        self._place = self.groups.rank_seed(("data", "pipeline"), seed)
         self._pairs: list[Pair] = []
-        self._loaders: list[GlobalDataLoader] = []
+        self._loaders: list[ReferenceType[GlobalDataLoader]] = []  # those that nobody else keeps have no position
         self._executions: dict[nn.Module, Execution] = {}
-        self._batches: dict[int, Batches] = {}  # by the id of what they hold
+        self._batches: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
         self._checked: set[Optimizer] = set()
         self._steps = 0  # optimizer steps, of all optimizers together
 
@@ -102,25 +137,7 @@ class Strategy:
         check_support(plugins, self.device.type, options.precision)
         return plugins
 
-    def _make_schedule(self) -> Schedule:
-        """The schedule of a pipeline; without one, of a single rank that takes one microbatch after the other."""
-        ranks, options = self.groups.size("pipeline"), self.options.pipeline
-        microbatches = microbatches_of(options.get("microbatches", 0), ranks)
-        if ranks == 1:
-            return schedule("1f1b", 1, microbatches)
-        return make_schedule(options.get("schedule", "1f1b"), ranks, microbatches, zero=self.options.stage)
-
     # What a trainer asks
-
-    @cached_property
-    def layers(self) -> LayerSet:
-        """The layers of the tensor mode; of one device, where there is none."""
-        return layer_set("auto", self.groups)
-
-    @property
-    def is_master(self) -> bool:
-        """Whether this is rank 0."""
-        return self.environment.is_master
 
     @property
     def steps(self) -> int:
@@ -133,7 +150,7 @@ class Strategy:
         self._reseed()
 
     def build(self, layers: Layers) -> nn.Module:
-        """A model out of layers that may only be described, of which this rank builds its pipeline stages alone.
+        """Makes a model out of layers that may only be described, of which this rank builds its own stages alone.
 
         Args:
             layers: nn.Modules, `par_pipeline.Lazy`, or dict(type="Linear", ...), one after the other.
@@ -145,7 +162,7 @@ class Strategy:
             return build_stage(layers, schedule("1f1b", 1, 1), 0, seed=seed)[0]
 
     def plan(self) -> StrategyPlan:
-        """What a step takes on this rank: memory, traffic over data ranks, the pipeline's bubble; predicted."""
+        """Predicts what a step takes on this rank: memory, traffic over data ranks, the bubble of the pipeline."""
         options, schedule = self.options, self.schedule
         job = Job(
             batch=1,
@@ -154,7 +171,7 @@ class Strategy:
             microbatches=1 if schedule is None else schedule.microbatches,
         )
         gloo = self.device.type == "cpu"
-        sizes = [each.sizes for each in self._pairs if each.sizes is not None]
+        sizes = [pair.sizes for pair in self._pairs if pair.sizes is not None]
         return plan_of(sizes, job, schedule, ranks=self.groups.size("data"), gloo=gloo)
 
     # What is done once
@@ -163,8 +180,9 @@ class Strategy:
         """Makes models, optimizers, data loaders and lr schedulers parallel, in place as far as can be. Collective.
 
         Args:
-            *objects: In any order and number, at least one. Optimizers are new, and hold the parameters of models that
-                are here too; several models may share one. A DataLoader's batch_size is that of all data ranks.
+            *objects: Models, optimizers, DataLoaders and lr schedulers, in any order and number, at least one. The
+                optimizers have not stepped, and have the parameters of models that are here too; several models may
+                share one. The batch_size of a DataLoader is that of all data ranks together.
 
         Returns:
             What to use from now on, in the same order; a single object is given back alone.
@@ -177,26 +195,25 @@ class Strategy:
         loaders: dict[int, GlobalDataLoader] = {}
         try:
             pairs = paired(objects)
-            loaders = {id(each): self._shared_out(each) for each in objects if isinstance(each, DataLoader)}
+            loaders = {id(given): self._shared_out(given) for given in objects if isinstance(given, DataLoader)}
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        check_alike(agree(problem, [type(each).__name__ for each in objects], None), "objects")
-        given: dict[int, Any] = {}
-        for each in pairs:
-            given.update(wire(each, self))
+        check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
+        wired: dict[int, Any] = {}  # what has become of each object, by the id of what was given
+        for pair in pairs:
+            wired.update(wire(pair, self.plugins, self, self._after_step))
         for number, loader in loaders.items():
-            given[number] = loader
+            wired[number] = loader
             for plugin in self.plugins:
                 with together(f"plugin {plugin.name!r}", None):
-                    given[number] = plugin.setup_dataloader(given[number], self)
+                    wired[number] = plugin.setup_dataloader(wired[number], self)
         self._pairs += pairs
-        self._loaders += loaders.values()
+        self._loaders += [ref(loader) for loader in loaders.values()]
         self._reseed()
-        found = tuple(given[id(each)] for each in objects)
-        return found[0] if len(found) == 1 else found
+        results = tuple(wired[id(given)] for given in objects)
+        return results[0] if len(results) == 1 else results
 
-    def after_step(self, *_: Any) -> None:
-        """Called after each step of each optimizer."""
+    def _after_step(self, *_: Any) -> None:
         self.steps += 1
 
     def _shared_out(self, loader: DataLoader[Any]) -> GlobalDataLoader:
@@ -220,17 +237,17 @@ class Strategy:
         By default all data ranks weigh the same, as under DDP.
 
         Args:
-            loss: A scalar of models that the optimizer trains.
-            optimizer: That `initialize` gave.
+            loss: A scalar that depends on models which the optimizer trains.
+            optimizer: The optimizer that `initialize` gave.
             weight: How many things, such as tokens, the loss is a mean over: gradients become the mean over all of
                 them, on all ranks and in all backward passes of the step.
 
         Raises:
             ValueError: The optimizer is not from here, or the loss does not depend on what it trains.
         """
-        each = self._pair_of(optimizer)
+        pair = self._pair_of(optimizer)
         if optimizer not in self._checked:
-            _check_loss(loss, each)
+            _check_loss(loss, pair)
             self._checked.add(optimizer)
         if isinstance(optimizer, MixedOptimizer):
             optimizer.backward(loss, weight=weight)
@@ -252,12 +269,12 @@ class Strategy:
         """Takes the next batch through the model in microbatches, forward and backward; also where no pipeline is.
 
         Args:
-            data_iter: An iterator, or a data loader, whose next epoch begins where one ends. Gives pairs of inputs
+            data_iter: An iterator, or a data loader, whose next epoch begins where one ends. It gives pairs of inputs
                 and target; inputs that are a tuple are several arguments. Anything else, such as a dict, is both.
-            model: That `initialize` gave.
-            criterion: `criterion(outputs, target)`: a mean over rows, or a sum and the number of things summed, whose
-                gradients become the mean over all of them on all ranks.
-            optimizer: That `initialize` gave; needed unless `forward_only`.
+            model: The model that `initialize` gave.
+            criterion: A function `criterion(outputs, target)`: it gives a mean over rows, or a sum and the number of
+                things summed, whose gradients become the mean over all of them on all ranks.
+            optimizer: The optimizer that `initialize` gave; needed unless `forward_only`.
             return_loss: Whether to return the loss.
             return_outputs: Whether to return the outputs, where the last stage is.
             forward_only: Whether to leave out the backward.
@@ -276,7 +293,7 @@ class Strategy:
                 "initialize() returned together"
             )
         execution = self._execution(model)
-        batch = next(self._batches_of(data_iter))
+        batch = self._next_batch(data_iter)
         if any(isinstance(plugin, Device) for plugin in self.plugins):
             batch = placed(batch, self.device)
         loss, outputs = execution.run(batch, criterion, forward_only=forward_only, return_outputs=return_outputs)
@@ -284,28 +301,37 @@ class Strategy:
             return loss, outputs
         return loss if return_loss else outputs
 
-    def _batches_of(self, source: Any) -> Iterator[Any]:
-        """The iterator itself, or the one that is kept for a data loader."""
+    def _next_batch(self, source: Any) -> Any:
+        """The next batch of an iterator; or of a data loader, whose next epoch begins where one ends.
+
+        A GlobalDataLoader is its own cursor. The iterator of another loader is kept as long as the loader is.
+        """
         if isinstance(source, Iterator):
-            return source
-        if id(source) not in self._batches:
-            self._batches[id(source)] = Batches(source)
-        return self._batches[id(source)]
+            return next(source)
+        if isinstance(source, GlobalDataLoader):
+            return next(iter(source))
+        if source not in self._batches:
+            self._batches[source] = iter(source)
+        try:
+            return next(self._batches[source])
+        except StopIteration:
+            self._batches[source] = iter(source)
+            return next(self._batches[source])
 
     def pipeline(self, model: nn.Module) -> Pipeline:
-        """What runs a model's microbatches: for evaluation, timelines and `reset()`."""
+        """The pipeline that runs a model's microbatches: for evaluation, timelines and `reset()`."""
         return self._execution(model).pipeline
 
     def _execution(self, model: nn.Module) -> Execution:
         if model not in self._executions:
-            each = next((each for each in self._pairs if any(one is model for one in each.models)), None)
-            if each is None:
+            pair = next((pair for pair in self._pairs if any(one is model for one in pair.models)), None)
+            if pair is None:
                 raise ValueError(f"this {type(model).__name__} is not from initialize(); give what that returned")
             options = {
                 key: value for key, value in self.options.pipeline.items() if key not in ("schedule", "microbatches")
             }
-            plan = self.schedule or self._make_schedule()
-            self._executions[model] = Execution(model, plan, self.groups, each.optimizer, options)
+            plan = self.schedule or self.make_schedule()
+            self._executions[model] = Execution(model, plan, self.groups, pair.optimizer, options)
         return self._executions[model]
 
     @contextmanager
@@ -318,15 +344,14 @@ class Strategy:
         for plugin in self.plugins:
             if not plugin.supports_no_sync:
                 raise ValueError(f"plugin {plugin.name!r} does not support no_sync(); run each backward with its step")
-        held: AbstractContextManager[Any] = model.__dict__.get("no_sync", nullcontext)()
-        with held:
+        with model.__dict__.get("no_sync", nullcontext)():  # par-zero's own
             yield
 
     def _pair_of(self, optimizer: Optimizer | None) -> Pair:
-        found = next((each for each in self._pairs if each.optimizer is optimizer), None)
-        if found is None or optimizer is None:
+        pair = next((pair for pair in self._pairs if pair.optimizer is optimizer), None)
+        if pair is None or optimizer is None:
             raise ValueError(f"this {type(optimizer).__name__} is not from initialize(); give what that returned")
-        return found
+        return pair
 
     # Files
 
@@ -334,35 +359,49 @@ class Strategy:
         """Writes a model, an optimizer or an lr scheduler, as whole tensors that know nothing of ranks. Collective.
 
         Args:
-            obj: That `initialize` gave.
-            path: plan "huggingface": the folder, in which an optimizer has a folder `optimizer` of its own. "torch":
-                the file, which `torch.load` opens.
+            obj: A model, an optimizer or an lr scheduler that `initialize` gave.
+            path: The folder of plan "huggingface", in which an optimizer has a folder `optimizer` of its own; or the
+                file of plan "torch", which `torch.load` opens.
             plan: "huggingface" or "torch".
-            max_file_size_gb: Of a safetensors file.
+            max_file_size_gb: Largest size of a safetensors file, in gigabytes.
         """
         save_object(self._pairs, obj, path, plan, max_file_size_gb)
 
     def load(self, obj: Any, path: Path, plan: str = "huggingface") -> None:
-        """Fills a model, an optimizer or an lr scheduler from what `save` or `checkpoint` wrote. Collective."""
+        """Fills a model, an optimizer or an lr scheduler from what `save` or `checkpoint` wrote. Collective.
+
+        Args:
+            obj: A model, an optimizer or an lr scheduler that `initialize` gave.
+            path: The folder or the file that `save` was given.
+            plan: "huggingface" for a folder, "torch" for a file that `torch.save` or `save` wrote.
+        """
         load_object(self._pairs, obj, path, plan)
 
     def checkpoint(
-        self, root: Path, *, step: int, async_: bool = False, keep_last: int | None = None, **keywords: Any
+        self,
+        root: Path,
+        *,
+        step: int,
+        async_: bool = False,
+        keep_last: int | None = None,
+        options: SaveOptions | None = None,
     ) -> list[Save]:
-        """Writes everything that training needs to go on: `root/step-00000100`. Collective.
+        """Writes everything that training needs to go on, as `root/step-00000100`. Collective.
 
         Args:
-            root: The folder of the run. Of several models, each has a folder `0`, `1`, ... in it.
+            root: The folder of the checkpoints. Where there are several models, each has a folder `0`, `1`, ... in it.
             step: Steps done.
-            async_: Go on at once; the next step of an optimizer waits until the bytes are copied. To change weights
-                otherwise, wait for the handle's `wait_for_copy()`.
-            keep_last: Older ones are removed, but so many of the newest; None: all stay.
-            keywords: Of `par_checkpoint.save`.
+            async_: Whether to go on at once: the next step of an optimizer waits until the bytes are copied. To change
+                weights otherwise, wait for the handle's `wait_for_copy()`.
+            keep_last: Number of the newest checkpoints that stay; None keeps all.
+            options: Further options of `par_checkpoint.save`, such as its `workers`.
 
         Returns:
             A handle for each model.
         """
-        return save_run(self._pairs, self._state(), root, step, keep_last, {"async_": async_, **keywords})
+        state = {"steps": self._steps, "loaders": [loader.state_dict() for loader in self._living_loaders()]}
+        keywords = {"async_": async_} if options is None else {"async_": async_, "options": options}
+        return save_run(self._pairs, state, root, step, keep_last, keywords)
 
     def newest_step(self, root: Path) -> int | None:
         """The newest step whose checkpoint is whole, for every model; None if there is none. Collective.
@@ -387,14 +426,16 @@ class Strategy:
         """
         step = newest_step(self._pairs, root) if step is None else step
         if step is not None:
-            state = load_run(self._pairs, len(self._loaders), root, step)
+            loaders = self._living_loaders()
+            state = load_run(self._pairs, len(loaders), root, step)
             self.steps = state["steps"]
-            for loader, saved in zip(self._loaders, state["loaders"], strict=True):
+            for loader, saved in zip(loaders, state["loaders"], strict=True):
                 loader.load_state_dict(saved)
         return step
 
-    def _state(self) -> dict[str, Any]:
-        return {"steps": self._steps, "loaders": [each.state_dict() for each in self._loaders]}
+    def _living_loaders(self) -> list[GlobalDataLoader]:
+        """The data loaders of `initialize` that somebody still has, in order."""
+        return [loader for reference in self._loaders if (loader := reference()) is not None]
 
     # The end
 
@@ -412,8 +453,13 @@ class Strategy:
 
 
 def _check_loss(loss: Tensor, trained: Pair) -> None:
-    """Raises unless a loss depends on a parameter of the models; looked at once for each optimizer."""
+    """Raises unless a loss depends on a parameter of the models; looked at once for each optimizer.
+
+    Activation checkpointing with use_reentrant=True hides the parameters inside from the graph, and a frozen model with
+    adapters may have no others: then it only warns.
+    """
     own = {id(parameter) for model in trained.models for parameter in model.parameters()}
+    opaque: str | None = None
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -421,7 +467,16 @@ def _check_loss(loss: Tensor, trained: Pair) -> None:
             continue
         if id(getattr(node, "variable", None)) in own:
             return
+        name = type(node).__name__
+        opaque = name if name.startswith("CheckpointFunction") else opaque
         seen.add(node)
         waiting.extend(following for following, _ in node.next_functions)
     names = ", ".join(type(model).__name__ for model in trained.models)
-    raise ValueError(f"the loss does not depend on any parameter of {names}, which this optimizer trains; give its own")
+    problem = f"the loss does not depend on any parameter of {names}, which this optimizer trains"
+    if opaque is None:
+        raise ValueError(f"{problem}; give its own")
+    warnings.warn(
+        f"{problem}, as far as can be seen through {opaque}; if it is that of another model, give its own; to be sure, "
+        "use activation checkpointing with use_reentrant=False",
+        stacklevel=3,
+    )

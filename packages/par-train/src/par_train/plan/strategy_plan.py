@@ -8,10 +8,10 @@ from torch import nn
 from par_pipeline import Schedule, simulate
 
 from .._units import format_bytes
-from ..plan.inputs import Job
-from ..plan.memory import BUCKET, Memory
-from ..plan.predict import predict_parameters
-from ..plan.traffic import Move
+from .inputs import Job
+from .memory import BUCKET, Memory
+from .predict import predict_parameters
+from .traffic import Move
 
 
 @dataclass(frozen=True, kw_only=True)

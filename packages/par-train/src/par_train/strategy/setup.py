@@ -1,0 +1,40 @@
+"""What is decided before there is a model: options, this rank's place, groups, the schedule of a pipeline."""
+
+from functools import cached_property
+
+import torch
+
+from par_groups import Environment, ProcessGroups
+from par_layers import LayerSet, layer_set
+from par_pipeline import Schedule, schedule
+
+from ..plan.schedules import make_schedule, microbatches_of
+from .options import StrategyOptions
+
+
+class Setup:
+    """What plugins may ask a strategy, which is one: its attributes are documented there."""
+
+    options: StrategyOptions
+    environment: Environment
+    groups: ProcessGroups
+    device: torch.device
+    schedule: Schedule | None
+
+    @cached_property
+    def layers(self) -> LayerSet:
+        """The layers of the tensor mode; those of one device, where there is none."""
+        return layer_set("auto", self.groups)
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this is rank 0."""
+        return self.environment.is_master
+
+    def make_schedule(self) -> Schedule:
+        """The schedule of a pipeline; without one, that of a single rank that takes one microbatch after the other."""
+        ranks, options = self.groups.size("pipeline"), self.options.pipeline
+        microbatches = microbatches_of(options.get("microbatches", 0), ranks)
+        if ranks == 1:
+            return schedule("1f1b", 1, microbatches)
+        return make_schedule(options.get("schedule", "1f1b"), ranks, microbatches, zero=self.options.stage)
