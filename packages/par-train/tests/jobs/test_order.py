@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from par_train._errors import UserError
+from par_train.data.shares import share
 from par_train.jobs.options import ModelOptions
-from par_train.jobs.order import DataOrder, check_size, share, spread, window_count
+from par_train.jobs.order import DataOrder, check_size, spread, window_count
 from par_train.jobs.text import Text
 
 

@@ -1,1 +1,5 @@
-"""TODO: what lives in data."""
+"""Batches of all data ranks together: each rank loads its share of them and brings it to its device.
+
+loader (`GlobalDataLoader`: order, position, shares) draws with random numbers of its own (randomness), takes contiguous
+shares (shares), and places what a DataLoader gives (place).
+"""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-from ..jobs.order import share
 from .place import placed
 from .randomness import aside, seed_generators, seed_number
+from .shares import share
 
 
 class GlobalDataLoader:

@@ -62,11 +62,6 @@ class DataOrder:
         return self._permutation
 
 
-def share(items: Windows, index: int, parts: int) -> Windows:
-    """The contiguous share of one of `parts` ranks; sizes differ by one at most."""
-    return items[index * len(items) // parts : (index + 1) * len(items) // parts]
-
-
 def spread(windows: int, wanted: int) -> Windows:
     """At most `wanted` of the windows, evenly spaced: the fixed sample that validation uses."""
     count = min(windows, wanted)

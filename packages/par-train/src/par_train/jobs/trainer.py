@@ -15,13 +15,14 @@ from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
 from .._errors import TrainingError, UserError
+from ..data.shares import share
 from ..run.stop import SIGNALS
 from ..strategy.strategy import Strategy
 from .checkpoint import TrainingState, load_checkpoint
 from .gpt import GPT
 from .gpt_stages import gpt_stages
 from .options import Options, TrainOptions, learning_rate
-from .order import DataOrder, Windows, share, spread, window_count
+from .order import DataOrder, Windows, spread, window_count
 from .text import Text
 
 _IGNORED = -100  # a target that does not count
