@@ -12,7 +12,7 @@ from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import LayerSet, PartialGradients, initialize, layer_set
 from par_testing import assert_equal_to_one_device
 
-MODES: dict[int, list[dict[str, Any]]] = {
+MODES: dict[int, list[dict[str, Any]]] = {  # every mode that a world of so many ranks can run
     1: [
         {"mode": "1d"},
         {"mode": "1d", "sequence_parallel": True},
@@ -30,6 +30,12 @@ MODES: dict[int, list[dict[str, Any]]] = {
     ],
     8: [{"mode": "2.5d", "depth": 2}, {"mode": "3d"}],
 }
+TYPICAL = {**MODES, 4: [tensor for tensor in MODES[4] if tensor["mode"] != "2.5d"]}
+"""What most tests run: 2.5d of depth 2 on 8 ranks stands for the others, whose squares or depth are single ranks.
+
+The suites that run every mode in worlds of 1, 2, 4 and 8 ranks are the gradients of whole models (test_models.py), the
+linear layers (test_linear.py) and the counts of collectives (test_counts.py).
+"""
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,16 @@ class Mode:
 
 
 def modes(configs: list[dict[str, Any]] | None = None) -> Iterator[Mode]:
-    """Every mode of this world, one after another: those of `configs`, or all that its size allows."""
+    """Modes of this world, live, one after another: those of `configs`, or the typical ones."""
     world = dist.get_world_size()
-    for tensor in configs or MODES[world]:
+    for tensor in configs or TYPICAL[world]:
         with ProcessGroups(Topology.from_config({"tensor": {"size": world, **tensor}}, world)) as groups:
             yield Mode(tensor, layer_set("auto", groups), groups)
+
+
+def every_mode() -> Iterator[Mode]:
+    """Every mode that this world can run, live, one after another."""
+    return modes(MODES[dist.get_world_size()])
 
 
 def numbers(*shape: int, seed: int = 5, dtype: torch.dtype = torch.float64) -> Tensor:

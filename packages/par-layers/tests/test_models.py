@@ -7,7 +7,7 @@ from par_layers import PartialGradients, layer_set
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from .helpers import MODES, filled, integers, modes, numbers
+from .helpers import every_mode, filled, integers, modes, numbers
 
 SIZES = [1, 2, 4, 8]
 
@@ -39,7 +39,7 @@ def assert_loss_and_gradients_equal(mode, parallel, whole, *batch, **options):
 @pytest.mark.ranks(SIZES)
 def test_gpt_gradients_equal_one_device():
     cases = [{}, {"tied": True, "dropout": 0.2}]
-    for mode, options in ((mode, options) for mode in modes() for options in cases):
+    for mode, options in ((mode, options) for mode in every_mode() for options in cases):
         parallel, whole = gpt(mode.layers, **options), gpt(layer_set(None), **options)
         assert_loss_and_gradients_equal(mode, parallel, whole, *tokens(), label_smoothing=0.1)
 
@@ -55,7 +55,7 @@ def test_gpt_with_fewer_key_heads_than_ranks():
 @pytest.mark.ranks(SIZES)
 def test_vit_gradients_equal_one_device():
     images, target = numbers(8, 3, 2, 14), integers(5, 8)  # 7 patches and the class token
-    for mode in modes():
+    for mode in every_mode():
         parallel, whole = (filled(ViT(layers, 2, 8, 16, 4, 2, 5)) for layers in (mode.layers, layer_set(None)))
         assert_loss_and_gradients_equal(mode, parallel, whole, images, target)
 
@@ -97,11 +97,11 @@ def one_device():
     return train(gpt(layer_set(None), torch.float32, depth=1)), losses, model.state_dict()
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_ten_steps_track_one_device(one_device):
     losses_fp32, losses_fp64, parameters = one_device
     assert losses_fp64[-1] < 0.8 * losses_fp64[0]
-    for mode in modes([each for each in MODES[dist.get_world_size()] if each.get("depth") != 1]):  # which is 2d
+    for mode in modes():
         assert train(gpt(mode.layers, torch.float32, depth=1), mode.groups) == pytest.approx(losses_fp32, rel=1e-5)
         model = gpt(mode.layers, depth=1)
         assert train(model, mode.groups) == pytest.approx(losses_fp64, rel=1e-10)
@@ -124,7 +124,7 @@ def without_key_biases(model):
 
 @pytest.mark.ranks(2)
 def test_the_loss_is_the_same_number_on_every_rank():
-    for mode in modes(MODES[2]):
+    for mode in modes():
         loss = gpt(mode.layers, torch.float32).loss(*tokens())
         losses = [torch.zeros_like(loss) for _ in range(2)]
         dist.all_gather(losses, loss.detach())

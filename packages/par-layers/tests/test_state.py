@@ -34,7 +34,7 @@ def load(model, state):
             box.of(parameter).copy_(state[name][box.slices])
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_the_state_of_one_mode_loads_into_the_next():
     configs = OTHERS[dist.get_world_size()]
     one = filled(Model(layer_set(None)), torch.float32)

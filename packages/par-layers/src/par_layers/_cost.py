@@ -31,7 +31,14 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """A linear layer without bias: from `tokens` x `k` to `tokens` x `n`."""
+    """A linear layer without bias: from `tokens` x `k` to `tokens` x `n`.
+
+    Args:
+        tokens: Number of tokens, batch x sequence.
+        k: Features of the input.
+        n: Features of the output.
+        role: Whether it opens a pair or closes one.
+    """
 
     tokens: int
     k: int
@@ -41,7 +48,13 @@ class LinearShape:
 
 @dataclass(frozen=True, kw_only=True)
 class NormShape:
-    """LayerNorm, or RMSNorm without the mean."""
+    """LayerNorm, or RMSNorm without the mean.
+
+    Args:
+        tokens: Number of tokens, batch x sequence.
+        features: Features that are normalised.
+        mean: Whether it is LayerNorm.
+    """
 
     tokens: int
     features: int
@@ -50,7 +63,14 @@ class NormShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TableShape:
-    """A vocabulary table, as an embedding or as a classifier that shares it."""
+    """A vocabulary table, as an embedding or as a classifier that shares it.
+
+    Args:
+        tokens: Number of tokens, batch x sequence.
+        features: Features of a row.
+        vocabulary: Number of rows.
+        role: What the table is used for.
+    """
 
     tokens: int
     features: int
@@ -60,7 +80,12 @@ class TableShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """The linears of a transformer layer: q, k and v, output, and an MLP of four times the width."""
+    """The linears of a transformer layer: q, k and v, output, and an MLP of four times the width.
+
+    Args:
+        tokens: Number of tokens, batch x sequence.
+        width: Features of the residual stream.
+    """
 
     tokens: int
     width: int

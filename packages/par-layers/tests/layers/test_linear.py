@@ -7,7 +7,7 @@ from torch.nn import functional
 from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 
-from ..helpers import assert_layer_equals_one_device, filled, integers, modes, numbers
+from ..helpers import assert_layer_equals_one_device, every_mode, filled, integers, modes, numbers
 
 SIZES = [1, 2, 4, 8]
 
@@ -46,14 +46,14 @@ class Attention(nn.Module):
 @pytest.mark.ranks(SIZES)
 def test_column_row_and_linear():
     x = numbers(8, 4, 16)
-    for mode, bias in ((mode, bias) for mode in modes() for bias in (True, False)):
+    for mode, bias in ((mode, bias) for mode in every_mode() for bias in (True, False)):
         assert_layer_equals_one_device(mode, lambda layers: layers.ColumnLinear(16, 24, bias), x, inner=True)  # noqa: B023
         assert_layer_equals_one_device(mode, lambda layers: layers.Linear(16, 24, bias), x)  # noqa: B023
         assert_layer_equals_one_device(mode, lambda layers: MLP(layers, 16, bias), x)  # noqa: B023
         assert_layer_equals_one_device(mode, stack, x)
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_inputs_of_two_and_of_four_dims_and_not_contiguous():
     for mode in modes():
         if not mode.by_sequence:  # it cuts dim 1, which a matrix of tokens does not have
@@ -68,7 +68,7 @@ def test_inputs_of_two_and_of_four_dims_and_not_contiguous():
             assert_layer_equals_one_device(mode, lambda layers: MLP(layers, 16), x)
 
 
-@pytest.mark.ranks([1, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_blocks_are_cut_each_by_itself():
     for mode in modes():
         local = filled(mode.layers.ColumnLinear(16, 48, blocks=3))
@@ -78,7 +78,7 @@ def test_blocks_are_cut_each_by_itself():
             torch.testing.assert_close(mode.layers.gather(part, inner=True), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_self_attention():
     x = numbers(8, 4, 32)
     for mode in modes():
@@ -99,7 +99,7 @@ def test_fewer_key_and_value_heads_than_ranks(key_heads):
         assert mode.layers.local_heads(8) == 2
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_bfloat16_is_close():
     # Every product rounds to 8 bits, and sums over ranks round once more: a few units of 2**-8, of outputs around 1.
     for mode in modes():
@@ -114,7 +114,7 @@ def test_bfloat16_is_close():
 # What needs no gradient
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_frozen_weights_and_inputs_without_gradient():
     x = numbers(8, 4, 16)
     for mode in modes():
@@ -155,7 +155,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.ranks(SIZES)
+@pytest.mark.ranks([1, 4, 8])
 def test_the_weight_gradient_hook_gives_the_same_gradient_later():
     for mode in modes():
         flat = not mode.by_sequence

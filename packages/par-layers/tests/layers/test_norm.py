@@ -6,7 +6,7 @@ from torch.nn import functional
 from par_groups import sharding_of
 from par_layers import layer_set
 
-from ..helpers import assert_layer_equals_one_device, filled, modes, numbers
+from ..helpers import assert_layer_equals_one_device, every_mode, filled, modes, numbers
 
 
 class Scaled(nn.Module):
@@ -22,7 +22,7 @@ class Scaled(nn.Module):
         return self.norm(x)
 
 
-@pytest.mark.ranks([1, 2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_norms_equal_one_device():
     for mode in modes():
         for x in (numbers(8, 4, 16), numbers(8, 4, 3, 16)):
@@ -80,7 +80,7 @@ def test_fp32_weights_leave_bfloat16_activations_as_they_are():
 
 @pytest.mark.ranks(4)
 def test_the_record_says_where_gradients_are_partial():
-    for mode in modes():
+    for mode in every_mode():
         (box,) = sharding_of(mode.layers.LayerNorm(16).weight).boxes
         expected = {
             "1d": ("tensor",) if mode.by_sequence else (),

@@ -8,7 +8,7 @@ from par_layers import constant, initialize, layer_set, normal, uniform
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import MODES, filled, modes
+from ..helpers import TYPICAL, filled, modes
 
 
 class Everything(nn.Module):
@@ -24,7 +24,7 @@ class Everything(nn.Module):
         self.linear = layers.Linear(16, 32)
 
 
-@pytest.mark.ranks([1, 2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_weights_are_the_same_bits_in_every_mode():
     whole = filled(Everything(layer_set(None)), torch.bfloat16)
     for mode in modes():
@@ -32,7 +32,7 @@ def test_weights_are_the_same_bits_in_every_mode():
         assert_equal_to_one_device(parallel, whole)
 
 
-@pytest.mark.ranks([2, 8])
+@pytest.mark.ranks(8)
 def test_a_parameter_keeps_its_identity_and_its_record():
     for mode in modes():
         model = Everything(mode.layers)
@@ -67,10 +67,10 @@ def test_the_tensor_group_owns_every_element_once():
         check_owned(records, mode.groups["tensor"])
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([4, 8])
 def test_data_parallel_replicas_are_copies():
     world = dist.get_world_size()
-    for tensor in [*MODES[world // 2], *([{"mode": "1d", "kv_heads": 2}] if world == 8 else [])]:
+    for tensor in [*TYPICAL[world // 2], *([{"mode": "1d", "kv_heads": 2}] if world == 8 else [])]:
         config = {"tensor": {"size": world // 2, **tensor}}
         with ProcessGroups(Topology.from_config(config, world)) as groups:
             model = Everything(layer_set("auto", groups))

@@ -10,11 +10,15 @@ _SHOWN = 6
 
 
 def describe(topology: "Topology") -> str:
-    """One line an axis: its size, how far apart neighbours are, how many groups there are, and the first group."""
+    """One line for each axis: its size, the distance of neighbours, the number of groups, and the first group.
+
+    Args:
+        topology: The topology to describe.
+    """
     rows: list[tuple[str, ...]] = [("axis", "size", "stride", "groups", "first group")]
     rows += [_row(topology, name) for name in topology.axes]
     rows += [_row(topology, name, f"{name} = {' x '.join(parts)}") for name, parts in topology.products.items()]
-    rows += [_row(topology, each, " x ".join(each)) for each in topology.declared]
+    rows += [_row(topology, names, " x ".join(names)) for names in topology.declared]
     for view, second in topology.views.items():
         rows += [_row(second, name, f"{view}: {name}") for name in second.axes]
     plural = "" if topology.world_size == 1 else "s"

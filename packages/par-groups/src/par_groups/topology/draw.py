@@ -20,8 +20,8 @@ def draw(topology: "Topology", path: str | Path) -> None:
     the largest axes are cut short, and the title says so.
 
     Args:
-        topology: What to draw.
-        path: Where to; the ending decides the format (.png, .svg, .pdf).
+        topology: The topology to draw.
+        path: The file to write; its ending decides the format (.png, .svg or .pdf).
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -72,7 +72,7 @@ class _Grid:
 
 def _panels(topology: "Topology") -> list[tuple[str, str | tuple[str, ...]]]:
     single: list[tuple[str, str | tuple[str, ...]]] = [(name, name) for name in (*topology.axes, *topology.products)]
-    declared: list[tuple[str, str | tuple[str, ...]]] = [(" x ".join(each), each) for each in topology.declared]
+    declared: list[tuple[str, str | tuple[str, ...]]] = [(" x ".join(names), names) for names in topology.declared]
     shown = [(label, names) for label, names in single + declared if topology.size(names) > 1]
     return shown or single[:1]
 

@@ -77,7 +77,8 @@ class Topology:
         Every axis is there, of size 1 where the config does not name it; "model" is pipeline x tensor.
 
         Args:
-            parallel: Such as `dict(pipeline=2, tensor=dict(size=4, mode="2d"))`; {} or None for data parallel alone.
+            parallel: The config, such as `dict(pipeline=2, tensor=dict(size=4, mode="2d"))`; {} or None for data
+                parallel alone.
             world_size: The number of ranks. What the other axes leave of it is the size of the data axis.
 
         Raises:
@@ -295,7 +296,7 @@ class Topology:
 
         Args:
             name: The view's name.
-            axes: As for `Topology`, slowest first; one size may be -1.
+            axes: Names and sizes of the view's axes, slowest first; one size may be -1.
 
         Raises:
             ValueError: The name is taken, the product is not the world size, or a shared axis lies differently.

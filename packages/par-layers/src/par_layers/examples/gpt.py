@@ -11,14 +11,14 @@ class GPT(nn.Module):
 
     Args:
         layers: The mode's layers.
-        vocabulary: Tokens are 0 .. vocabulary - 1.
+        vocabulary: Number of tokens; they are 0 .. vocabulary - 1.
         width: Features of the residual stream.
-        heads: Attention heads.
-        depth: Blocks.
+        heads: Number of attention heads.
+        depth: Number of blocks.
         length: The longest sequence.
         tied: Whether the logits share the embedding's table.
-        key_heads: Key and value heads; default: as many as heads.
-        dropout: Probability.
+        key_heads: Number of key and value heads; default: as many as heads.
+        dropout: Probability that an element is dropped.
     """
 
     def __init__(

@@ -13,12 +13,12 @@ class ViT(nn.Module):
     Args:
         layers: The mode's layers.
         patch: Side of a patch.
-        tokens: Patches and the class token.
+        tokens: Number of patches, and one more for the class token.
         width: Features of the residual stream.
-        heads: Attention heads.
-        depth: Blocks.
-        classes: Logits.
-        channels: Of the images.
+        heads: Number of attention heads.
+        depth: Number of blocks.
+        classes: Number of classes.
+        channels: Channels of the images.
     """
 
     def __init__(  # noqa: PLR0917 - a model has its sizes
