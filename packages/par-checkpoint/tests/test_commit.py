@@ -10,8 +10,9 @@ import pytest
 
 from par_checkpoint._errors import CheckpointError
 from par_checkpoint.format.manifest import Manifest, encode_manifest, record_of
+from par_checkpoint.storage.commit import exchange
 from par_checkpoint.storage.folder import open_folder
-from par_checkpoint.storage.local import LocalFolder, exchange
+from par_checkpoint.storage.local import LocalFolder
 
 STEPS = {
     "exchange": {"swept", "created", "made", "linked", "synced-staging", "exchanged", "synced", "removed"},

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import par_checkpoint as pc
 from par_checkpoint import _finish, _save
+from par_checkpoint.storage.commit import exchange
 from par_checkpoint.storage.folder import open_folder
-from par_checkpoint.storage.local import exchange
 
 OLD, NEW = 1.0, 2.0
 

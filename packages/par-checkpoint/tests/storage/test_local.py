@@ -2,6 +2,7 @@ import contextlib
 import os
 import resource
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch.distributed as dist
 
 from par_checkpoint._errors import CheckpointError, CorruptError
 from par_checkpoint.storage.folder import open_folder
-from par_checkpoint.storage.local import LocalFolder
+from par_checkpoint.storage.local import LocalFolder, LocalWriter
+
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -221,3 +224,25 @@ def test_ranks_write_one_file_together(tmp_path):
     dist.barrier()
     staging.close()
     assert folder.read("a") == b"00001111"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sync_file_range")
+def test_large_writes_leave_the_page_cache_in_the_order_in_which_they_came(tmp_path, monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: left.append((begin, size, advice)))
+    writer = LocalWriter(tmp_path / "file")
+    blocks = [os.urandom(MIB) for _ in range(19)]
+    for number, block in enumerate(blocks):
+        writer.write_at(number * MIB, memoryview(block))
+        writer.write_at((number + 1) * MIB, memoryview(b"small"))
+    writer.finish()
+    assert left == [(number * MIB, MIB, os.POSIX_FADV_DONTNEED) for number in range(3)]
+    assert (tmp_path / "file").read_bytes() == b"".join(blocks) + b"small"
+
+
+def test_what_cannot_be_written_back_early_is_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("par_checkpoint.storage.local._sync_file_range", lambda: None)
+    writer = LocalWriter(tmp_path / "file")
+    writer.write_at(0, memoryview(bytes(2 * MIB)))
+    writer.finish()
+    assert (tmp_path / "file").read_bytes() == bytes(2 * MIB)
