@@ -1,4 +1,4 @@
-"""Where bytes go: what a checkpoint needs of a file system, and the choice between the local and the remote one."""
+"""What a checkpoint needs of a file system, in four protocols, and the choice between a local and a remote one."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -72,7 +72,7 @@ class Folder(Protocol):
         """Makes the old checkpoint visible again if a save died while it swapped; called before reading."""
 
     def version(self) -> str | None:
-        """What is another one as soon as the manifest is another file; None if there is none."""
+        """A text that changes whenever the manifest is replaced by another file; None where there is no manifest."""
 
     def exists(self) -> bool:
         """Whether anything is there; an empty folder is nothing."""
@@ -118,7 +118,7 @@ class Staging(Protocol):
     """A save under way. Every rank has a handle; each call says which of them makes it."""
 
     positional: bool
-    """As of its folder."""
+    """Whether several ranks may write ranges of one file."""
 
     def create(self, names: Iterable[str], needed: int) -> None:
         """One rank: sweeps, checks that `needed` bytes are free, and makes the folders for files of these names."""
@@ -127,19 +127,19 @@ class Staging(Protocol):
         """Every rank: raises CheckpointError if the staging is not visible here."""
 
     def allocate(self, name: str, size: int) -> None:
-        """One rank, if positional: an empty file of that many bytes."""
+        """One rank, if positional: makes a file of that many bytes, all zero."""
 
     def write(self, name: str, data: bytes) -> None:
-        """One rank: a small whole file."""
+        """One rank: writes a small file from beginning to end."""
 
     def writer(self, name: str) -> Writer:
         """A file to write into."""
 
     def publish(self, *, overwrite: bool) -> None:
-        """One rank, the one that created: the commit."""
+        """The rank that created: makes this the checkpoint. At any kill there is wholly the old or wholly the new."""
 
     def discard(self) -> None:
-        """One rank: removes the staging in whatever state it is, and closes it."""
+        """One rank: removes the staging in whatever state it is, unless it is the checkpoint by now, and closes it."""
 
     def close(self) -> None:
         """Lets go of the lock without removing anything; again is harmless."""
