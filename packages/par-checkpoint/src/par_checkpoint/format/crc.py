@@ -1,4 +1,4 @@
-"""Checksums of joined bytes from those of their parts, so that ranks can write parts of one block by themselves.
+"""The checksum of a block from those of its parts, so that several ranks can write parts of it by themselves.
 
 A CRC is a polynomial over GF(2), highest power in the lowest bit, modulo a fixed one. Bytes that follow multiply what
 came before by x to the eighth for each of them, and are added.
@@ -7,7 +7,7 @@ came before by x to the eighth for each of them, and are added.
 from functools import lru_cache
 
 Crc = tuple[int, int, int, int]
-"""File number, first byte, bytes, and crc32c of a block or a part of one."""
+"""File number, first byte, number of bytes, and crc32c of a block or of a part of one."""
 
 _MODULUS = 0x82F63B78  # Castagnoli's polynomial, its x^32 left out
 _ONE = 1 << 31
@@ -18,9 +18,9 @@ def joined(first: int, second: int, size: int) -> int:
     """The crc32c of two runs of bytes, one after the other.
 
     Args:
-        first: Checksum of the first.
-        second: Checksum of the second.
-        size: Bytes of the second.
+        first: crc32c of the first run.
+        second: crc32c of the second run.
+        size: Number of bytes of the second run.
     """
     return _product(_power(size), first) ^ second if first else second
 

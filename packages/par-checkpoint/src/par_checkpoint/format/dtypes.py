@@ -1,4 +1,4 @@
-"""What safetensors calls a dtype, and which dtypes come first in its files."""
+"""The dtypes that safetensors files hold: their names there, and the order of their tensors."""
 
 import torch
 
@@ -33,11 +33,11 @@ _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 def safetensors_name(dtype: torch.dtype, of: str) -> str:
-    """What safetensors calls a dtype.
+    """The name of a dtype in safetensors files.
 
     Args:
         dtype: A torch dtype.
-        of: The tensor that has it, for the message.
+        of: The name of the tensor that has it, for the message.
 
     Raises:
         ValueError: safetensors has no such dtype.
@@ -48,11 +48,14 @@ def safetensors_name(dtype: torch.dtype, of: str) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype that safetensors calls so.
+    """The torch dtype of a name in safetensors files.
+
+    Args:
+        name: A name such as "BF16".
 
     Raises:
         CheckpointError: A dtype of fewer than 8 bits.
-        CorruptError: Nothing that safetensors knows.
+        CorruptError: A name that safetensors does not know.
     """
     if name in _SUB_BYTE:
         raise CheckpointError(f"dtype {name} has elements of less than a byte, which are not read; unpack them first")

@@ -1,4 +1,4 @@
-"""The index beside several files: which tensor is in which."""
+"""The index of a model that is stored in several files: which tensor is in which."""
 
 import json
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ INDEX = {"model": "model.safetensors.index.json", "optimizer": "optimizer/optimi
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:
-    """The index as transformers writes it.
+    """The bytes of an index as transformers writes it.
 
     Args:
-        weight_map: The file of each tensor.
-        total_size: Bytes of all tensors.
-        total_parameters: Elements of all tensors.
+        weight_map: By the name of each tensor, the name of its file.
+        total_size: Bytes of all tensors together.
+        total_parameters: Number of elements of all tensors together.
     """
     metadata = {"total_parameters": total_parameters, "total_size": total_size}
     index = {"metadata": metadata, "weight_map": dict(weight_map)}
@@ -27,14 +27,17 @@ def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameter
 
 
 def decode_index(data: bytes, file: str) -> dict[str, str]:
-    """The file of each tensor.
+    """Reads and checks an index.
 
     Args:
-        data: The index.
+        data: Its bytes.
         file: Its name, for messages.
 
+    Returns:
+        By the name of each tensor, the name of its file, which is a plain name beside the index.
+
     Raises:
-        CorruptError: No such map, or a file that is not beside the index.
+        CorruptError: It is no index, or it names a file elsewhere.
     """
     index = parse_object(data, file)
     if "weight_map" not in index:

@@ -43,11 +43,11 @@ class FileRecord:
     """Size and checksums of one file.
 
     Args:
-        size: Bytes in all.
+        size: Bytes of the whole file.
         data_begin: Where a safetensors file's data begins; 0 in other files.
-        header_crc: crc32c of the bytes before that.
-        block: Bytes that are checksummed as one, from there on.
-        crcs: crc32c of each block; the last may be shorter.
+        header_crc: crc32c of the bytes before `data_begin`.
+        block: Bytes of a block, from `data_begin` on; the last block may be shorter.
+        crcs: crc32c of each block.
     """
 
     size: int
@@ -62,15 +62,15 @@ class Manifest:
     """All that the file says.
 
     Args:
-        style: How the tensors are stored.
+        style: How the tensors are stored: "huggingface" or "torch".
         files: Every other file that is ours, by its name relative to the folder.
-        tied: By the name of a tensor that is not stored: the name that it shares its values with.
-        model: Encoded state of the model that is no tensor; None if there is none, as in the next three.
-        optimizer: The same of the optimizer.
-        scheduler: The same of the schedulers.
-        extra: What the caller gave.
-        step: The training step, if it was told.
-        beside: Files that people edit: they were saved, too, but have no record in `files`.
+        tied: By the name of a tensor that is not stored, the name of the stored tensor whose values it has.
+        model: State of the model that is no tensor, as tagged JSON; None if there is none.
+        optimizer: Param groups of the optimizer, and its state that is no tensor; None without an optimizer.
+        scheduler: State of the scheduler, or a list of states; None without one.
+        extra: What the caller gave as `extra`.
+        step: The training step, if the caller gave one.
+        beside: Files that people edit, such as the config: they were saved, too, but have no record in `files`.
     """
 
     style: str
@@ -94,7 +94,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "style": manifest.style,
         "step": manifest.step,
         "tied": dict(manifest.tied),
-        "files": {name: _encoded(record) for name, record in manifest.files.items()},
+        "files": {name: _encode_record(record) for name, record in manifest.files.items()},
         "beside": list(manifest.beside),
         **{name: getattr(manifest, name) for name in _VALUES},
     }
@@ -126,7 +126,7 @@ def decode_manifest(data: bytes) -> Manifest:
     return Manifest(
         style=style,
         step=step,
-        files={name: _decoded(name, record) for name, record in files.items()},
+        files={name: _decode_record(name, record) for name, record in files.items()},
         tied=_tied(fields["tied"]),
         beside=_beside(fields["beside"]),
         **{name: fields[name] for name in _VALUES},
@@ -134,10 +134,10 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def record_of(data: bytes, block: int) -> FileRecord:
-    """The record of a small file, whole.
+    """The record of a file that is not in safetensors.
 
     Args:
-        data: All of it.
+        data: All bytes of the file.
         block: Bytes of a block.
     """
     crcs = tuple(crc32c(data[begin:end]) for begin, end in block_ranges(len(data), 0, block))
@@ -145,11 +145,17 @@ def record_of(data: bytes, block: int) -> FileRecord:
 
 
 def block_ranges(size: int, data_begin: int, block: int) -> Iterator[tuple[int, int]]:
-    """First byte and one past the last of each block of a file, counted from the file's begin."""
+    """The blocks of a file: first byte and one past the last of each.
+
+    Args:
+        size: Bytes of the file.
+        data_begin: Where the first block begins.
+        block: Bytes of a block; the last one may be shorter.
+    """
     return ((begin, min(begin + block, size)) for begin in range(data_begin, size, block))
 
 
-def _encoded(record: FileRecord) -> dict[str, object]:
+def _encode_record(record: FileRecord) -> dict[str, object]:
     return {
         "size": record.size,
         "data_begin": record.data_begin,
@@ -159,7 +165,7 @@ def _encoded(record: FileRecord) -> dict[str, object]:
     }
 
 
-def _decoded(name: str, value: object) -> FileRecord:
+def _decode_record(name: str, value: object) -> FileRecord:
     where = f"{MANIFEST}, file {name!r:.80}"
     if not is_base_name(name.removeprefix("optimizer/")):
         raise corrupt(where, "is no plain name in the folder or in its optimizer/")
@@ -172,7 +178,7 @@ def _decoded(name: str, value: object) -> FileRecord:
         )
     if block < 1 or data_begin > min(size, MAX_HEADER + 8):
         raise corrupt(where, f"blocks of {block} bytes from {data_begin} on do not fit a file of {size}")
-    crcs, header_crc = _numbers(value["crcs"], where), _numbers(value["header_crc"], where)
+    crcs, header_crc = _checksums(value["crcs"], where), _checksums(value["header_crc"], where)
     if len(crcs) != -(-(size - data_begin) // block) or len(header_crc) != 1:
         raise corrupt(
             where, f"has {len(crcs)} checksums of blocks of {block} bytes for {size - data_begin} bytes of data"
@@ -180,7 +186,7 @@ def _decoded(name: str, value: object) -> FileRecord:
     return FileRecord(size=size, data_begin=data_begin, header_crc=header_crc[0], block=block, crcs=crcs)
 
 
-def _numbers(text: object, where: str) -> tuple[int, ...]:
+def _checksums(text: object, where: str) -> tuple[int, ...]:
     if not isinstance(text, str) or _HEX.fullmatch(text) is None:
         raise corrupt(where, f"{text!r:.40} is no row of checksums")
     return tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))

@@ -1,4 +1,4 @@
-"""Files of torch.save, never with more trust than `weights_only` needs."""
+"""Files of torch.save, which are never trusted more than `weights_only` asks for."""
 
 import io
 import pickle
@@ -26,12 +26,12 @@ class Readable(Protocol):
 
 
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model's file; those of a zip file stay on disk until they are touched.
+    """Loads the tensors of a model's file; those of a zip file stay on disk until they are touched.
 
     The extra state of modules, which may be anything, is left out.
 
     Args:
-        path: A file of torch.save, whole or legacy.
+        path: A file of torch.save, of today or of before torch 1.6.
 
     Raises:
         CheckpointError: Something else than a flat dict of tensors, what weights_only refuses, or deflated data.
@@ -40,22 +40,26 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     return flat_tensors(load_object(path), str(path))
 
 
-def flat_tensors(found: object, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict without extra state.
+def flat_tensors(saved: object, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict; the extra state of modules is left out.
+
+    Args:
+        saved: What a file holds.
+        path: The file's name, for messages.
 
     Raises:
-        CheckpointError: Anything else.
+        CheckpointError: It is no dict of tensors by name.
     """
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict of tensors; save model.state_dict()")
-    found = {name: each for name, each in found.items() if not is_extra_state(str(name))}
-    for name, value in found.items():
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path} holds a {type(saved).__name__}, not a dict of tensors; save model.state_dict()")
+    tensors = {name: value for name, value in saved.items() if not is_extra_state(str(name))}
+    for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"{path} holds a {type(value).__name__} under {name!r:.80}, not a tensor under a name; load it with "
                 "torch.load and save the state dict alone"
             )
-    return found
+    return tensors
 
 
 def is_extra_state(name: str) -> bool:
@@ -64,7 +68,10 @@ def is_extra_state(name: str) -> bool:
 
 
 def load_object(path: Path) -> object:
-    """Anything that torch.save wrote and weights_only permits.
+    """Loads anything that torch.save wrote and weights_only permits.
+
+    Args:
+        path: A file of torch.save, of today or of before torch 1.6.
 
     Raises:
         CheckpointError: What weights_only refuses, or deflated data.
@@ -78,12 +85,12 @@ def load_object(path: Path) -> object:
 
 
 def load_outline(source: Readable, record: FileRecord | None, path: str) -> object:
-    """What torch.save wrote into a zip file, its tensors on the meta device: none of their data is read.
+    """Loads what torch.save wrote into a zip file with all tensors on the meta device: none of their data is read.
 
     Args:
         source: The file.
-        record: What the manifest says of it; every block that is read is checked. None: it is somebody else's.
-        path: Its name, for messages.
+        record: What the manifest says of the file; every block that is read is checked. None: others have written it.
+        path: The file's name, for messages.
 
     Raises:
         CheckpointError: What weights_only refuses, or deflated data.
@@ -92,13 +99,24 @@ def load_outline(source: Readable, record: FileRecord | None, path: str) -> obje
     if record is not None and record.data_begin:
         raise corrupt(path, f"has no header, but its data is said to begin at byte {record.data_begin}")
     file = _Checked(source, record, path)
-    (_check_stored if record is not None else _check_in_place)(file, path)
+    if record is None:
+        _check_readable_in_place(file, path)
+    else:
+        _check_stored(file, path)
     file.seek(0)
     return _load(file, path, map_location="meta")
 
 
 def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
-    """First byte of a tensor of an outline in its file of `size` bytes, and one past the last.
+    """Where a tensor's data lies in its file.
+
+    Args:
+        tensor: A tensor that `load_outline` gave.
+        size: Bytes of the file.
+        path: The file's name, for messages.
+
+    Returns:
+        First byte, and one past the last.
 
     Raises:
         CheckpointError: Its elements do not follow each other there.
@@ -115,12 +133,12 @@ def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
 
 
 class _Checked(io.RawIOBase):
-    """A file to read anywhere, whose blocks are checked as they come; the last three stay in memory.
+    """A file for `torch.load`, whose blocks are checked as they are read; the last three stay in memory.
 
     Args:
-        source: The file.
-        record: What the manifest says of it; None: there is nothing to compare with.
-        path: Its name, for messages.
+        source: Reads the file.
+        record: What the manifest says of the file; None: there is nothing to compare with.
+        path: The file's name, for messages.
     """
 
     def __init__(self, source: Readable, record: FileRecord | None, path: str) -> None:
@@ -199,8 +217,11 @@ def _check_stored(file: IO[bytes] | io.RawIOBase, path: str) -> None:
         raise CheckpointError(f"{path}: its entries overlap, which torch.save never does; do not trust it")
 
 
-def _check_in_place(file: io.RawIOBase, path: str) -> None:
-    """The same, and what cannot be read from where it lies: files of old, and of machines with another byte order."""
+def _check_readable_in_place(file: io.RawIOBase, path: str) -> None:
+    """Refuses files whose tensors do not lie in them as in memory.
+
+    These are compressed files, those of before torch 1.6, and those of machines with another byte order.
+    """
     if file.read(len(_ZIP)) != _ZIP:
         raise CheckpointError(
             f"{path} is no zip file, as torch.save writes it, and is read from local disks only; copy it here"

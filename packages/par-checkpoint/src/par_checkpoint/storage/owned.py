@@ -38,11 +38,11 @@ _BESIDE_WEIGHTS = (
 
 
 def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) -> None:
-    """Raises unless every file of an old checkpoint is ours or a standard Hugging Face file.
+    """Checks that every file of an old checkpoint is ours or a standard Hugging Face file.
 
     Args:
         url: The folder, for the message.
-        names: All files in it, relative.
+        names: The names of all files in it, relative to it.
         manifest: The bytes of its manifest, if it has one; one that does not decode vouches for nothing.
 
     Raises:
@@ -59,12 +59,17 @@ def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) ->
 
 
 def carried(old: Iterable[str], new: Collection[str]) -> list[str]:
-    """The files of an old checkpoint that belong to its successor: config, tokenizer and the like, not written anew."""
+    """The files of an old checkpoint that its successor takes over: config, tokenizer and the like.
+
+    Args:
+        old: The names of all files of the old checkpoint.
+        new: The names of the files that were written anew.
+    """
     return sorted(name for name in old if name not in new and _is_beside_weights(name))
 
 
 def check_name(name: str) -> str:
-    """The name of a file in a checkpoint: plain, in at most one plain folder.
+    """Checks, and gives back, the name of a file in a checkpoint: plain, in at most one plain folder.
 
     Raises:
         ValueError: Any other name; it might lead out of the checkpoint.
@@ -76,7 +81,7 @@ def check_name(name: str) -> str:
 
 
 def parents(names: Iterable[str]) -> list[str]:
-    """The sub-folders that files of these names need."""
+    """The sub-folders in which files of these names lie."""
     return sorted({str(PurePosixPath(check_name(name)).parent) for name in names} - {"."})
 
 
@@ -100,14 +105,14 @@ class Remnant:
 
     @property
     def name(self) -> str:
-        """The name of the folder: `remnant_of` undone."""
+        """The name of the folder."""
         return f".{self.target}.{self.kind}-{self.nonce}"
 
 
 def remnant_of(name: str) -> Remnant | None:
-    """What the name of a folder says, or None if it is not of this kind."""
-    found = re.fullmatch(r"\.(.+)\.(tmp|old)-([0-9A-Za-z]+)", name)
-    return None if found is None else Remnant(*found.groups())
+    """The remnant that a folder of this name is; None if the name is none of a save's."""
+    match = re.fullmatch(r"\.(.+)\.(tmp|old)-([0-9A-Za-z]+)", name)
+    return None if match is None else Remnant(*match.groups())
 
 
 def _named_in(manifest: bytes | None) -> set[str]:

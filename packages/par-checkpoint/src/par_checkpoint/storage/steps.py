@@ -27,30 +27,31 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """`step_name` undone; None for any other name."""
-    found = re.fullmatch(r"step-([0-9]{8,})", name)
-    step = int(found[1]) if found else -1
-    return step if found and step_name(step) == name else None
+    """The step whose directory has this name; None for any other name."""
+    match = re.fullmatch(r"step-([0-9]{8,})", name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def latest(root: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> str | None:
-    """The path of the highest step below `root` that is whole, or None.
+    """The path of the highest step below `root` that is whole, or None. Collective over the group.
 
-    The first rank of the group looks, and tells the others: all resume from the same step, whatever each would see.
+    The first rank of the group looks and tells the others: all resume from the same step, whatever each of them would
+    see.
 
     Args:
-        root: The directory that holds the steps, or its URL; it need not exist.
-        group: The ranks that call; None: all, or this process alone where torch.distributed is not initialised.
+        root: The directory that holds the step directories, or its URL; it need not exist.
+        group: The ranks that call. None: all ranks, or this process alone where torch.distributed is not initialised.
 
     Raises:
-        CheckpointError: A step was written by a newer version; or the first rank failed, on the others.
+        ValueError: This process is not in the group.
+        CheckpointError: A step was written by a newer version; on the other ranks also any failure of the first.
         OSError: The root cannot be read.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return newest(root)
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not in the group: call `latest` on the group's ranks only")
-    # The first rank's (path, error) to all of the group.
+    # One broadcast over the group: the first rank's path, and what it failed with.
     outcome: list[tuple[str | None, str | None]] = [(None, None)]
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
@@ -59,28 +60,28 @@ def latest(root: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
         except Exception as error:  # raised below, when all ranks know
             outcome, failure = [(None, f"the group's first rank: {type(error).__name__}: {error}")], error
     dist.broadcast_object_list(outcome, group=group, group_src=0)
-    path, told = outcome[0]
-    if told is not None:
-        raise failure or CheckpointError(told)
+    path, text = outcome[0]
+    if text is not None:
+        raise failure or CheckpointError(text)
     return path
 
 
 def prune(
     root: str | os.PathLike[str], *, keep_last: int = 3, keep_every: int | None = None, dry_run: bool = False
 ) -> list[str]:
-    """Removes old steps, and what dead saves of old steps left. One rank calls it.
+    """Removes old steps, and what dead saves left beside them. One rank calls it.
 
     Only directories go that are named like steps, have our manifest, and hold nothing but our files and standard
     Hugging Face ones. Others stay, symbolic links too.
 
     Args:
-        root: The directory that holds the steps, or its URL.
-        keep_last: That many of the highest whole steps are kept, at least 1.
-        keep_every: Steps that this divides are kept too.
-        dry_run: Remove nothing.
+        root: The directory that holds the step directories, or its URL.
+        keep_last: How many of the highest whole steps to keep, at least 1.
+        keep_every: Multiples of this step are kept too; None: no others.
+        dry_run: Whether to remove nothing, and only say what would be removed.
 
     Returns:
-        The paths that are removed, or would be.
+        The paths that were removed, or would be.
 
     Raises:
         ValueError: A count below 1.
@@ -89,26 +90,31 @@ def prune(
         raise ValueError(f"keep_last={keep_last} would remove the newest step: keep at least 1")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every={keep_every} divides nothing: give at least 1, or None")
-    whole, removed = 0, []
+    kept, removed = 0, []
     for step, folder, littered in _steps(open_folder(root)):
         if not dry_run:
             folder.recover()
-        if whole and littered:  # beside the newest whole step and above it, a save may be under way
+        if kept and littered:  # beside the newest whole step and above it, a save may be under way
             removed += folder.sweep(dry_run=dry_run)
-        if whole >= keep_last and keep_every is not None and step % keep_every == 0:
+        if kept >= keep_last and keep_every is not None and step % keep_every == 0:
             continue
         if read_manifest(folder) is None:
             continue
-        whole += 1
-        if whole > keep_last and _removable(folder):
-            removed.append(folder.url)
-            if not dry_run:
-                folder.remove()
+        if kept < keep_last:
+            kept += 1
+            continue
+        try:
+            folder.check_target(overwrite=True)
+        except CheckpointError:  # it holds files that are not ours
+            continue
+        removed.append(folder.url)
+        if not dry_run:
+            folder.remove()
     return removed
 
 
 def read_manifest(folder: Folder) -> Manifest | None:
-    """The manifest of a folder, or None if it has no sound one, or files that are not as long as it says.
+    """The manifest of a folder; None if it has no sound one, or files that are not as long as it says.
 
     Raises:
         CheckpointError: A newer version wrote it.
@@ -122,7 +128,7 @@ def read_manifest(folder: Folder) -> Manifest | None:
 
 
 def newest(root: str | os.PathLike[str]) -> str | None:
-    """The same as `latest`, on this process alone."""
+    """The path of the highest step below `root` that is whole, or None, as this process alone sees it."""
     for _, folder, _ in _steps(open_folder(root)):
         manifest = read_consistently(
             folder, partial(read_manifest, folder), checked=lambda manifest: manifest is not None
@@ -133,17 +139,9 @@ def newest(root: str | os.PathLike[str]) -> str | None:
 
 
 def _steps(root: Folder) -> Iterator[tuple[int, Folder, bool]]:
-    """All steps, the highest first, and whether remnants of a save are beside them; some have nothing else."""
+    """All steps, the highest first: number, folder, and whether a save left something beside it, or only that."""
     names = root.folders()
     littered = {remnant.target for name in names if (remnant := remnant_of(name))}
     steps = {name: step for name in littered.union(names) if (step := step_of(name)) is not None}
     for name, step in sorted(steps.items(), key=lambda item: -item[1]):
         yield step, root.child(name), name in littered
-
-
-def _removable(folder: Folder) -> bool:
-    try:
-        folder.check_target(overwrite=True)
-    except CheckpointError:
-        return False
-    return True
