@@ -227,6 +227,7 @@ def dies_in_time(tmp_path, mode, number, victim):
     check_after(root, (OLD if overwrite else None, NEW), process)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("number", range(10))
 @pytest.mark.parametrize("mode", ["save", "async", "overwrite"])
 @pytest.mark.ranks(2, dies=(0,))
@@ -234,6 +235,7 @@ def test_the_committing_rank_dies_at_any_time(tmp_path, mode, number):
     dies_in_time(tmp_path, mode, number, victim=0)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("number", range(10, 20))
 @pytest.mark.parametrize("mode", ["save", "async", "overwrite"])
 @pytest.mark.ranks(2, dies=(1,))

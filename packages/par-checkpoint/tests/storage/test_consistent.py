@@ -42,6 +42,7 @@ def alone():
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(3)
 def test_a_reader_gets_one_checkpoint_while_processes_replace_it(tmp_path):
     group = alone()
