@@ -11,7 +11,6 @@ from safetensors.torch import _SIZE, _TYPES, load, save, save_file
 from par_checkpoint._errors import CheckpointError, CorruptError
 from par_checkpoint.format.dtypes import _DTYPES
 from par_checkpoint.format.header import MAX_HEADER, Stored, decode_header, encode_header
-from par_checkpoint.format.strict_json import parse_object
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TENSORS = st.dictionaries(
@@ -239,8 +238,3 @@ def test_whatever_is_accepted_safetensors_accepts(noise, at):
     assert {name: tensor.numel() for name, tensor in theirs.items()} == {
         name: math.prod(stored.shape) for name, stored in header.tensors.items()
     }
-
-
-def test_an_object_is_asked_for():
-    with pytest.raises(CorruptError, match="x: holds a JSON list"):
-        parse_object(b"[1]", "x")

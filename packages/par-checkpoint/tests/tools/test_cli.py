@@ -31,7 +31,7 @@ def saved(tmp_path, model):
 
 
 def test_help_lists_the_commands(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     text = capsys.readouterr().out
     assert all(name in text for name in ("ls", "verify", "diff", "convert", "prune"))
