@@ -21,14 +21,14 @@ def test_plain_json_is_read():
     ],
 )
 def test_anything_else_is_refused_in_words(data, what):
-    with pytest.raises(CorruptError, match=f"^x: .*{what}"):
+    with pytest.raises(CorruptError, match=rf"^x: .*{what}"):
         parse_object(data, "x")
 
 
 def test_a_map_has_texts_alone():
     assert text_map({"a": "b"}, "x") == {"a": "b"}
     for value in ([], {"a": 1}, {"a": None}):
-        with pytest.raises(CorruptError, match="^x: "):
+        with pytest.raises(CorruptError, match=r"^x: "):
             text_map(value, "x")
 
 
