@@ -58,6 +58,8 @@ def commit(
         small: Further files, whole.
         noted: What the caller chose.
     """
+    from . import __version__  # noqa: PLC0415 - it is not there yet while the package is being imported
+
     records = dict(files)
     for name, data in small.items():
         staging.write(name, data)
@@ -74,6 +76,7 @@ def commit(
         extra=content.state.parts["extra"],
         step=noted.step,
         beside=() if content.config is None else (CONFIG,),
+        version=__version__,
     )
     staging.write(MANIFEST, encode_manifest(manifest))
     staging.publish(overwrite=noted.overwrite)

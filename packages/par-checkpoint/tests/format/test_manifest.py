@@ -5,6 +5,7 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
+import par_checkpoint
 from par_checkpoint._errors import CheckpointError, CorruptError
 from par_checkpoint.format.manifest import (
     MANIFEST,
@@ -30,6 +31,7 @@ def manifest(**changes):
         "extra": "\ud800ü\n",
         "step": 100,
         "beside": ("config.json",),
+        "version": "0.1.0",
     }
     return Manifest(**{**fields, **changes})
 
@@ -56,9 +58,11 @@ def test_a_manifest_of_nothing_comes_back():
     assert decode_manifest(encode_manifest(empty)) == empty
 
 
-def test_it_is_json_and_says_who_wrote_it():
+def test_it_is_json_and_says_who_wrote_it(tmp_path):
     fields = json.loads(encode_manifest(manifest()))
     assert (fields["format"], fields["par_checkpoint"]) == (1, "0.1.0")
+    par_checkpoint.save(tmp_path / "c", extra=1)
+    assert json.loads((tmp_path / "c" / MANIFEST).read_bytes())["par_checkpoint"] == par_checkpoint.__version__
     assert fields["files"]["model.safetensors"]["crcs"] == "00000001ffffffff"
 
 
@@ -134,6 +138,7 @@ def test_a_header_is_not_read_into_memory_beyond_its_limit():
     "changes",
     [
         {"style": 1},
+        {"par_checkpoint": None},
         {"step": 1.5},
         {"step": True},
         {"files": []},

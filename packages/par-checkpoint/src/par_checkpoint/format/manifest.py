@@ -71,6 +71,7 @@ class Manifest:
         extra: What the caller gave as `extra`.
         step: The training step, if the caller gave one.
         beside: Files that people edit, such as the config: they were saved, too, but have no record in `files`.
+        version: The version of par-checkpoint that wrote it, which later ones name to older ones.
     """
 
     style: str
@@ -82,15 +83,14 @@ class Manifest:
     extra: Any
     step: int | None = None
     beside: tuple[str, ...] = ()
+    version: str = ""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of the file."""
-    from .. import __version__  # noqa: PLC0415 - it is not there yet while the package is being imported
-
     fields = {
         "format": _FORMAT,
-        "par_checkpoint": __version__,
+        "par_checkpoint": manifest.version,
         "style": manifest.style,
         "step": manifest.step,
         "tied": dict(manifest.tied),
@@ -120,15 +120,18 @@ def decode_manifest(data: bytes) -> Manifest:
         )
     if set(fields) != _FIELDS:
         raise corrupt(MANIFEST, f"has not exactly its fields: {sorted(set(fields) ^ _FIELDS)}")
-    step, style, files = fields["step"], fields["style"], fields["files"]
-    if not isinstance(style, str) or not (step is None or type(step) is int) or not isinstance(files, dict):
-        raise corrupt(MANIFEST, f"style {style!r:.40}, step {step!r:.40} or its list of files is of the wrong kind")
+    step, style, files, version = fields["step"], fields["style"], fields["files"], fields["par_checkpoint"]
+    if not isinstance(style, str) or not isinstance(version, str):
+        raise corrupt(MANIFEST, f"style {style!r:.40} or version {version!r:.40} is no text")
+    if not (step is None or type(step) is int) or not isinstance(files, dict):
+        raise corrupt(MANIFEST, f"step {step!r:.40} is no whole number, or its files are no mapping")
     return Manifest(
         style=style,
         step=step,
         files={name: _decode_record(name, record) for name, record in files.items()},
         tied=_tied(fields["tied"]),
         beside=_beside(fields["beside"]),
+        version=version,
         **{name: fields[name] for name in _VALUES},
     )
 
