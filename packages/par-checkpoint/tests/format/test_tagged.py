@@ -112,6 +112,36 @@ def test_plain_json_stays_plain():
     assert encode(value, {}, "extra") == value
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"$int": "0x100000000000000000000"}', 2**80),
+        ('{"$float": "inf"}', math.inf),
+        ('{"$complex": ["1.0", "-2.0"]}', 1 - 2j),
+        ('{"$bytes": "AP8="}', b"\0\xff"),
+        ('{"$bytearray": "eA=="}', bytearray(b"x")),
+        ('{"$range": [1, 9, 2]}', range(1, 9, 2)),
+        ('{"$path": "a/b"}', pathlib.Path("a/b")),
+        ('{"$posix_path": "/x"}', pathlib.PurePosixPath("/x")),
+        ('{"$windows_path": "c:\\\\x"}', pathlib.PureWindowsPath("c:\\x")),
+        ('{"$size": [2, 3]}', torch.Size([2, 3])),
+        ('{"$dtype": "bfloat16"}', torch.bfloat16),
+        ('{"$device": "cuda:1"}', torch.device("cuda", 1)),
+        ('{"$tuple": [1, [2]]}', (1, [2])),
+        ('{"$set": [1]}', {1}),
+        ('{"$frozenset": ["a"]}', frozenset({"a"})),
+        ('{"$dict": [[1, 2]]}', {1: 2}),
+        ('{"$ordered_dict": [["a", 1]]}', collections.OrderedDict(a=1)),
+        ('{"$counter": [[3, 1]]}', collections.Counter({3: 1})),
+        ('{"$dict": [["$x", 1]]}', {"$x": 1}),
+    ],
+)
+def test_the_words_on_disk_stay_what_they_are(text, value):
+    """Checkpoints that were written with them are read for ever."""
+    assert json.dumps(encode(value, {}, "x")) == text
+    assert shape_of(decode(json.loads(text), {})) == shape_of(value)
+
+
 def test_sets_are_written_in_one_order():
     words = [f"w{number}" for number in range(20)]
     assert encode(set(words), {}, "x") == {"$set": sorted(words)}
