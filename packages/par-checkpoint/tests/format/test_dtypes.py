@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import _SIZE, save
 
 from par_checkpoint._errors import CheckpointError, CorruptError
-from par_checkpoint.format.dtypes import _DTYPES, _ORDERED, dtype_of, place_of, safetensors_name
+from par_checkpoint.format.dtypes import _DTYPES, _ORDERED, dtype_of, order_of, safetensors_name
 
 
 def test_names_and_order_are_those_of_safetensors():
@@ -13,7 +13,7 @@ def test_names_and_order_are_those_of_safetensors():
     data = save(tensors)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert {name: entry["dtype"] for name, entry in header.items()} == {name: name for name in tensors}
-    assert list(header) == sorted(tensors, key=lambda name: place_of(dtype_of(name)))
+    assert list(header) == sorted(tensors, key=lambda name: order_of(dtype_of(name)))
 
 
 def test_every_name_leads_back_to_its_dtype():
@@ -23,7 +23,7 @@ def test_every_name_leads_back_to_its_dtype():
 
 
 def test_wider_elements_come_first():
-    widths = [dtype.itemsize for dtype in sorted(_DTYPES.values(), key=place_of)]
+    widths = [dtype.itemsize for dtype in sorted(_DTYPES.values(), key=order_of)]
     assert widths == sorted(widths, reverse=True)
 
 

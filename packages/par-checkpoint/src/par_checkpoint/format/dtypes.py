@@ -28,7 +28,7 @@ _ORDERED = (
 )
 _DTYPES = dict(_ORDERED)
 _NAMES = {dtype: name for name, dtype in _ORDERED}
-_PLACES = {dtype: place for place, (_, dtype) in enumerate(_ORDERED)}
+_ORDER = {dtype: place for place, (_, dtype) in enumerate(_ORDERED)}
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
 
@@ -64,6 +64,6 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def place_of(dtype: torch.dtype) -> int:
+def order_of(dtype: torch.dtype) -> int:
     """The place of a dtype's tensors in a file: those with lower numbers come first."""
-    return _PLACES[dtype]
+    return _ORDER[dtype]

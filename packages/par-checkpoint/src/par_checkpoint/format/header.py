@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .._errors import CheckpointError, corrupt
-from .dtypes import dtype_of, place_of, safetensors_name
+from .dtypes import dtype_of, order_of, safetensors_name
 from .strict_json import is_count, parse_object, text_map
 
 MAX_HEADER = 100_000_000
@@ -76,7 +76,7 @@ def encode_header(
     entries: dict[str, object] = {_METADATA: metadata} if metadata else {}
     dtypes = {name: safetensors_name(dtype, name) for name, (dtype, _) in tensors.items()}
     stored, begin = {}, 0
-    for name in sorted(tensors, key=lambda name: (place_of(tensors[name][0]), name)):
+    for name in sorted(tensors, key=lambda name: (order_of(tensors[name][0]), name)):
         if name == _METADATA or not _is_utf8(name):
             raise ValueError(f"{name!r} cannot be the name of a tensor in a safetensors file; rename it")
         dtype, shape = tensors[name]

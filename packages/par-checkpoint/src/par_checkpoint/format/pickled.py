@@ -16,7 +16,7 @@ from .manifest import BLOCK, FileRecord
 _ZIP = b"PK\x03\x04"
 
 
-class Readable(Protocol):
+class ReadableFile(Protocol):
     """A file of `size` bytes that is read anywhere."""
 
     size: int
@@ -84,7 +84,7 @@ def load_object(path: Path) -> object:
     return _load(path, str(path), map_location="cpu", mmap=zipped)
 
 
-def load_outline(source: Readable, record: FileRecord | None, path: str) -> object:
+def load_outline(source: ReadableFile, record: FileRecord | None, path: str) -> object:
     """Loads what torch.save wrote into a zip file with all tensors on the meta device: none of their data is read.
 
     Args:
@@ -141,7 +141,7 @@ class _Checked(io.RawIOBase):
         path: The file's name, for messages.
     """
 
-    def __init__(self, source: Readable, record: FileRecord | None, path: str) -> None:
+    def __init__(self, source: ReadableFile, record: FileRecord | None, path: str) -> None:
         self._source, self._path = source, path
         self._size, self._length = (source.size, BLOCK) if record is None else (record.size, record.block)
         self._crcs = None if record is None else record.crcs

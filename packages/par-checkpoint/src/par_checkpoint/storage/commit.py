@@ -113,8 +113,10 @@ class Target:
             CheckpointError: A saver that lives does not go on, or the name cannot be given back.
         """
         deadline = time.monotonic() + self.patience
-        while not os.path.lexists(self.path) and (olds := [each for each in self._remnants() if each.kind == "old"]):
-            newest = max(olds, key=lambda each: _changed(self.beside("old", each.nonce)))
+        while not os.path.lexists(self.path) and (
+            olds := [folder for folder in self._remnants() if folder.kind == "old"]
+        ):
+            newest = max(olds, key=lambda old: _changed(self.beside("old", old.nonce)))
             with _claim(self.beside("tmp", newest.nonce)) as dead:
                 if dead:
                     self._put_back(self.beside("old", newest.nonce))
@@ -127,14 +129,14 @@ class Target:
     def sweep(self, *, dry_run: bool) -> list[str]:
         """Removes what dead saves left beside the target; returns the paths."""
         swept = []
-        for each in self._remnants():
-            path = self.beside(each.kind, each.nonce)
-            with _claim(self.beside("tmp", each.nonce)) as dead:
+        for remnant in self._remnants():
+            path = self.beside(remnant.kind, remnant.nonce)
+            with _claim(self.beside("tmp", remnant.nonce)) as dead:
                 # The target is looked at only now: a saver that lived while the old one was listed may be done.
-                if not dead or (each.kind == "old" and not os.path.lexists(self.path)):
+                if not dead or (remnant.kind == "old" and not os.path.lexists(self.path)):
                     continue
                 if not dry_run:
-                    (self.retire if each.kind == "old" else erase)(path)
+                    (self.retire if remnant.kind == "old" else erase)(path)
                 if dry_run or not os.path.lexists(path):
                     swept.append(str(path))
         return swept
@@ -175,7 +177,7 @@ class Target:
     def _remnants(self) -> list[Remnant]:
         names = (entry.name for entry in scan(self.path.parent) if entry.is_dir(follow_symlinks=False))
         remnants = (remnant_of(name) for name in names)
-        return [each for each in remnants if each is not None and each.target == self.path.name]
+        return [remnant for remnant in remnants if remnant is not None and remnant.target == self.path.name]
 
 
 def unlock(lock: int) -> None:

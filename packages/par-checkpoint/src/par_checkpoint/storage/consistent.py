@@ -71,7 +71,7 @@ def retry_while_replaced(
             raise ReplacedError(f"{url!r} was replaced while it was read. {_UNDEFINED}. Now: {failed}") from failed
     raise ReplacedError(
         f"{url!r} was replaced while it was read, {_TRIES} times one after the other; read it when it rests, or save "
-        f"each to a path of its own. {_UNDEFINED}"
+        f"every one to a path of its own. {_UNDEFINED}"
     )
 
 

@@ -13,7 +13,7 @@ from ..format.index import decode_index, is_base_name
 from ..format.manifest import MANIFEST, FileRecord, Manifest, record_of
 
 
-class Readable(Protocol):
+class ReadableFolder(Protocol):
     """A folder, as far as finding tensors in it needs one."""
 
     @property
@@ -73,7 +73,7 @@ class _Form:
 
 
 def read_directory(
-    folder: Readable, *, stem: str = "model", variant: str | None = None, manifest: Manifest | None = None
+    folder: ReadableFolder, *, stem: str = "model", variant: str | None = None, manifest: Manifest | None = None
 ) -> Directory:
     """Finds the files, reads the headers of those in safetensors, and checks that all of it agrees.
 
@@ -136,7 +136,7 @@ def check_index(weight_map: Mapping[str, str], names: Mapping[str, Collection[st
                 raise corrupt(index, f"does not say that {key!r} is in {file}, where it is: one of the two is stale")
 
 
-def read_small(folder: Readable, name: str, record: FileRecord) -> bytes:
+def read_small(folder: ReadableFolder, name: str, record: FileRecord) -> bytes:
     """All bytes of a small file, once they match their checksums.
 
     Raises:
@@ -181,7 +181,7 @@ def _choose(
     )
 
 
-def _check_size(folder: Readable, name: str, sizes: Mapping[str, int], records: Mapping[str, FileRecord]) -> None:
+def _check_size(folder: ReadableFolder, name: str, sizes: Mapping[str, int], records: Mapping[str, FileRecord]) -> None:
     path = f"{folder.url}/{name}"
     if name not in sizes:
         raise corrupt(path, "is missing, but the index or the manifest lists it")
@@ -189,7 +189,7 @@ def _check_size(folder: Readable, name: str, sizes: Mapping[str, int], records: 
         raise corrupt(path, f"has {sizes[name]} bytes, but {MANIFEST} says {records[name].size}")
 
 
-def _read_header(folder: Readable, name: str, size: int, record: FileRecord | None) -> Header:
+def _read_header(folder: ReadableFolder, name: str, size: int, record: FileRecord | None) -> Header:
     """The header of a safetensors file; where there is a record, it is checked before a word of it is believed."""
     path = f"{folder.url}/{name}"
     if record is None:

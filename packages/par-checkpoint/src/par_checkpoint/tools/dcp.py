@@ -58,9 +58,9 @@ def read_dcp(source: str) -> dict[str, Any]:
     reader = _Reader(source)
     metadata = reader.read_metadata()
     state = {
-        name: torch.empty(each.size, dtype=each.properties.dtype, device="cpu")
-        for name, each in metadata.state_dict_metadata.items()
-        if isinstance(each, TensorStorageMetadata)
+        name: torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
     }
     load(state, storage_reader=reader, no_dist=True)
     nested: dict[str, Any] = {}
