@@ -1,6 +1,7 @@
 """What the tests of the runtime share: small stages, batches, and the same step on one device."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,9 @@ SPLIT = {
     "dualpipe_v": dualpipe_v,
 }
 SCHEDULES = WHOLE | SPLIT
-SOME = ("1f1b", "interleaved", "zb_h1", "zb_v")
+TIMEOUT = 20  # seconds: what raises much earlier has not waited for it
+TYPICAL = ("1f1b", "interleaved", "zb_v")
+"""One stage a rank, several in a loop, and two in a V with a split backward; all ten run in test_every_schedule."""
 
 
 def block(width, seed, dtype=torch.float64):
@@ -52,7 +55,9 @@ def mine(stages, schedule):
 
 
 def pipeline(stages, schedule, **options):
-    return Pipeline(mine(stages, schedule), schedule, dist.group.WORLD, **{"loss_fn": mse, "timeout": 20, **options})
+    return Pipeline(
+        mine(stages, schedule), schedule, dist.group.WORLD, **{"loss_fn": mse, "timeout": TIMEOUT, **options}
+    )
 
 
 def send_tensors_apart(apart=True):
@@ -90,10 +95,6 @@ def backward_order(schedule):
     return [action.microbatch for action in schedule.ranks[0] if action.stage == 0 and action.op in "BI"]
 
 
-def gradients(module):
-    return [None if each.grad is None else each.grad.clone() for each in module.parameters()]
-
-
 def clear(modules):
     for module in modules:
         for parameter in module.parameters():
@@ -112,3 +113,25 @@ def assert_gradients(stages, reference, schedule, exact):
 
 
 copied = copy.deepcopy
+
+
+def check_steps(schedule, make, batches, loss_fn=mse, around=nullcontext, **options):
+    """Steps of a pipeline, each compared with the serial one; `around()` is a context for a step alone."""
+    stages = stages_of(schedule, make)
+    reference = copied(stages)
+    run = pipeline(stages, schedule, loss_fn=loss_fn, **options)
+    exact = not any(action.op == "W" for actions in schedule.ranks for action in actions)
+    for x, y in batches:
+        args = x if isinstance(x, tuple) else (x,)
+        with around():
+            result = run.step(*args, target=y)
+        parts = list(zip(*(arg.tensor_split(schedule.microbatches) for arg in args), strict=True))
+        expected = serial(
+            reference, parts, y.tensor_split(schedule.microbatches), loss_fn, order=backward_order(schedule)
+        )
+        assert_gradients(stages, reference, schedule, exact=exact)
+        if run.is_last:
+            torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=0)
+        else:
+            assert result.loss is None
+    return stages, reference

@@ -54,13 +54,13 @@ def test_a_box_too_narrow_for_a_number_has_none(tmp_path):
 
 @pytest.mark.parametrize("ending", ["png", "pdf"])
 def test_the_ending_decides_the_format(tmp_path, ending):
-    simulate(one_f_one_b(8, 16)).draw(tmp_path / f"step.{ending}")
+    simulate(one_f_one_b(2, 2)).draw(tmp_path / f"step.{ending}")
     assert (tmp_path / f"step.{ending}").read_bytes()[1:4] == {"png": b"PNG", "pdf": b"PDF"}[ending]
 
 
 def test_no_step_is_too_short_or_too_long_to_draw(tmp_path):
     Timeline([Event(0, Action("F", 0, 0), 1.0, 1.0)]).draw(tmp_path / "short.png")
-    simulate(one_f_one_b(2, 2000)).draw(tmp_path / "long.png")
+    simulate(one_f_one_b(2, 400)).draw(tmp_path / "long.png")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -61,13 +61,13 @@ def test_64_ranks_with_512_microbatches_take_a_third_of_a_second():
 
 
 def test_no_action_is_kept():
-    """The peak of memory does not grow with the microbatches: 50 times as many, and less than 1 MB more."""
+    """The peak of memory does not grow with the microbatches: 20 times as many, and less than 0.4 MB more."""
     code = """
 import json, tracemalloc
 from par_pipeline import one_f_one_b, simulate, v_min, zb_h1
 peaks = []
 for made in (one_f_one_b, zb_h1, v_min):
-    for microbatches in (20, 1000):
+    for microbatches in (20, 400):
         schedule = made(10, microbatches)
         tracemalloc.start()
         simulate(schedule)
@@ -77,7 +77,7 @@ print(json.dumps(peaks))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     few, many = json.loads(done.stdout)[::2], json.loads(done.stdout)[1::2]
-    assert all(after - before < 1e6 for before, after in zip(few, many, strict=True)), (few, many)
+    assert all(after - before < 4e5 for before, after in zip(few, many, strict=True)), (few, many)
 
 
 def test_an_event_says_who_what_and_when():

@@ -1,5 +1,7 @@
-"""Every schedule's step is the serial one."""
+"""A step is the serial one, whatever stages pass on and batches look like."""
 
+import dataclasses
+import inspect
 from random import Random
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from par_pipeline import (
     Microbatches,
     Pipeline,
     PipelineError,
+    PipelineOptions,
     Schedule,
     gpipe,
     interleaved,
@@ -25,11 +28,12 @@ from par_testing import for_each
 
 from ..runtime_helpers import (
     SCHEDULES,
-    SOME,
+    TYPICAL,
     WHOLE,
     assert_gradients,
     backward_order,
     block,
+    check_steps,
     clear,
     copied,
     data,
@@ -42,37 +46,7 @@ from ..runtime_helpers import (
 )
 
 
-def check(schedule, make, batches, loss_fn=mse, **options):
-    """Steps of a pipeline, each compared with the serial one."""
-    stages = stages_of(schedule, make)
-    reference = copied(stages)
-    run = pipeline(stages, schedule, loss_fn=loss_fn, **options)
-    exact = not any(action.op == "W" for actions in schedule.ranks for action in actions)
-    for x, y in batches:
-        given = x if isinstance(x, tuple) else (x,)
-        result = run.step(*given, target=y)
-        parts = list(zip(*(each.tensor_split(schedule.microbatches) for each in given), strict=True))
-        expected = serial(
-            reference, parts, y.tensor_split(schedule.microbatches), loss_fn, order=backward_order(schedule)
-        )
-        assert_gradients(stages, reference, schedule, exact=exact)
-        if run.is_last:
-            torch.testing.assert_close(result.loss, expected, rtol=1e-6 if x is None else 1e-10, atol=0)
-        else:
-            assert result.loss is None
-    return stages, reference
-
-
-@for_each(name=SCHEDULES)
-@pytest.mark.ranks([2, 4])
-def test_gradients_and_loss_are_those_of_the_microbatches_one_after_another(name):
-    ranks = dist.get_world_size()
-    for microbatches in (1, 5, 8) if ranks == 2 else (3, 9):
-        if name != "dualpipe_v" or microbatches >= 2 * ranks:
-            check(SCHEDULES[name](ranks, microbatches), lambda number: block(5, number), [data(17), data(17, seed=1)])
-
-
-@for_each(name=SOME, apart=[False, True])
+@for_each(name=TYPICAL, apart=[False, True])
 @pytest.mark.ranks(2)
 def test_row_count_width_and_dtype_may_change_from_step_to_step(name, apart):
     send_tensors_apart(apart)
@@ -107,7 +81,7 @@ def test_row_count_width_and_dtype_may_change_from_step_to_step(name, apart):
         assert_gradients(stages, reference, schedule, exact=name in WHOLE)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_sequence_length_may_change_from_microbatch_to_microbatch(name):
     schedule = SCHEDULES[name](2, 5)
@@ -124,7 +98,7 @@ def test_sequence_length_may_change_from_microbatch_to_microbatch(name):
         assert_gradients(stages, reference, schedule, exact=name in WHOLE)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_autocast_may_be_switched_on_after_a_step(name):
     schedule = SCHEDULES[name](2, 3)
@@ -162,7 +136,7 @@ class Travelled(torch.autograd.Function):
         return gradient.bfloat16().to(gradient.dtype)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_a_border_dtype_rounds_what_travels_between_ranks_and_nothing_else(name):
     schedule = SCHEDULES[name](2, 5)
@@ -208,7 +182,7 @@ class Nested(nn.Module):
         }
 
 
-@for_each(name=SOME, apart=[False, True])
+@for_each(name=TYPICAL, apart=[False, True])
 @pytest.mark.ranks(2)
 def test_stages_may_pass_dicts_tuples_none_integers_and_a_skip_connection(name, apart):
     send_tensors_apart(apart)
@@ -219,7 +193,7 @@ def test_stages_may_pass_dicts_tuples_none_integers_and_a_skip_connection(name, 
         assert output["ids"].tolist() == [i + last for i in range(len(target))]
         return mse(output["y"], target)
 
-    check(schedule, lambda number: Nested(number, number == last), [data(11), data(11, seed=1)], loss_fn)
+    check_steps(schedule, lambda number: Nested(number, number == last), [data(11), data(11, seed=1)], loss_fn)
 
 
 class InPlace(nn.Module):
@@ -239,20 +213,20 @@ class InPlace(nn.Module):
 @for_each(name=["1f1b", "zb_h1"])
 @pytest.mark.ranks(2)
 def test_a_stage_may_write_into_a_tensor_that_came_with_another_one(name):
-    check(SCHEDULES[name](2, 3), InPlace, [data(7), data(7, seed=1)])
+    check_steps(SCHEDULES[name](2, 3), InPlace, [data(7), data(7, seed=1)])
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_the_first_layer_of_a_stage_may_work_in_place(name):
     def make(number):
         inner = block(5, number)
         return nn.Sequential(nn.Sequential(nn.ReLU(inplace=True)), inner) if number else inner
 
-    check(SCHEDULES[name](2, 3), make, [data(7), data(7, seed=1)])
+    check_steps(SCHEDULES[name](2, 3), make, [data(7), data(7, seed=1)])
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_keyword_arguments_are_split_and_go_to_every_stage_of_the_rank(name):
     schedule = SCHEDULES[name](2, 3)
@@ -271,7 +245,7 @@ def test_keyword_arguments_are_split_and_go_to_every_stage_of_the_rank(name):
     assert_gradients(stages, reference, schedule, exact=False)  # len / 11 is rounded elsewhere
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_frozen_parameters_get_no_gradient_and_others_all_of_theirs(name):
     schedule = SCHEDULES[name](2, 3)
@@ -283,7 +257,7 @@ def test_frozen_parameters_get_no_gradient_and_others_all_of_theirs(name):
                 parameter.requires_grad_(parameter.dim() != 2 if frozen == "weights" else number not in frozen)
             return stage
 
-        check(schedule, make, [data(7), data(7, seed=1)])
+        check_steps(schedule, make, [data(7), data(7, seed=1)])
 
 
 class Counting(nn.Module):
@@ -301,15 +275,15 @@ class Counting(nn.Module):
         return checkpoint(self.run, x, use_reentrant=self.reentrant)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_activation_checkpointing_recomputes_once(name):
     schedule = SCHEDULES[name](2, 3)
-    stages, _ = check(schedule, lambda number: Counting(number, False), [data(7)])
+    stages, _ = check_steps(schedule, lambda number: Counting(number, False), [data(7)])
     assert [each.calls for each in mine(stages, schedule)] == [6] * len(mine(stages, schedule))
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_hooks_of_parameters_run_once_a_microbatch_and_see_its_gradient(name):
     schedule = SCHEDULES[name](2, 3)
@@ -338,7 +312,7 @@ def test_hooks_of_parameters_run_once_a_microbatch_and_see_its_gradient(name):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_convolutions_embeddings_and_weights_used_twice_are_split_too(name):
     class Twice(nn.Module):
@@ -357,7 +331,7 @@ def test_convolutions_embeddings_and_weights_used_twice_are_split_too(name):
 
     schedule = SCHEDULES[name](2, 3)
     x, y = data(7 * 9, width=1)
-    check(schedule, Twice, [(x.view(7, 3, 3), y.view(7, 3, 3))])
+    check_steps(schedule, Twice, [(x.view(7, 3, 3), y.view(7, 3, 3))])
 
 
 @pytest.mark.ranks(2)
@@ -372,20 +346,20 @@ def test_a_module_that_keeps_its_parameters_elsewhere_runs_its_backward_whole():
             return self.inner(x)[0]
 
     x, y = data(7 * 3)
-    check(zb_h1(2, 3), Recurrent, [(x.view(7, 3, 5), y.view(7, 3, 5))])
+    check_steps(zb_h1(2, 3), Recurrent, [(x.view(7, 3, 5), y.view(7, 3, 5))])
 
 
 @pytest.mark.ranks(2)
 def test_a_schedule_written_by_hand_may_mix_whole_and_split_backwards():
     text = ["0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1F1 1B1 1W0"]
     schedule = Schedule([[Action.parse(each) for each in line.split()] for line in text])
-    check(schedule, lambda number: block(5, number), [data(6), data(6, seed=1)])
+    check_steps(schedule, lambda number: block(5, number), [data(6), data(6, seed=1)])
 
 
 @pytest.mark.ranks(1)
 def test_one_rank_runs_all_stages_of_a_v():
-    check(zb_v(1, 3), lambda number: block(5, number), [data(7)])
-    check(interleaved(1, 3, 4), lambda number: block(5, number), [data(7)])
+    check_steps(zb_v(1, 3), lambda number: block(5, number), [data(7)])
+    check_steps(interleaved(1, 3, 4), lambda number: block(5, number), [data(7)])
 
 
 @pytest.mark.ranks(4)
@@ -405,16 +379,11 @@ def test_two_pipelines_side_by_side_in_one_world_do_not_meet():
         assert torch.equal(one.grad, other.grad)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL, budget=[(1, False), (10_000, True), (1 << 28, False)])
 @pytest.mark.ranks(2)
-def test_a_small_budget_of_posted_receives_changes_nothing(name):
-    check(SCHEDULES[name](2, 8), lambda number: block(5, number), [data(17), data(17, seed=1)], ahead=1)
-
-
-@for_each(name=SOME, ahead=[1, 10_000, 1 << 28], apart=[False, True])
-@pytest.mark.ranks(2)
-def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(name, ahead, apart):
+def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(name, budget):
     """Training and evaluation in any order, of any number of rows: results, and both ranks know of every buffer."""
+    ahead, apart = budget
     send_tensors_apart(apart)
     schedule, random = SCHEDULES[name](2, 3), Random(0)
     stages = stages_of(schedule)
@@ -453,7 +422,7 @@ def test_a_weight_of_targets_without_targets_is_refused_on_all_ranks():
         run.step(x)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_a_weight_per_target_gives_the_mean_over_all_that_counts(name):
     def loss_fn(output, target):
@@ -474,6 +443,28 @@ def test_a_weight_per_target_gives_the_mean_over_all_that_counts(name):
     assert_gradients(stages, reference, schedule, exact=False)
     if run.is_last:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+
+
+@for_each(name=TYPICAL)
+@pytest.mark.ranks(2)
+def test_losses_that_are_parts_of_a_sum_are_added_up_as_they_are(name):
+    x, y = data(11)
+    schedule = SCHEDULES[name](2, 3)
+    stages = stages_of(schedule)
+    reference = copied(stages)
+    run = pipeline(stages, schedule, loss_fn=lambda output, target: (output - target).square().sum(), reduction="sum")
+    loss = run.step(x, target=y).loss
+    expected = (nn.Sequential(*reference)(x) - y).square().sum()
+    expected.backward()
+    assert_gradients(stages, reference, schedule, exact=False)  # whose sums are in another order
+    if run.is_last:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_an_editor_shows_every_keyword_with_the_default_that_is_used():
+    listed = inspect.signature(Pipeline).parameters.values()
+    keywords = {each.name: each.default for each in listed if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert keywords == {each.name: each.default for each in dataclasses.fields(PipelineOptions)}
 
 
 @pytest.mark.ranks(4)
@@ -504,7 +495,7 @@ def test_weights_are_averaged_over_the_data_ranks_so_that_averaged_gradients_are
         torch.testing.assert_close(one.grad / 2, other.grad, rtol=1e-10, atol=1e-10)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_evaluation_gives_loss_and_outputs_and_leaves_no_gradients(name):
     schedule = SCHEDULES[name](2, 3)
@@ -579,9 +570,9 @@ def test_the_timeline_of_a_step_has_every_action_on_one_clock():
     ends = {each.action: each.end for each in events}
     starts = {each.action: each.start for each in events}
     assert min(starts.values()) == 0
-    for microbatch in range(4):  # barriers set the clocks, to within the time that they take
-        assert starts[Action("F", 1, microbatch)] > starts[Action("F", 0, microbatch)] - 0.01
-        assert starts[Action("I", 0, microbatch)] > ends[Action("F", 1, microbatch)] - 0.01
+    for microbatch in range(4):  # barriers set the clocks, to within the time that they take on a busy machine
+        assert starts[Action("F", 1, microbatch)] > starts[Action("F", 0, microbatch)] - 0.5
+        assert starts[Action("I", 0, microbatch)] > ends[Action("F", 1, microbatch)] - 0.5
     assert timeline.makespan == pytest.approx(max(ends.values()))
 
 
@@ -605,14 +596,14 @@ def test_a_stage_that_takes_gradients_itself_runs_whole_backwards_and_is_refused
         torch.manual_seed(number)
         return TakesGradients(create_graph)
 
-    check(one_f_one_b(2, 4), make, [data(9)])
+    check_steps(one_f_one_b(2, 4), make, [data(9)])
     schedule = SCHEDULES["zb_h1"](2, 4)
     x, y = data(9)
     with pytest.raises(PipelineError, match=r"a stage takes gradients itself, .* use a schedule with whole backwards"):
         pipeline(stages_of(schedule, make), schedule).step(x, target=y)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_complex_layers_have_their_gradients_too(name):
     def loss_fn(output, target):
@@ -646,7 +637,7 @@ class Replaces(nn.Module):
         return self.inner(x)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_a_parameter_that_a_forward_replaces_stays_replaced(name):
     schedule = SCHEDULES[name](2, 4)
@@ -702,7 +693,7 @@ def test_a_step_that_would_train_nothing_is_refused():
         run.step(x, target=y)
 
 
-@for_each(name=SOME)
+@for_each(name=TYPICAL)
 @pytest.mark.ranks(2)
 def test_the_loss_of_a_microbatch_in_which_nothing_counts_may_be_a_constant(name):
     def loss_fn(output, target):
@@ -710,4 +701,4 @@ def test_the_loss_of_a_microbatch_in_which_nothing_counts_may_be_a_constant(name
 
     x, y = data(8)
     y[2:4] = 0  # the second of four
-    check(SCHEDULES[name](2, 4), lambda number: block(5, number), [(x, y)], loss_fn)
+    check_steps(SCHEDULES[name](2, 4), lambda number: block(5, number), [(x, y)], loss_fn)

@@ -183,6 +183,7 @@ def test_sparse_gradients_of_embeddings_are_added():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler warns of torch
+@pytest.mark.ranks(1)  # whose process has the compiler imported
 def test_recurrent_and_compiled_modules_are_not_split():
     assert can_split(model())
     assert not can_split(nn.Sequential(nn.GRU(3, 3)))

@@ -47,6 +47,8 @@ def test_a_name_that_is_taken_is_refused_with_both_owners():
 def test_an_option_that_a_schedule_does_not_take_is_refused():
     with pytest.raises(TypeError, match="chunks"):
         schedule("1f1b", 2, 2, chunks=2)
+    with pytest.raises(TypeError, match="group_size"):
+        schedule("interleaved", 2, 2, group_size=2)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from par_pipeline import Costs, schedule, simulate
 
-from .schedule_helpers import peaks, text
+from ..schedule_helpers import peaks, text
 
 # The most activations of one rank, by ranks, microbatches and chunks.
 PEAKS = {

@@ -6,7 +6,7 @@ import pytest
 
 from par_pipeline import dualpipe_v, simulate, v_half, v_min, zb_v
 
-from .schedule_helpers import longest_span, most_idle, peaks, text, torch_actions
+from ..schedule_helpers import longest_span, most_idle, peaks, text, torch_actions
 
 SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 17), (5, 10), (8, 16), (7, 31)]
 
