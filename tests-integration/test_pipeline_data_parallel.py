@@ -11,34 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from par_pipeline import (
-    Pipeline,
-    dualpipe_v,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    one_f_one_b,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from par_pipeline import Pipeline, interleaved, one_f_one_b, zb_h1, zb_v
 from par_testing import count_collectives
 from par_zero import shard, summon
 
-SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "looped_bfs": looped_bfs,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "zb_v": zb_v,
-    "v_half": v_half,
-    "v_min": v_min,
-    "dualpipe_v": dualpipe_v,
-}
+SCHEDULES = {"1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1, "zb_v": zb_v}
 MICROBATCHES = 5
 
 
@@ -103,7 +80,7 @@ def assert_trained(modules, reference, numbers, replicas):
             torch.testing.assert_close(value, other.detach(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
 @pytest.mark.ranks(4, timeout=90)
 def test_replicas_under_ddp_and_par_zero_agree_and_train_as_on_one_device(name):
     group, replicas, which, rank = groups_of_four()
