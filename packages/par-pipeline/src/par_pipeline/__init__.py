@@ -7,6 +7,7 @@ used, so that planning for thousands of stages stays a small, quick process.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._errors import PipelineError
 from .analysis.costs import Costs
 from .analysis.simulate import simulate
 from .analysis.timeline import Timeline
@@ -24,7 +25,6 @@ from .schedules.zero_bubble import zb_h1, zb_h2
 from .stages.partition import partition
 
 if TYPE_CHECKING:
-    from ._errors import PipelineError
     from .runtime.microbatches import Microbatches, split_rows
     from .runtime.offload import Offload
     from .runtime.pipeline import Pipeline, PipelineOptions, Result
@@ -68,7 +68,6 @@ __all__ = [
 
 _LATE = {
     "stages.build": ("build_stage",),
-    "_errors": ("PipelineError",),
     "stages.lazy": ("Lazy",),
     "runtime.microbatches": ("Microbatches", "split_rows"),
     "runtime.offload": ("Offload",),

@@ -290,8 +290,6 @@ def test_what_does_not_fit_together_is_refused_at_construction_on_every_rank():
         (stages[rank], one_f_one_b(2, 4 + rank), {}, r"ranks \[1\] have another schedule than rank 0"),
         (stages[rank], one_f_one_b(2, 4), {"timeout": -rank}, "timeout is 0|timeout is -1"),
         (stages[rank], one_f_one_b(2, 4), {"border_dtype": torch.int8}, "border_dtype is torch.int8; give a floating"),
-        (stages[rank], one_f_one_b(2, 4), {"reduction": "max"}, "reduction is 'max'; give 'mean' or 'sum'"),
-        (stages[rank], one_f_one_b(2, 4), {"reduction": "sum", "weight": len}, "as they are, without a weight"),
     ]:
         with pytest.raises(ValueError, match=message):
             Pipeline(modules, schedule, group, loss_fn=mse, **options)

@@ -139,22 +139,6 @@ def test_a_weight_per_target_gives_the_mean_over_all_that_counts(name):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
 
 
-@for_each(name=TYPICAL)
-@pytest.mark.ranks(2)
-def test_losses_that_are_parts_of_a_sum_are_added_up_as_they_are(name):
-    x, y = data(11)
-    schedule = SCHEDULES[name](2, 3)
-    stages = stages_of(schedule)
-    reference = copied(stages)
-    run = pipeline(stages, schedule, loss_fn=lambda output, target: (output - target).square().sum(), reduction="sum")
-    loss = run.step(x, target=y).loss
-    expected = (nn.Sequential(*reference)(x) - y).square().sum()
-    expected.backward()
-    assert_gradients(stages, reference, schedule, exact=False)  # whose sums are in another order
-    if run.is_last:
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-
-
 def test_an_editor_shows_every_keyword_with_the_default_that_is_used():
     listed = inspect.signature(Pipeline).parameters.values()
     keywords = {each.name: each.default for each in listed if each.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,12 @@ class PipelineOptions:
     """The keywords of `Pipeline`, checked, as one value: `pipeline.options`. `Pipeline` says what each of them means.
 
     Raises:
-        ValueError: A timeout or a number of bytes is not positive, `border_dtype` is not floating point, or
-            `reduction` is unknown or comes with a weight that it would ignore.
+        ValueError: A timeout or a number of bytes is not positive, or `border_dtype` is not floating point.
         TypeError: The shared parameters are no sequence.
     """
 
     loss_fn: Loss | None = None
     split: Split = split_rows
-    reduction: Literal["mean", "sum"] = "mean"
     weight: Weight | None = None
     weight_group: dist.ProcessGroup | None = None
     shared: Sequence[Shared] = ()
@@ -74,10 +72,6 @@ class PipelineOptions:
             raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
         if not isinstance(self.shared, Sequence):
             raise TypeError(f"shared is a {type(self.shared).__name__}; give a list of Shared")
-        if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is {self.reduction!r}; give 'mean' or 'sum'")
-        if self.reduction == "sum" and (self.weight is not None or self.weight_group is not None):
-            raise ValueError("reduction='sum' adds losses up as they are, without a weight; leave out the weight")
         dtype = self.border_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
@@ -91,12 +85,10 @@ class Pipeline:
             called with: any nesting of tensors and plain values; a tuple is several arguments.
         schedule: A schedule for as many ranks as the group has; equal on all of them.
         group: The ranks of the pipeline, first to last.
-        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: one number for a microbatch. The
-            ranks without the last stage need none.
+        loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the rows of a
+            microbatch. The ranks without the last stage need none.
         split: Splits a batch into microbatches. Default: along dim 0, into sizes that differ by one at most.
-        reduction: What `loss_fn` gives. "mean": the mean over a microbatch's rows; the loss of the batch is the mean
-            over all rows. "sum": the microbatch's part of the batch's loss; the parts are added up as they are.
-        weight: `weight(target)` is what the mean of a microbatch weighs, such as its number of tokens. Default: rows.
+        weight: `weight(target)` is what the loss of a microbatch weighs, such as its number of tokens. Default: rows.
         weight_group: The ranks over which gradients are averaged, where `weight` differs between them.
         shared: Parameters used by several stages; their gradients are summed at the end of each step.
         offload: Where activations wait for their backward. Default: where they are made.
@@ -124,7 +116,6 @@ class Pipeline:
         *,
         loss_fn: Loss | None = None,
         split: Split = split_rows,
-        reduction: Literal["mean", "sum"] = "mean",
         weight: Weight | None = None,
         weight_group: dist.ProcessGroup | None = None,
         shared: Sequence[Shared] = (),
@@ -143,7 +134,6 @@ class Pipeline:
             self.options = PipelineOptions(
                 loss_fn=loss_fn,
                 split=split,
-                reduction=reduction,
                 weight=weight,
                 weight_group=weight_group,
                 shared=shared,
@@ -324,13 +314,10 @@ class Pipeline:
         if self.is_last and options.loss_fn is not None:
             if options.weight is not None and run.training and not run.feed.targets:
                 raise ValueError("weight counts what a target holds, but this step has none; give it target=")
-            if options.reduction == "sum":
-                run.shares = [1.0] * microbatches
-            else:
-                run.has_blind_shares = run.training and options.weight is None and not any(run.feed.rows)
-                group = options.weight_group
-                device = torch.device("cpu") if group is None else _device_of(group)
-                run.shares = shares(run.feed, options.weight, group, device)
+            run.has_blind_shares = run.training and options.weight is None and not any(run.feed.rows)
+            group = options.weight_group
+            device = torch.device("cpu") if group is None else _device_of(group)
+            run.shares = shares(run.feed, options.weight, group, device)
         run.execute()
         self._equipment.wire.end(run.program, together=not run.training)
 
