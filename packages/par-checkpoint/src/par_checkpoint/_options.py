@@ -201,5 +201,6 @@ def _check_common(options: "SaveOptions | LoadOptions") -> None:
         raise ValueError(f"threads is {options.threads!r}; give 1 or more")
     if not (isinstance(options.timeout, int | float) and math.isfinite(options.timeout) and options.timeout > 0):
         raise ValueError(f"timeout is {options.timeout!r} seconds; give a positive number")
-    if options.layout is not None and not all(isinstance(each, Sharding) for each in options.layout.values()):
-        raise TypeError("layout maps names to par_groups.Sharding records")
+    for name, record in (options.layout or {}).items():
+        if not isinstance(record, Sharding):
+            raise TypeError(f"layout maps names to par_groups.Sharding records, but {name!r} to {record!r:.80}")

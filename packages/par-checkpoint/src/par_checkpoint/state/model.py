@@ -108,7 +108,9 @@ def sharding_in(name: str, tensor: torch.Tensor, layout: Mapping[str, Sharding])
             raise ValueError(f"{name!r}: {error}") from None
     sharding, local = layout[name], local_of(tensor)
     if any(box.last >= local.numel() for box in sharding.boxes):
-        raise ValueError(f"layout[{name!r}] has boxes that leave the local tensor of shape {tuple(local.shape)}")
+        raise ValueError(
+            f"layout[{name!r}] has boxes that leave the local tensor of shape {tuple(local.shape)}; give ones within it"
+        )
     return sharding
 
 

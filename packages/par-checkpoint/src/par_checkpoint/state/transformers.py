@@ -257,7 +257,8 @@ def _narrow(tensor: _Traced, dim: int, start: int, length: int) -> _Traced:
 def _cat(tensors: Sequence[_Traced], dim: int = 0) -> _Traced:
     dim %= len(tensors[0].shape)
     if len({_with(each.shape, dim, 0) for each in tensors}) > 1:
-        raise ValueError(f"tensors of shapes {[each.shape for each in tensors]} cannot be joined along dim {dim}")
+        shapes = [each.shape for each in tensors]
+        raise ValueError(f"tensors of shapes {shapes} cannot be joined along dim {dim}; their other dims must be alike")
     pieces: list[_Piece] = []
     length = 0
     for tensor in tensors:

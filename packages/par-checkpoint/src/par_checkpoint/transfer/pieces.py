@@ -111,7 +111,7 @@ class Local:
         for part in self.parts[piece.tensor]:
             if part.holds(piece):
                 return part
-        raise RuntimeError(f"no box of {self.tensors[piece.tensor].key!r} here holds {piece}")
+        raise RuntimeError(f"no box of {self.tensors[piece.tensor].key!r} here holds {piece}; a bug of par-checkpoint")
 
     def in_block(self, piece: Piece, block: torch.Tensor) -> torch.Tensor:
         """A piece as a view of the block's bytes, in which it lies with the strides of the whole tensor."""

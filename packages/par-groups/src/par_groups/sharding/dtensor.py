@@ -50,7 +50,10 @@ def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     candidates = list(_candidates(mesh, tensor.dim())) if placements is None else [tuple(placements)]
     chosen = _common_placements(tensor, record, mesh, candidates)
     if record is None:
-        raise ValueError("the tensor has no Sharding on it; call set_sharding first, or DTensor.from_local yourself")
+        shape = tuple(tensor.shape)
+        raise ValueError(
+            f"the tensor of shape {shape} has no Sharding on it; call set_sharding first, or DTensor.from_local yourself"
+        )
     if chosen is None:
         which = "no placements give" if placements is None else f"placements {tuple(placements)} do not give"
         raise ValueError(

@@ -105,9 +105,14 @@ class Sharding:
     def __post_init__(self) -> None:
         for box in self.boxes:
             if len(box.start) != len(self.shape):
-                raise ValueError(f"a box with {len(box.start)} dims cannot lie in a tensor of shape {self.shape}")
+                raise ValueError(
+                    f"a box with {len(box.start)} dims cannot lie in a tensor of shape {self.shape}; give a start and a "
+                    "size for each of its dims"
+                )
             if any(start + size > length for start, size, length in zip(box.start, box.size, self.shape, strict=True)):
-                raise ValueError(f"box {box.start} + {box.size} leaves the tensor's shape {self.shape}")
+                raise ValueError(
+                    f"box {box.start} + {box.size} leaves the tensor's shape {self.shape}; give boxes within"
+                )
 
     @property
     def numel(self) -> int:

@@ -56,7 +56,7 @@ class Grid:
             RuntimeError: There are no groups, on one device.
         """
         if self.groups is None:
-            raise RuntimeError(f"one device has no group over {axes}")
+            raise RuntimeError(f"one device has no group over {axes}; a bug of par-layers")
         return self.groups[axes if len(axes) > 1 else axes[0]]
 
     def larger(self, axes: Sequence[str]) -> Axes:

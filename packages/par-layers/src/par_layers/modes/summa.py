@@ -156,7 +156,7 @@ class _Reduction:
         for work in self._works:
             work.wait()
         if self._mine is None:
-            raise RuntimeError("no sum was started for this rank")
+            raise RuntimeError("no sum was started for this rank; a bug of par-layers")
         return self._mine
 
 
@@ -170,5 +170,5 @@ def _start_broadcast(x: Tensor, member: int, group: dist.ProcessGroup) -> tuple[
     block = x.contiguous().data if own else torch.empty_like(x, memory_format=torch.contiguous_format)
     work = dist.broadcast(block, dist.get_global_rank(group, member), group=group, async_op=True)
     if work is None:
-        raise RuntimeError("an asynchronous broadcast gave no handle")
+        raise RuntimeError(f"the broadcast of rank {member} gave no handle: this rank is not in its group")
     return block, work

@@ -122,7 +122,7 @@ def _sum_up(events: Iterable[Event]) -> list[Track]:
     for event in events:
         by_rank.setdefault(event.rank, []).append(event)
     if not by_rank:
-        raise ValueError("a timeline needs events")
+        raise ValueError("a timeline needs events; give those of at least one rank")
     tracks = []
     for rank in range(1 + max(by_rank)):
         if rank not in by_rank:

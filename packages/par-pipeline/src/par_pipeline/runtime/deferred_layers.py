@@ -82,7 +82,7 @@ def _linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
     y = functional.linear(x, weight.detach(), bias)
     x, node = x.detach(), y.grad_fn
     if node is None:
-        raise RuntimeError("the output of a linear layer has no gradient, though its input or bias has one")
+        raise RuntimeError("a linear layer's output has no gradient, though its input has; a bug of par-pipeline")
     version = version_of(x)
 
     def before(gradients: tuple[Tensor, ...]) -> None:
