@@ -33,7 +33,7 @@ def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: S
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
     if type(stage) is not int or stage not in range(len(STAGES)):
         raise ValueError(f"stage is {stage!r}; it can be 0, 1, 2 or 3")
-    if any(ENGINE in each.__dict__ for each in module.modules()):
+    if any(ENGINE in part.__dict__ for part in module.modules()):
         raise ValueError(f"the {type(module).__name__}, or a part of it, is sharded already; shard it once, as a whole")
     for name, parameter in module.named_parameters():
         if parameter.is_meta:

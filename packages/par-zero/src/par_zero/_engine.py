@@ -53,10 +53,10 @@ class Engine:
             optimizer.register_step_post_hook(self._after_step)
             _override_(optimizer, zero_grad=self.zero_grad, add_param_group=_refuse_group)
         items = called(module)
-        for each in dict.fromkeys((module, *items)):
-            each.register_load_state_dict_post_hook(self.refresh)
+        for entry in dict.fromkeys((module, *items)):
+            entry.register_load_state_dict_post_hook(self.refresh)
             # copy and pickle ask an object for this first, and would else fail with a word about some hook.
-            _override_(each, no_sync=self.no_sync, __reduce_ex__=partial(_refuse_copy, type(each).__name__))
+            _override_(entry, no_sync=self.no_sync, __reduce_ex__=partial(_refuse_copy, type(entry).__name__))
         for number, item in enumerate(items):
             _override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))

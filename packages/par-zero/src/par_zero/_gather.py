@@ -53,7 +53,7 @@ class Gatherer:
                 _hook_(module, partial(self._enter, unit), partial(self._leave, unit))
         unit_of = {id(member.parameter): unit for unit in units for chunk in unit.chunks for member in chunk.members}
         for module in root.modules():
-            own = [unit_of[id(each)] for each in module.parameters(recurse=False) if id(each) in unit_of]
+            own = [unit_of[id(tensor)] for tensor in module.parameters(recurse=False) if id(tensor) in unit_of]
             if own:
                 module.register_state_dict_pre_hook(self._show_parts)
             others = [unit for unit in dict.fromkeys(own) if module not in unit.modules]

@@ -168,7 +168,7 @@ class Reducer:
         """Makes `used` say which members had a gradient on any rank.
 
         Args:
-            had_all: (1) int32: whether a rank of the shards had gradients of all members, and nothing is to be told.
+            had_all: (1) int32: whether a rank of the shards had gradients of all members, so that all members had one.
         """
         groups, used = self._groups, torch.cat(self._used)
         if groups.replicas is not None:

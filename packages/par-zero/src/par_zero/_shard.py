@@ -108,8 +108,8 @@ def shard(
     engine = Engine(module, optimizer, chunks, STAGES[stage], groups, gathered)
     record_(chunks, records, SameShare(group, replicas))
     on_written(parameters, engine.refresh)
-    for each in (module, *called(module)):
-        setattr(each, ENGINE, engine)
+    for entry in (module, *called(module)):
+        setattr(entry, ENGINE, engine)
     return module, optimizer
 
 

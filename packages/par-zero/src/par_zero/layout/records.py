@@ -84,13 +84,13 @@ def record_(chunks: Sequence[Chunk], records: Mapping[nn.Parameter, Sharding], s
                 set_sharding(member.parameter, record)
             if member.group >= 0:
                 set_gradient_elsewhere(member.parameter, "its optimizer's flat tensors")
-        for held in chunk.slices:
+        for piece in chunk.slices:
             segments = []
             for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
-                first, last = max(start, held.start), min(stop, held.stop)
+                first, last = max(start, piece.start), min(stop, piece.stop)
                 if first < last:
                     record = records[member.parameter]
                     holders = same.of(record) if chunk.stage.shards_state else None
-                    part = cut(record, first - start, last - start, offset=first - held.start, holders=holders)
+                    part = cut(record, first - start, last - start, offset=first - piece.start, holders=holders)
                     segments.append(Segment(member.names[0], part))
-            set_segments(held.tensor, Segments(segments))
+            set_segments(piece.tensor, Segments(segments))
