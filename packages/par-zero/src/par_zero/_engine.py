@@ -113,8 +113,8 @@ class Engine:
         tensors = computed(output)
         if tensors and self._reducer.failed:
             raise RuntimeError(
-                f"an earlier backward pass of this {type(module).__name__} has failed half-way, and what it left would "
-                "spoil the next; call par_zero.reset(module) after an exception in forward or backward"
+                f"before this forward of {type(module).__name__} a backward pass has failed half-way, and what it left "
+                "would spoil the next; call par_zero.reset(module) after an exception in forward or backward"
             )
         if tensors and torch.is_grad_enabled():
             torch.autograd.graph.register_multi_grad_hook(tensors, self._reducer.start, mode="any")
