@@ -52,7 +52,7 @@ EXCEPTIONS = {
 INSERTED = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\}")
 """An inserted value; the expression may hold brackets itself."""
 
-BRINGS_A_TEXT = re.compile(r"\b(text|message|error|remedy|suggest|differs|unknown_key)\b")
+BRINGS_A_TEXT = re.compile(r"\b(text|problem|message|error|remedy|suggest|differs|unknown_key)\b")
 """Expressions whose value is a text that is written, and read here, elsewhere."""
 
 NAMES = re.compile(r"\w\(|\w=|`|\w\.\w|\b[A-Z]\w*[A-Z]\w*|a bug of par-")
