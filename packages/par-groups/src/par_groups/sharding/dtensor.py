@@ -52,7 +52,7 @@ def to_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     if record is None:
         shape = tuple(tensor.shape)
         raise ValueError(
-            f"the tensor of shape {shape} has no Sharding on it; call set_sharding first, or DTensor.from_local yourself"
+            f"a tensor of shape {shape} has no Sharding on it; call set_sharding first, or DTensor.from_local yourself"
         )
     if chosen is None:
         which = "no placements give" if placements is None else f"placements {tuple(placements)} do not give"

@@ -106,8 +106,8 @@ class Sharding:
         for box in self.boxes:
             if len(box.start) != len(self.shape):
                 raise ValueError(
-                    f"a box with {len(box.start)} dims cannot lie in a tensor of shape {self.shape}; give a start and a "
-                    "size for each of its dims"
+                    f"a box with {len(box.start)} dims cannot lie in a tensor of shape {self.shape}; give a start and "
+                    "a size for each of its dims"
                 )
             if any(start + size > length for start, size, length in zip(box.start, box.size, self.shape, strict=True)):
                 raise ValueError(
