@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("par", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("par")
 
 SMALL = ["--model.width=16", "--model.layers=1", "--model.heads=2", "--model.context=16", "--train.batch_size=6"]
 SMALL += ["--train.steps=40", "--train.warmup_steps=4", "--train.validate_every=10", "--ranks=3", "--device=cpu"]

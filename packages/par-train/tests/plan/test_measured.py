@@ -6,6 +6,7 @@ of a token has 2 bytes on CPUs where it has 4 on GPUs.
 
 from collections import Counter
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
@@ -84,13 +85,12 @@ def assert_all(axis, parallel, **options):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp", "bf16-sr"])
-def test_replicas_in_every_stage(precision):
-    for zero in range(4):
+def test_replicas_in_every_stage():
+    for precision, zero in product(("fp32", "bf16", "bf16-amp", "bf16-sr"), range(4)):
         with running({"data": 2}, zero=zero, precision=precision) as run:
             assert_state(run)
             sums, _ = received(step(run)[0])
-            assert sums == predicted(run.predicted.moves, "data")[0], zero
+            assert sums == predicted(run.predicted.moves, "data")[0], (precision, zero)
 
 
 @pytest.mark.ranks(2, timeout=120)
@@ -139,12 +139,12 @@ def test_sizes_that_do_not_divide_are_padded_by_less_than_16_elements_a_rank_and
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_ranks_in_1d(sequence):
-    tensor = {"size": 2, "mode": "1d", "sequence_parallel": sequence}
-    for precision in ("fp32", "bf16", "bf16-amp", "fp8"):
-        assert_all("tensor", {"tensor": tensor}, precision=precision)
-    assert_all("tensor", {"tensor": tensor}, microbatches=2)
+def test_tensor_ranks_in_1d():
+    for sequence in (False, True):
+        tensor = {"size": 2, "mode": "1d", "sequence_parallel": sequence}
+        for precision in ("fp32", "bf16", "bf16-amp", "fp8"):
+            assert_all("tensor", {"tensor": tensor}, precision=precision)
+        assert_all("tensor", {"tensor": tensor}, microbatches=2)
 
 
 @pytest.mark.ranks(4, timeout=120)
@@ -169,8 +169,7 @@ def test_a_table_that_is_tied_in_2d_is_swapped_with_the_transposed_rank():
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("tied", [False, True])
-def test_stages_of_a_pipeline(tied):
+def test_stages_of_a_pipeline():
     """What they send each other, and keep. Messages are not collectives, and are seen where they leave."""
     sent = []
     send = Lane.send
@@ -180,8 +179,9 @@ def test_stages_of_a_pipeline(tied):
         return send(lane, part, number)
 
     Lane.send = counting  # of this rank's process alone; what it sends, the other one receives
-    model = ModelOptions(width=64, layers=4, heads=4, context=16, tied=tied)
-    for schedule, precision in (("1f1b", "fp32"), ("gpipe", "bf16"), ("interleaved", "bf16"), ("zb_h1", "fp32")):
+    schedules = (("1f1b", "fp32"), ("gpipe", "bf16"), ("interleaved", "bf16"), ("zb_h1", "fp32"))
+    for (schedule, precision), tied in product(schedules, (False, True)):
+        model = ModelOptions(width=64, layers=4, heads=4, context=16, tied=tied)
         options = {"schedule": schedule, "precision": precision, "model": model, "microbatches": 4}
         with running({"pipeline": 2}, **options) as run:
             moves = {move.what: move.bytes for move in run.predicted.moves}
@@ -189,12 +189,13 @@ def test_stages_of_a_pipeline(tied):
             assert_state(run, more=moves["activations"], kept=moves["activations"])
             sent.clear()
             events, peak = step(run)
-            assert sum(sent) == moves["activations"], schedule
-            assert received(events)[0]["values"] == moves.get("tied table", 0), schedule
+            case = schedule, tied
+            assert sum(sent) == moves["activations"], case
+            assert received(events)[0]["values"] == moves.get("tied table", 0), case
             if schedule != "zb_h1":
-                assert run.predicted.memory.activations == pytest.approx(peak, rel=CLOSE), schedule
+                assert run.predicted.memory.activations == pytest.approx(peak, rel=CLOSE), case
             else:  # inputs and gradients of linear layers, which do not wait in autograd, are counted as its are
-                assert peak < (1 + CLOSE) * run.predicted.memory.activations
+                assert peak < (1 + CLOSE) * run.predicted.memory.activations, case
 
 
 @pytest.mark.ranks(4, timeout=120)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,13 +17,16 @@ SHAPE = Shape(layers=8, width=512, heads=8, context=256)
 JOB = Job(batch=64, precision="bf16")
 
 
+search = cache(rank)  # the same for several tests
+
+
 def report(world=16, memory=80e9, job=JOB, configured=None, shape=SHAPE):
     machine = Machine(memory=memory)
     made = None
     if configured is not None:
         parallel, changes = configured
         made = predict(shape, Topology.from_config(parallel, world), replace(job, **changes), machine)
-    ranking = rank(shape, world, job, machine)
+    ranking = search(shape, world, job, machine)
     return Report(shape=shape, world=world, job=job, machine=machine, configured=made, ranking=ranking)
 
 

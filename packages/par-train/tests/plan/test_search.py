@@ -1,6 +1,7 @@
 """The search: what is allowed, and that leaving out what cannot win changes nothing."""
 
 import time
+from functools import cache
 
 import pytest
 
@@ -18,19 +19,22 @@ SHAPE = Shape(layers=8, width=512, heads=8, context=256)
 JOB = Job(batch=64, precision="bf16")
 
 
+@cache
 def all_of(shape, world, job):
+    found = []
     for topology, frame in configurations(shape, world, job):
-        for each in variants(topology, frame):
+        for variant in variants(topology, frame):
             try:
-                yield predict(shape, topology, each)
+                found.append(predict(shape, topology, variant))
             except ValueError:  # dualpipe_v wants more microbatches
-                assert each.schedule == "dualpipe_v" or topology.size("pipeline") > shape.layers // 2
+                assert variant.schedule == "dualpipe_v" or topology.size("pipeline") > shape.layers // 2
+    return found
 
 
 def test_every_configuration_can_be_run():
     """The main job takes it, and no rank is left over."""
     model = ModelOptions(width=512, layers=8, heads=8, context=256)
-    found = list(all_of(SHAPE, 16, JOB))
+    found = all_of(SHAPE, 16, JOB)
     assert len(found) > 200
     for each in found:
         topology, job = each.topology, each.job
@@ -48,7 +52,7 @@ def test_every_configuration_can_be_run():
 
 
 def test_all_modes_and_stages_are_looked_at():
-    found = list(all_of(SHAPE, 16, JOB))
+    found = all_of(SHAPE, 16, JOB)
     modes = {each.topology.modes.get("tensor", (None, {}))[0] for each in found}
     assert modes == {None, "1d", "2d", "2.5d", "3d"}
     assert {each.job.zero for each in found} == {0, 1, 2, 3}
@@ -87,7 +91,7 @@ def test_no_topology_is_shown_twice():
 def test_if_nothing_fits_the_smallest_is_given():
     found = rank(SHAPE, 8, JOB, Machine(memory=1e7))
     assert not found.best
-    everything = list(all_of(SHAPE, 8, JOB))
+    everything = all_of(SHAPE, 8, JOB)
     assert found.nearest.memory.total == min(each.memory.total for each in everything)
 
 
