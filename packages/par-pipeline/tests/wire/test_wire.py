@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_pipeline._program import STATUS, Arrival
+from par_pipeline._program import STATUS, Arrival, Message
 from par_pipeline.runtime.pipeline import _device_of
 from par_pipeline.wire import inbox as _inbox
 from par_pipeline.wire.inbox import Inbox
@@ -55,6 +55,15 @@ def test_a_rank_stays_until_its_word_is_sent_to_who_waits_for_it_and_not_for_who
         outbox.give_status(awaited=awaited)
         assert len(communicator.waited) == waited
     assert len(communicator.begun) == 4
+
+
+@pytest.mark.parametrize(("budget", "posted"), [(0, 1), (1, 1), (HEADER, 1), (HEADER + 1, 2), (1 << 20, 3)])
+def test_receives_are_posted_up_to_a_budget_and_one_always(budget, posted):
+    down, communicator = lane()
+    inbox = Inbox(down, torch.device("cpu"), budget, lambda position: None)
+    messages = [Message(gradient=False, stage=1, microbatch=k) for k in range(2)]
+    inbox.prepare((*map(Arrival, messages, range(2)), Arrival(STATUS, -1)))
+    assert communicator.begun == ["recv"] * posted
 
 
 @pytest.mark.parametrize(("comes", "looks"), [(0, 0), (3, 3), (9, 5)])
