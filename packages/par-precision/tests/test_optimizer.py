@@ -268,6 +268,18 @@ def test_a_loss_may_be_scaled_by_hand():
     assert optimizer.step().grad_norm == by_hand
 
 
+def test_backward_takes_what_torchs_backward_takes():
+    module = nn.Linear(2, 1)
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters()), "fp32", scale=4.0)
+    loss = module(torch.tensor([[1.0, 2.0]])).sum()
+    optimizer.backward(loss, gradient=torch.tensor(0.5), retain_graph=True, inputs=[module.weight])
+    assert module.weight.grad.tolist() == [[2, 4]]
+    assert module.bias.grad is None
+    with pytest.warns(UserWarning, match="create_graph"):
+        optimizer.backward(loss, create_graph=True)
+    assert module.bias.grad.tolist() == [4]
+
+
 def test_half_precision_losses_are_scaled_in_fp32():
     _, optimizer = mixed(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters()), "fp16-amp")
     assert optimizer.scale(torch.tensor(2.0, dtype=torch.float16)) == 2.0**17

@@ -1,5 +1,6 @@
 """The loss scale against torch's own scaler, and against models of Megatron's and DeepSpeed's."""
 
+import inspect
 import math
 import random
 
@@ -123,6 +124,14 @@ def test_presets_have_the_settings_of_those_libraries():
     assert (megatron.init, megatron.interval, megatron.hysteresis) == (2.0**32, 1000, 2)
     assert (deepspeed.init, deepspeed.interval, deepspeed.hysteresis) == (2.0**16, 1000, 2)
     assert megatron.max > 2.0**32
+
+
+@pytest.mark.parametrize("preset", [DynamicScale.torch, DynamicScale.megatron, DynamicScale.deepspeed])
+def test_presets_show_their_settings_as_defaults_and_take_others(preset):
+    defaults = {name: parameter.default for name, parameter in inspect.signature(preset).parameters.items()}
+    assert defaults == preset().state_dict()["settings"]
+    others = {"init": 8, "growth": 4, "backoff": 0.25, "interval": 7, "hysteresis": 3, "min": 2, "max": 16, "late": 5}
+    assert preset(**others).state_dict()["settings"] == others
 
 
 def test_deepspeed_grows_one_step_later_than_torch():
