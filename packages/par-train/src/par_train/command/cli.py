@@ -1,7 +1,7 @@
 """The `par-train` command: its flags, and its exit codes.
 
-0: done, or saved and left on SIGTERM or SIGHUP. 1: a rank failed, or the loss is not finite. 2: a mistake in the input.
-130: left on Ctrl-C. Nothing here imports torch: `--help` and mistakes are answered at once.
+0: done, or saved and left on SIGTERM, SIGUSR1 or SIGHUP. 1: a rank failed, or the loss is not finite. 2: a mistake in
+the input. 130: left on Ctrl-C. Nothing here imports torch: `--help` and mistakes are answered at once.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _EPILOG = """parallel:
                         are left, or over --parallel.tensor.size of them
 
 exit codes:
-  0 done, or saved and left on SIGTERM or SIGHUP; 1 a rank failed, or the loss is not finite;
+  0 done, or saved and left on SIGTERM, SIGUSR1 or SIGHUP; 1 a rank failed, or the loss is not finite;
   2 a mistake in the input; 130 saved and left on Ctrl-C
 """
 

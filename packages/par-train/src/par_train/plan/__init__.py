@@ -2,4 +2,5 @@
 
 `shape` and `inputs` are what goes in; `memory`, `traffic` and `pipeline` each count one thing for one rank; `predict`
 adds them up for one configuration; `search` predicts every configuration of a world; `report` says it in words.
+`strategy_plan` uses the same formulas for models of which the parameters alone are known.
 """
