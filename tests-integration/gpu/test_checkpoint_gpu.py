@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from par_checkpoint import CheckpointError, load, save, verify
-from par_checkpoint._session import session_of
+from par_checkpoint.transfer.ranks import session_of
 
 pytestmark = [
     pytest.mark.gpu,

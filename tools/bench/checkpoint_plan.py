@@ -12,7 +12,7 @@ import torch
 from _table import write
 
 from par_checkpoint.plan.claims import Claims, check_covered, merge
-from par_checkpoint.plan.files import blocks_of, lay_out
+from par_checkpoint.plan.files import data_blocks, lay_out
 from par_checkpoint.plan.plan import Planner
 from par_groups import cut, whole
 
@@ -48,7 +48,7 @@ def planned(name: str, claims: Everybody) -> dict[str, object]:
     check_covered(tensors)
     covered = time.perf_counter()
     files = lay_out(tensors, 5 * 10**9)
-    blocks = list(blocks_of(files, tensors))
+    blocks = list(data_blocks(files, tensors))
     laid_out = time.perf_counter()
     plan = Planner(tensors, 0, RANKS).save(blocks)
     end = time.perf_counter()

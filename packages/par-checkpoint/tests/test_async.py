@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from par_checkpoint import CheckpointError, load, save, verify
 from par_checkpoint import _save as saving
-from par_checkpoint._session import session_of
 from par_checkpoint.transfer import write as writing
+from par_checkpoint.transfer.ranks import session_of
 
 
 def saved(path):

@@ -17,7 +17,7 @@ from torch import nn
 import par_checkpoint as pc
 from par_checkpoint import _save
 from par_checkpoint.storage.local import LocalFolder
-from par_checkpoint.transfer import write as _write
+from par_checkpoint.transfer.exchange import Exchange
 from par_groups import Box, Sharding
 
 OLD, NEW, NEXT = 1, 2, 3
@@ -190,17 +190,17 @@ def test_a_rank_dies_while_it_sends_its_columns(tmp_path):
     root, victim = tmp_path / "run", pids()[1]
     path, rank = root / "step-00000001", dist.get_rank()
     cut = Sharding((256, 256), (Box((0, 128 * rank), (256, 128), 0, (128, 1), (rank,)),))
-    exchange, rounds = _write.exchange, []
+    run, rounds = Exchange.run, []
 
     def die_in_the_third(*args, **kinds):
         rounds.append(1)
         if len(rounds) == 3 and rank == 1:
             die()
-        exchange(*args, **kinds)
+        run(*args, **kinds)
 
     saved(path, OLD)
     columns = {name: torch.ones(256, 128) for name in "abcdefgh"}
-    with mock.patch.object(_write, "exchange", die_in_the_third), pytest.raises(RuntimeError):
+    with mock.patch.object(Exchange, "run", die_in_the_third), pytest.raises(RuntimeError):
         pc.save(path, model=columns, layout=dict.fromkeys(columns, cut), overwrite=True, budget="16MB", **OPTIONS)
     assert len(rounds) == 3
     assert [each.name for each in root.iterdir()] == [path.name]

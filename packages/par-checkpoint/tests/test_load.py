@@ -180,7 +180,7 @@ def test_what_the_caller_got_wrong_is_said_on_every_rank(tmp_path):
     model = {"w": torch.zeros(3)}
     wrong = [
         ({"verify": "maybe"}, ValueError, "verify is 'maybe'; it can be 'auto', 'full', 'off'"),
-        ({"async_": True}, TypeError, "unknown option 'async_'; there are layout"),
+        ({"async_": True}, TypeError, "unknown keyword 'async_'; there are path, .*layout"),
         ({"options": 3}, TypeError, "options is 3; give a LoadOptions"),
         ({"names": {"w": 3}}, TypeError, "names are strings"),
         ({"budget": 0}, ValueError, "size 0"),

@@ -1,18 +1,23 @@
 """A run's checkpoints: step directories below a root, saved when due, resumed from the latest, old ones removed."""
 
+from collections.abc import Mapping
 from os import PathLike, fspath
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from par_groups import Sharding
+
 from ._handle import Save
 from ._load import Report, load
-from ._options import timeout_of
+from ._options import LoadOptions, SaveOptions, takes_options, usable_timeout
 from ._save import save
-from ._session import session_of
-from .state.collect import Model
+from .state.conversion import Convert
+from .state.model import Model, Names
 from .storage.steps import latest, newest, prune, step_name, step_of
+from .transfer.ranks import session_of
 
 
 class Checkpoints:
@@ -20,9 +25,9 @@ class Checkpoints:
 
     Args:
         root: The folder that holds `step-00000100` and so on; a URL goes through fsspec.
-        every: Steps between two saves.
-        keep_last: How many of the newest to keep; older ones are removed after a save. None: all stay.
-        keep_every: Steps that are multiples of this stay for good.
+        every: Number of steps between two saves.
+        keep_last: Number of the newest checkpoints to keep; older ones are removed after a save. None: all stay.
+        keep_every: Checkpoints of steps that are multiples of this number stay for good. None: of no step.
         group: The ranks that save and load together; default: the world.
 
     Example:
@@ -66,14 +71,33 @@ class Checkpoints:
         """The folder of the newest whole checkpoint, the same on every rank; None if there is none."""
         return latest(self.root, group=self._group)
 
+    @takes_options(SaveOptions)
     def save(
         self,
         step: int,
         *,
         model: Model | None = None,
         optimizer: Optimizer | None = None,
+        scheduler: object = None,
+        extra: object = None,
         force: bool = False,
-        **keywords: Any,
+        style: str = "huggingface",
+        overwrite: bool = True,
+        max_shard_size: str | int = "5GB",
+        async_: bool = False,
+        copy: str = "blocking",
+        pending: str = "wait",
+        writer: str = "auto",
+        layout: Mapping[str, Sharding] | None = None,
+        names: Names | None = None,
+        convert: Convert | None = None,
+        dtype: torch.dtype | None = None,
+        config: Any = None,
+        budget: str | int = "256MB",
+        threads: int = 2,
+        timeout: float = 1800.0,
+        progress: bool | None = None,
+        options: SaveOptions | None = None,
     ) -> Save | None:
         """Saves if it is due. Collective. A checkpoint of the same step is replaced.
 
@@ -81,35 +105,79 @@ class Checkpoints:
         from.
 
         Args:
-            step: Steps done.
-            model: As for `save`.
-            optimizer: As for `save`.
-            force: Save even if it is not due.
-            keywords: Of `save`.
+            step: Number of steps done; it names the folder and is noted in the checkpoint.
+            model: A module, or a mapping of tensors.
+            optimizer: An optimizer; see `par_checkpoint.save`, which tells more of the following keywords, too.
+            scheduler: An lr scheduler, or a list of them.
+            extra: Anything made of numbers, strings, containers and tensors; the same on every rank.
+            force: Whether to save even if it is not due.
+            style: "huggingface" or "torch".
+            overwrite: Whether to replace a checkpoint of the same step.
+            max_shard_size: Bytes of tensors in a file, such as "5GB".
+            async_: Whether to copy, return, and write in the background.
+            copy: When a save with `async_` copies: "blocking" or "background".
+            pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
+            writer: Which ranks write a file: "auto", "pwrite" or "owner".
+            layout: By name of a tensor: how the local tensor is cut out of the global one.
+            names: From a tensor's name in the model to its name in the files.
+            convert: From a tensor's name and global shape to the tensors on disk that make it up.
+            dtype: Floating-point tensors of the model are cast to this dtype on their way to the files.
+            config: What is written as config.json.
+            budget: Bytes that a rank may hold beside its own state, such as "256MB".
+            threads: Number of threads of a rank that checksum and write.
+            timeout: Seconds to wait for a rank that does not answer.
+            progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
+            options: An object with values for the keywords from `max_shard_size` on; a keyword goes before it.
 
         Returns:
             The handle, or None if it was not due.
 
         Raises:
             ValueError: A whole checkpoint of a later step is there.
-            CheckpointError, OSError: As `save`; or an old step could not be removed, but the new one is there whole.
+            CheckpointError, OSError: It could not be written; or an old step could not be removed, but the new one is
+                there whole.
         """
         if not force and not self.due(step):
             return None
-        keywords = {"step": step, "overwrite": True, "group": self._group, **keywords}
-        ranks = session_of(self._group, timeout_of(keywords.get("options"), keywords)).ranks
+        ranks = session_of(self._group, usable_timeout(timeout)).ranks
         ranks.on_first(lambda: self._check_newest(step))
-        handle = save(self.path(step), model=model, optimizer=optimizer, **keywords)
+        handle = save(
+            self.path(step),
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            extra=extra,
+            style=style,
+            group=self._group,
+            overwrite=overwrite,
+            step=step,
+            max_shard_size=max_shard_size,
+            async_=async_,
+            copy=copy,
+            pending=pending,
+            writer=writer,
+            layout=layout,
+            names=names,
+            convert=convert,
+            dtype=dtype,
+            config=config,
+            budget=budget,
+            threads=threads,
+            timeout=timeout,
+            progress=progress,
+            options=options,
+        )
         keep_last = self._keep_last
         if keep_last is not None:
             try:
                 ranks.on_first(lambda: prune(self.root, keep_last=keep_last, keep_every=self._keep_every))
             except Exception:
-                handle.wait()  # nobody else could: who calls does not get it
+                handle.wait()  # the caller, who does not get the handle, could not
                 raise
         return handle
 
     def _check_newest(self, step: int) -> None:
+        """Raises ValueError if a whole checkpoint of a later step is there."""
         path = newest(self.root)
         found = None if path is None else step_of(path.rpartition("/")[2])
         if found is not None and found > step:
@@ -118,19 +186,71 @@ class Checkpoints:
                 "from an earlier step, move the later ones away, or use another root"
             )
 
-    def load(self, *, model: Model | None = None, optimizer: Optimizer | None = None, **keywords: Any) -> Report | None:
+    @takes_options(LoadOptions)
+    def load(
+        self,
+        *,
+        model: Model | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: object = None,
+        strict: bool = True,
+        layout: Mapping[str, Sharding] | None = None,
+        names: Names | None = None,
+        convert: Convert | None = None,
+        dtype: torch.dtype | None = None,
+        verify: str = "auto",
+        variant: str | None = None,
+        device: str | torch.device = "cpu",
+        budget: str | int = "256MB",
+        threads: int = 2,
+        timeout: float = 1800.0,
+        progress: bool | None = None,
+        options: LoadOptions | None = None,
+    ) -> Report | None:
         """Goes on from the newest whole checkpoint. Collective.
 
         Args:
-            model: As for `load`.
-            optimizer: As for `load`.
-            keywords: Of `load`.
+            model: A module, or a mapping of tensors.
+            optimizer: An optimizer; see `par_checkpoint.load`, which tells more of the following keywords, too.
+            scheduler: An lr scheduler, or a list of them.
+            strict: Whether names, shapes or dtypes that do not fit are an error, or are reported.
+            layout: By name of a tensor: how the local tensor is cut out of the global one.
+            names: From a tensor's name in the model to its name in the files.
+            convert: From a tensor's name and global shape to the tensors on disk that make it up.
+            dtype: Floating-point tensors of the model of this dtype may be filled from files of another one.
+            verify: "auto", "full" or "off".
+            variant: Which files of other writers to read, such as "fp16".
+            device: The device on which tensors of the meta device are made.
+            budget: Bytes that a rank may hold beside its own state, such as "256MB".
+            threads: Number of threads of a rank that read and checksum.
+            timeout: Seconds to wait for a rank that does not answer.
+            progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
+            options: An object with values for the keywords from `layout` on; a keyword goes before it.
 
         Returns:
             The report, whose `step` is that of the checkpoint; None if there is nothing to go on from.
         """
-        session_of(self._group, timeout_of(keywords.get("options"), keywords)).settle("wait")  # a save's step counts
+        session_of(self._group, usable_timeout(timeout)).settle("wait")  # the step of a save under way counts
         path = self.latest()
         if path is None:
             return None
-        return load(path, model=model, optimizer=optimizer, group=self._group, **keywords)
+        return load(
+            path,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            group=self._group,
+            strict=strict,
+            layout=layout,
+            names=names,
+            convert=convert,
+            dtype=dtype,
+            verify=verify,
+            variant=variant,
+            device=device,
+            budget=budget,
+            threads=threads,
+            timeout=timeout,
+            progress=progress,
+            options=options,
+        )

@@ -12,9 +12,8 @@ from safetensors.torch import save as to_safetensors
 from .format.crc import Crc
 from .format.index import INDEX, encode_index
 from .format.manifest import BLOCK, CONFIG, MANIFEST, SIDE_FILE, FileRecord, Manifest, encode_manifest, record_of
-from .plan.entry import name_of, section_of
-from .plan.files import File, join_crcs
-from .plan.prepare import Prepared
+from .plan.claims import section_of
+from .plan.files import File, Prepared, join_crcs
 from .state.collect import Content
 from .storage.folder import Staging
 
@@ -30,7 +29,7 @@ class Noted:
 
 def needed_bytes(prepared: Prepared, content: Content) -> int:
     """What the checkpoint will take, without its small files."""
-    side = sum(each.numel() * each.element_size() for each in content.state.tensors.values())
+    side = sum(tensor.numel() * tensor.element_size() for tensor in content.state.tensors.values())
     return side + sum(file.size for file in prepared.files)
 
 
@@ -106,18 +105,16 @@ def indexes(prepared: Prepared) -> dict[str, bytes]:
     found = {}
     for section, name in INDEX.items():
         files = [file for file in prepared.files if file.section == section]
-        held = [each for each in prepared.tensors if section_of(each.key) == section]
-        if len(files) > 1 or (held and section == "optimizer"):
+        tensors = [tensor for tensor in prepared.tensors if section_of(tensor.key) == section]
+        if len(files) > 1 or (tensors and section == "optimizer"):
             places = {
-                name_of(prepared.tensors[number].key): PurePosixPath(file.name).name
+                prepared.tensors[number].name: PurePosixPath(file.name).name
                 for file in files
                 for number, _, _ in file.placed
             }
             total = sum(file.size - file.data_begin for file in files)
-            parameters = sum(math.prod(each.shape) for each in held)
-            found[name] = encode_index(
-                {name_of(each.key): places[name_of(each.key)] for each in held}, total, parameters
-            )
+            parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+            found[name] = encode_index({tensor.name: places[tensor.name] for tensor in tensors}, total, parameters)
     return found
 
 

@@ -18,11 +18,12 @@ class Save:
     """A save, done or under way.
 
     Args:
-        path: Where to.
-        timeout: Seconds that it waits for a rank that does not answer.
+        path: The checkpoint's folder.
+        timeout: Seconds that the save waits for a rank that does not answer.
 
     Attributes:
-        blocked_seconds: How long `save`, `wait_for_copy` and optimizers that waited for the copy kept the trainer.
+        blocked_seconds: Seconds for which `save`, `wait_for_copy` and optimizers that waited for the copy kept the
+            trainer.
     """
 
     def __init__(self, path: str, timeout: float) -> None:
@@ -35,7 +36,7 @@ class Save:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait_for_copy(self) -> None:
@@ -48,14 +49,14 @@ class Save:
         self._unhook()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is there whole.
+        """Waits until the checkpoint is complete.
 
         Raises:
             CheckpointError, OSError: It could not be written; what was there before is still there.
         """
         if self._thread is not None:
             self._thread.join()
-        atexit.unregister(self._tell)
+        atexit.unregister(self._write_error)
         self._unhook()
         error, self._error = self._error, None
         if error is not None:
@@ -65,20 +66,20 @@ class Save:
         """Goes on in a thread; the interpreter waits for it at exit.
 
         Args:
-            work: What to do; it sets the event as soon as the copy is made.
-            copied: Whether that is so already.
+            work: What to do in the thread; it sets the event as soon as the copy is made.
+            copied: Whether the copy is made already.
         """
         event = threading.Event()
 
         def run() -> None:
             try:
                 work(event)
-            except BaseException as error:  # raised by wait(), by the next save, or told at exit
+            except BaseException as error:  # raised by wait() or by the next save, or written to stderr at exit
                 self._error = error
             finally:
                 event.set()
 
-        atexit.register(self._tell)
+        atexit.register(self._write_error)
         if not copied:
             self._copied = event
             # Of all optimizers, for what steps may wrap the given one, or not be given at all. It cannot remove itself:
@@ -88,17 +89,19 @@ class Save:
         self._thread.start()
 
     def _wait_for_copy(self) -> None:
+        """Waits for the copy, if it is not made yet, and counts the seconds."""
         if self._copied is not None and not self._copied.is_set():
             begin = time.perf_counter()
             self._copied.wait()
             self.blocked_seconds += time.perf_counter() - begin
 
     def _unhook(self) -> None:
+        """Lets optimizers step without waiting."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def _tell(self) -> None:
-        """At exit, an error that nobody has asked for."""
+    def _write_error(self) -> None:
+        """Writes an error that nobody has asked for to stderr, at exit."""
         if self._error is not None:
             sys.stderr.write(f"par-checkpoint: the save to {self.path!r} failed: {self._error}\n")

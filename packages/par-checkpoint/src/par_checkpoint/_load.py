@@ -1,34 +1,41 @@
-"""Loading: look, match, check, read; nothing is changed before everything that can be checked beforehand is."""
+"""Loading: look, match, check, read, set; nothing is changed before everything that can be checked beforehand is."""
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import written_
+from par_groups import Sharding, written_
 
 from ._errors import CheckpointError
-from ._options import LoadOptions, timeout_of, with_keywords
-from ._session import session_of
+from ._options import LoadOptions, check_options, parse_size, takes_options, usable_timeout
 from .format.index import STEMS
 from .format.pickled import is_extra_state
-from .plan.entry import key_of, name_of
-from .state.collect import LayoutNames, Model, check_layout, layout_names
-from .state.model import model_state
+from .plan.claims import key_of, name_of
+from .state.conversion import Convert
+from .state.model import LayoutNames, Model, Names, check_layout, layout_names, model_state, rename
 from .state.optimizer import Naming
-from .state.restore import Restore
-from .state.targets import OptimizerTargets, Slots, Targets, file_names, model_targets, optimizer_targets, ties_of
+from .state.restore import (
+    candidates,
+    check_schedulers,
+    matching_groups,
+    set_extra_state_,
+    set_optimizer_,
+    set_scheduler_,
+)
+from .state.targets import OptimizerTargets, SavedOptimizer, Targets, model_targets, optimizer_targets, ties_of
 from .storage.consistent import retry_while_replaced, version_of
 from .storage.folder import Folder, open_folder
 from .storage.outline import Outline, read_outline
 from .storage.verify import check_blocks, check_same
 from .transfer.fill import Filling, fill_
-from .transfer.ranks import Ranks
+from .transfer.ranks import Ranks, session_of
 
 Path = str | PathLike[str]
 
@@ -40,8 +47,8 @@ class Report:
     """What a load has done.
 
     Args:
-        missing: Names that the model or optimizer has, and the checkpoint has not.
-        unexpected: Names that it has, and nobody on any rank wants.
+        missing: Names that the model or optimizer has and the checkpoint has not.
+        unexpected: Names that the checkpoint has and no model or optimizer on any rank.
         mismatched: What has another shape or dtype, in words.
         extra: What `save` was given as `extra`.
         step: What `save` was given as `step`.
@@ -54,40 +61,7 @@ class Report:
     step: int | None = None
 
 
-@dataclass(kw_only=True)
-class _Wanted:
-    """Everything that this rank fills."""
-
-    model: Targets = field(default_factory=Targets)
-    optimizer: OptimizerTargets = field(default_factory=OptimizerTargets)
-    restore: Restore = field(default_factory=Restore)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Word:
-    """What a rank tells the others, before anything changes.
-
-    Args:
-        host: Its machine.
-        layout: The names of `layout` that it lacks, and those that it has.
-        missing: Names that it wants and the files have not.
-        mismatched: What has another shape or dtype there, in words.
-        used: Whether it uses each tensor in the files.
-        same: Names in the files that are one tensor in its model.
-        groups: By param group of its optimizer: the saved groups with names of it; None where it has no names here.
-        fills: Whether it fills anything of the model, and of the optimizer.
-    """
-
-    host: str
-    layout: LayoutNames
-    missing: list[str]
-    mismatched: list[str]
-    used: bytes
-    same: list[tuple[str, str]]
-    groups: list[list[int] | None]
-    fills: tuple[bool, bool]
-
-
+@takes_options(LoadOptions)
 def load(
     path: Path,
     *,
@@ -96,8 +70,18 @@ def load(
     scheduler: object = None,
     group: dist.ProcessGroup | None = None,
     strict: bool = True,
+    layout: Mapping[str, Sharding] | None = None,
+    names: Names | None = None,
+    convert: Convert | None = None,
+    dtype: torch.dtype | None = None,
+    verify: str = "auto",
+    variant: str | None = None,
+    device: str | torch.device = "cpu",
+    budget: str | int = "256MB",
+    threads: int = 2,
+    timeout: float = 1800.0,
+    progress: bool | None = None,
     options: LoadOptions | None = None,
-    **keywords: Any,
 ) -> Report:
     """Fills a model, an optimizer and a scheduler from a checkpoint of any topology, ours or another's. Collective.
 
@@ -107,13 +91,30 @@ def load(
 
     Args:
         path: The folder, or a URL. Also any Hugging Face folder: one file, shards with an index, or pytorch_model.bin.
-        model: As for `save`. Parameters on the meta device are made while loading.
-        optimizer: As for `save`. It need not have stepped: its state is made, not by a step.
-        scheduler: As for `save`.
+        model: A module (wrapped or not, of FSDP2, DTensors, or with `Sharding` records), or a mapping of tensors.
+            Parameters on the meta device are made while loading.
+        optimizer: An optimizer. It needs the model beside it for names, or to be made from named parameters. It need
+            not have stepped: its state is made, not by a step.
+        scheduler: An lr scheduler, or a list of them; anything with `load_state_dict()`.
         group: The ranks that take part; default: the world. A byte is read by one of them and handed on.
         strict: Whether missing, unexpected and mismatched names are an error, all in one message, or are reported.
-        options: How; see `LoadOptions`.
-        keywords: Fields of `LoadOptions`, which go before those of `options`.
+        layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
+        names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
+            function.
+        convert: From a tensor's name in the model and its global shape to the tensors on disk that make it up, or None
+            where it is there as it is. Default: what transformers does to its own models.
+        dtype: Which tensors of the model may be filled from files of another dtype: its floating-point tensors of this
+            dtype. Their values are cast on the way; no tensor of the model changes its own dtype. None: the dtypes in
+            the files and in the model must agree.
+        verify: "auto" checks every block that is read, while it is read; "full" checks all files before anything is
+            changed; "off" checks sizes and headers alone.
+        variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
+        device: The device on which tensors of the meta device are made.
+        budget: Bytes that a rank may hold beside its own state, such as "256MB".
+        threads: Number of threads of a rank that read and checksum.
+        timeout: Seconds to wait for a rank that does not answer.
+        progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
+        options: An object with values for the keywords from `layout` to `progress`; a keyword goes before it.
 
     Returns:
         What was missing or left over, and the saved `extra`.
@@ -124,12 +125,26 @@ def load(
         CorruptError: Bytes are not what was written. If the message does not say otherwise, nothing has changed.
         ReplacedError: It was replaced while it was read, again and again; what was being loaded is undefined.
     """
-    session = session_of(group, timeout_of(options, keywords))
+    session = session_of(group, usable_timeout(timeout))
     ranks = session.ranks
     session.settle("wait")
 
     def opened() -> tuple[tuple[LoadOptions, Folder], str | None]:
-        chosen, folder = with_keywords(options, LoadOptions, keywords), open_folder(path)
+        check_options(options, LoadOptions)
+        chosen = LoadOptions(
+            layout=layout,
+            names=names,
+            convert=convert,
+            dtype=dtype,
+            verify=verify,
+            variant=variant,
+            device=device,
+            budget=budget,
+            threads=threads,
+            timeout=timeout,
+            progress=progress,
+        )
+        folder = open_folder(path)
         return (chosen, folder), version_of(folder) if ranks.rank == 0 else None
 
     (chosen, folder), versions = ranks.share(opened)
@@ -154,102 +169,145 @@ class _Into:
     strict: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Announced:
+    """What a rank tells the others, before anything changes.
+
+    Args:
+        host: Name of its machine.
+        layout: The names of `layout` that the rank lacks, and those that it has.
+        missing: Names that its model or optimizer has and the files have not.
+        mismatched: What has another shape or dtype in the files, in words.
+        used: A byte for each tensor in the files: whether the rank has a place for it.
+        same: Pairs of names in the files that are one tensor in its model.
+        groups: For each param group of its optimizer, the candidates among the saved groups.
+        fills_model: Whether it fills any tensor of the model.
+        fills_optimizer: Whether it fills any tensor of the optimizer.
+    """
+
+    host: str
+    layout: LayoutNames
+    missing: list[str]
+    mismatched: list[str]
+    used: bytes
+    same: list[tuple[str, str]]
+    groups: list[list[int] | None]
+    fills_model: bool
+    fills_optimizer: bool
+
+
 def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tuple[Report, bool]:
     """Loads what is there now, and tells whether all of it was compared with checksums."""
-    model = into.model
-    found = ranks.on_first(
-        lambda: read_outline(
-            folder, model=model is not None, optimizer=into.optimizer is not None, variant=options.variant
-        )
+    model, optimizer = into.model, into.optimizer
+    outline = ranks.on_first(
+        lambda: read_outline(folder, model=model is not None, optimizer=optimizer is not None, variant=options.variant)
     )
+    stored = [key_of(section, name) for section in STEMS for name in outline.places(section)]
+    stored += [key_of("model", name) for name in outline.objects()]
+    scheduler_state = outline.part("scheduler") if into.scheduler is not None else None
 
-    def match() -> tuple[_Wanted, _Word]:
+    def match() -> tuple[tuple[Targets, OptimizerTargets], _Announced]:
         folder.recover()  # the first rank may have seen it replaced since this one has looked
-        wanted = _match(found, options, into)
-        return wanted, _word(found, wanted, layout_names(options.layout, model))
+        of_model, of_optimizer = _match(outline, options, into)
+        check_schedulers(into.scheduler, scheduler_state)
+        used = of_model.used | of_optimizer.used
+        return (of_model, of_optimizer), _Announced(
+            host=socket.gethostname(),
+            layout=layout_names(options.layout, model),
+            missing=[*of_model.missing, *of_optimizer.missing],
+            mismatched=[*of_model.mismatched, *of_optimizer.mismatched],
+            used=bytes(key in used for key in stored),
+            same=of_model.same,
+            groups=candidates(of_optimizer.groups, outline.groups()),
+            fills_model=bool(of_model.pending),
+            fills_optimizer=bool(of_optimizer.pending),
+        )
 
-    wanted, every = ranks.share(match)
-    check_layout([each.layout for each in every])
-    report = _report(found, every)
+    (of_model, of_optimizer), announced = ranks.share(match)
+    check_layout([of_rank.layout for of_rank in announced])
+    report = _report(outline, stored, announced)
     if into.strict:
         _check_strict(folder, report)
-    wanted.restore.match([each.groups for each in every])
-    same = {pair for each in every for pair in each.same}
+    matches = matching_groups([of_rank.groups for of_rank in announced], len(outline.groups()))
+    same = {pair for of_rank in announced for pair in of_rank.same}
     if same:
-        ranks.on_first(lambda: check_same(folder, found, same))
+        ranks.on_first(lambda: check_same(folder, outline, same))
     if options.verify == "full":
-        share = (ranks.rank, ranks.size)
-        ranks.agree(lambda: check_blocks(folder, found, options.threads, share))
+        ranks.agree(lambda: check_blocks(folder, outline, options.threads, (ranks.rank, ranks.size)))
+
     filling = Filling(
-        ranks=ranks, folder=folder, found=found, options=options, near=len({each.host for each in every}) == 1
+        ranks=ranks,
+        near=len({of_rank.host for of_rank in announced}) == 1,
+        folder=folder,
+        outline=outline,
+        device=torch.device(options.device),
+        verify=options.verify != "off",
+        budget=parse_size(options.budget),
+        threads=options.threads,
+        progress=options.progress,
     )
-    if any(each.fills[0] for each in every):
-        fill_(wanted.model, filling)
+    if any(of_rank.fills_model for of_rank in announced):
+        fill_(of_model, filling)
     if model is not None:  # holders of masters take the weights, before the optimizer's own, more exact ones are read
-        written_(model.parameters() if isinstance(model, torch.nn.Module) else model.values())
-    if any(each.fills[1] for each in every):
-        fill_(wanted.optimizer, filling)
-    wanted.restore.apply_()
-    return report, found.manifest is not None and options.verify != "off"
-
-
-def _match(found: Outline, options: LoadOptions, into: _Into) -> _Wanted:
-    """What this rank fills, and with what."""
-    model, optimizer, wanted = into.model, into.optimizer, _Wanted()
-    if model is not None:
-        wanted.model = model_targets(model, found.places("model"), options, found.tied)
-        if found.manifest is not None:  # no other folder has extra state
-            own = {name for name in model_state(model).objects if is_extra_state(name)}
-            saved = found.objects().keys()
-            wanted.model.missing.extend(sorted(own - saved))
-            asked = own if isinstance(model, torch.nn.Module) else saved  # a mapping may hold the tensors alone
-            wanted.model.used.update(key_of("model", name) for name in asked & saved)
+        written_(model.parameters() if isinstance(model, nn.Module) else model.values())
+    if any(of_rank.fills_optimizer for of_rank in announced):
+        fill_(of_optimizer, filling)
     if optimizer is not None:
-        naming = Naming(model, {} if model is None else file_names(model, options.names), options.layout or {})
-        slots = Slots(
-            places=found.places("optimizer"),
-            objects=found.slots(),
-            options={name: options for names, options in found.groups() for name in names},
-            resized=wanted.model.resized,
-            ties=ties_of(model, options.names, found.tied),
+        set_optimizer_(optimizer, outline.groups(), matches, of_optimizer.state, outline.slots())
+    set_scheduler_(into.scheduler, scheduler_state)
+    set_extra_state_(model, outline.objects())
+    return report, outline.manifest is not None and options.verify != "off"
+
+
+def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets, OptimizerTargets]:
+    """What this rank fills of the model and of the optimizer, and what of it the files have."""
+    model, layout, names = into.model, options.layout or {}, options.names
+    of_model, of_optimizer = Targets(), OptimizerTargets()
+    if model is not None:
+        of_model = model_targets(
+            model,
+            outline.places("model"),
+            outline.tied,
+            layout=layout,
+            names=names,
+            convert=options.convert,
+            dtype=options.dtype,
+        )
+        if outline.manifest is not None:  # no other folder has extra state
+            own = {name for name in model_state(model).objects if is_extra_state(name)}
+            saved = outline.objects().keys()
+            of_model.missing.extend(sorted(own - saved))
+            asked = own if isinstance(model, nn.Module) else saved  # a mapping may hold the tensors alone
+            of_model.used.update(key_of("model", name) for name in asked & saved)
+    if into.optimizer is not None:
+        in_files = {} if model is None else rename(names, model_state(model).names)
+        saved_optimizer = SavedOptimizer(
+            places=outline.places("optimizer"),
+            objects=outline.slots(),
+            options={member: saved for members, saved in outline.groups() for member in members},
+            resized=of_model.resized,
+            ties=ties_of(model, names, outline.tied),
             device=torch.device(options.device),
         )
-        wanted.optimizer = optimizer_targets(optimizer, naming, slots)
-    wanted.restore = Restore.of(
-        found, model=model, optimizer=optimizer, scheduler=into.scheduler, targets=wanted.optimizer
-    )
-    return wanted
+        of_optimizer = optimizer_targets(into.optimizer, Naming(model, in_files, layout), saved_optimizer)
+    return of_model, of_optimizer
 
 
-def _word(found: Outline, wanted: _Wanted, layout: LayoutNames) -> _Word:
-    used = wanted.model.used | wanted.optimizer.used
-    return _Word(
-        host=socket.gethostname(),
-        layout=layout,
-        missing=[*wanted.model.missing, *wanted.optimizer.missing],
-        mismatched=[*wanted.model.mismatched, *wanted.optimizer.mismatched],
-        used=bytes(key in used for key in _stored(found)),
-        same=wanted.model.same,
-        groups=wanted.restore.candidates(),
-        fills=(bool(wanted.model.pending), bool(wanted.optimizer.pending)),
-    )
+def _report(outline: Outline, stored: Sequence[str], announced: Sequence[_Announced]) -> Report:
+    """What is missing or too much, of all ranks together.
 
-
-def _stored(found: Outline) -> list[str]:
-    """The keys of all tensors in the files, and of the extra state."""
-    tensors = [key_of(section, name) for section in STEMS for name in found.places(section)]
-    return [*tensors, *(key_of("model", name) for name in found.objects())]
-
-
-def _report(found: Outline, every: Sequence[_Word]) -> Report:
-    """What is missing or too much, of all ranks together."""
-    used = zip(*(each.used for each in every), strict=True)
+    Args:
+        outline: What the checkpoint holds.
+        stored: The keys of everything in it that somebody should use.
+        announced: What each rank fills.
+    """
+    used = zip(*(of_rank.used for of_rank in announced), strict=True)
     return Report(
-        missing=tuple(dict.fromkeys(name for each in every for name in each.missing)),
-        unexpected=tuple(name_of(key) for key, by in zip(_stored(found), used, strict=True) if not any(by)),
-        mismatched=tuple(dict.fromkeys(text for each in every for text in each.mismatched)),
-        extra=found.part("extra"),
-        step=None if found.manifest is None else found.manifest.step,
+        missing=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.missing)),
+        unexpected=tuple(name_of(key) for key, by in zip(stored, used, strict=True) if not any(by)),
+        mismatched=tuple(dict.fromkeys(text for of_rank in announced for text in of_rank.mismatched)),
+        extra=outline.part("extra"),
+        step=None if outline.manifest is None else outline.manifest.step,
     )
 
 

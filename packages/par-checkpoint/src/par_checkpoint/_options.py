@@ -1,11 +1,13 @@
-"""How to save and load, apart from what and where."""
+"""How to save and load, apart from what and where: the keywords of `save` and `load` as objects that check them."""
 
 import dataclasses
+import functools
+import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,7 +15,7 @@ from par_groups import Sharding
 
 from ._progress import check_progress
 from .state.conversion import Convert
-from .state.names import Names
+from .state.model import Names
 
 STYLES = ("huggingface", "torch")
 _WRITERS = ("auto", "pwrite", "owner")
@@ -33,35 +35,38 @@ _UNITS = {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
-Options = TypeVar("Options", "SaveOptions", "LoadOptions")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How to save. Each field may be given to `save` as a keyword.
+    """How to save: the keywords of `save` that can be kept in an object and given as `options`.
 
     Args:
-        max_shard_size: Bytes of tensors in a file, as "5GB" (decimal) or "5GiB"; a larger tensor gets its own file.
-        async_: Copy what this rank gives, return, and write in the background.
-        copy: With `async_`. "blocking": `save` returns when the copy is made. "background": it is made, too, while the
-            next forward and backward pass run, as trained parameters and the optimizer's state change only in its step;
-            every torch optimizer waits for it before it steps. Who changes them in another way must call the handle's
+        max_shard_size: Bytes of tensors in a file, such as "5GB" (decimal), "5GiB" or a number; a larger tensor gets a
+            file of its own.
+        async_: Whether to copy what this rank gives, return, and write in the background.
+        copy: When a save with `async_` copies. "blocking": before `save` returns. "background": while the next forward
+            and backward pass run, as trained parameters and the optimizer's state change only in its step; every torch
+            optimizer waits for the copy before it steps. Whoever changes them in another way must call the handle's
             `wait_for_copy` first. Buffers and frozen parameters are still copied before `save` returns.
         pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
-        writer: "pwrite": every rank writes its ranges of common files, on one node or a coherent file system. "owner":
-            one rank writes a file from beginning to end, for NFS and object stores. "auto": "owner" where the path is
-            remote, else "pwrite".
-        layout: By name: how a local tensor without a record is cut out of the whole one.
-        names: From a model's key to the key in the files: a dict, pairs of (pattern, replacement), or a function.
-        convert: From a model's key and global shape to the tensors on disk that make it up, or None. Default: what
-            transformers does to its own models.
-        dtype: Casts floating-point tensors of the model on the way.
-        config: Written as config.json: a mapping, or an object with `to_dict`, such as a transformers config.
-        budget: Bytes that a rank may hold beside its own state, as for `max_shard_size`. A copy of `async_` is extra.
-        threads: How many threads of a rank checksum and write.
+        writer: Which ranks write a file. "pwrite": every rank writes its ranges of common files, on one node or a
+            coherent file system. "owner": one rank writes a file from beginning to end, for NFS and object stores.
+            "auto": "owner" where the path is remote, else "pwrite".
+        layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
+        names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
+            function.
+        convert: From a tensor's name in the model and its global shape to the tensors on disk that make it up, or None
+            where it is there as it is. Default: what transformers does to its own models.
+        dtype: Floating-point tensors of the model are cast to this dtype on their way to the files; None: none are.
+        config: What is written as config.json: a mapping, or an object with `to_dict`, such as a transformers config.
+        budget: Bytes that a rank may hold beside its own state, such as "256MB". The copy of `async_` is extra.
+        threads: Number of threads of a rank that checksum and write.
         timeout: Seconds to wait for a rank that does not answer.
         progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
-        step: Is noted in the checkpoint.
+        step: The training step, which is noted in the checkpoint.
 
     Raises:
         ValueError: A value that is none of these.
@@ -98,21 +103,23 @@ class SaveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How to load. Each field may be given to `load` as a keyword.
+    """How to load: the keywords of `load` that can be kept in an object and given as `options`.
 
     Args:
-        layout: By name: how a local tensor without a record is cut out of the whole one.
-        names: From a model's key to the key in the files: a dict, pairs of (pattern, replacement), or a function.
-        convert: From a model's key and global shape to the tensors on disk that make it up, or None. Default: what
-            transformers itself does for the model, if it is one of its.
-        dtype: Floating-point tensors of the model with this dtype may be filled from files of another; None: dtypes
-            must agree.
+        layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
+        names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
+            function.
+        convert: From a tensor's name in the model and its global shape to the tensors on disk that make it up, or None
+            where it is there as it is. Default: what transformers does to its own models.
+        dtype: Which tensors of the model may be filled from files of another dtype: its floating-point tensors of this
+            dtype. Their values are cast on the way; no tensor of the model changes its own dtype. None: the dtypes in
+            the files and in the model must agree.
         verify: "auto" checks every block that is read, while it is read; "full" checks all files before anything is
             changed; "off" checks sizes and headers alone.
-        variant: Of the files of others: "fp16" reads model.fp16.safetensors.
-        device: Where tensors on the meta device are made; default: the CPU.
-        budget: Bytes that a rank may hold beside its own state.
-        threads: How many threads of a rank read and checksum.
+        variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
+        device: The device on which tensors of the meta device are made.
+        budget: Bytes that a rank may hold beside its own state, such as "256MB".
+        threads: Number of threads of a rank that read and checksum.
         timeout: Seconds to wait for a rank that does not answer.
         progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
 
@@ -138,26 +145,57 @@ class LoadOptions:
         _check_common(self)
 
 
-def with_keywords(options: Options | None, kind: type[Options], keywords: Mapping[str, Any]) -> Options:
-    """Options with some fields replaced.
+def takes_options(kind: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Lets a function with a keyword for each field of an options class take such an object, too, as `options`.
 
-    Raises:
-        TypeError: A keyword that is no field, with those there are.
+    What is given as a keyword goes before the field of the object. The function gets every field as a keyword.
+
+    Args:
+        kind: `SaveOptions` or `LoadOptions`.
     """
-    known = [field.name for field in dataclasses.fields(kind)]
-    unknown = sorted(set(keywords) - set(known))
-    if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}; there are {', '.join(known)}")
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        parameters = inspect.signature(function).parameters
+        known = list(parameters)
+        fields = (field.name for field in dataclasses.fields(kind))
+        names = [name for name in fields if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
+
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+            options = keywords.get("options")
+            if isinstance(options, kind):  # else the function says what is wrong with it, on all ranks
+                keywords.update({name: getattr(options, name) for name in names if name not in keywords})
+            unknown = sorted(keywords.keys() - known)
+            if unknown:  # which is said in the same way
+                keywords = {name: value for name, value in keywords.items() if name in known}  # type: ignore[assignment]
+                keywords["options"] = _Unknown(unknown[0], known)
+            return function(*args, **keywords)
+
+        return call
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """A keyword that a function does not have, in place of its options, and the keywords that it has."""
+
+    keyword: str
+    known: list[str]
+
+
+def check_options(options: object, kind: type) -> None:
+    """Raises TypeError unless `options` is of its class, or None, and all keywords were known."""
+    if isinstance(options, _Unknown):
+        raise TypeError(f"unknown keyword {options.keyword!r}; there are {', '.join(options.known)}")
     if options is not None and not isinstance(options, kind):
         raise TypeError(f"options is {options!r}; give a {kind.__name__}")
-    return dataclasses.replace(options or kind(), **keywords)
 
 
-def timeout_of(options: object, keywords: Mapping[str, Any]) -> float:
-    """The seconds that were asked for, or the usual ones in place of what is no such number; that is told later."""
-    timeout = keywords.get("timeout", getattr(options, "timeout", None))
+def usable_timeout(timeout: object) -> float:
+    """The seconds that were asked for; the usual ones in place of what is no such number, which is refused later."""
     usable = isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0
-    return float(timeout) if usable else LoadOptions.timeout
+    return float(timeout) if usable else LoadOptions.timeout  # type: ignore[arg-type]
 
 
 def parse_size(size: str | int) -> int:
@@ -185,16 +223,18 @@ def parse_size(size: str | int) -> int:
 
 
 def check_style(style: str) -> None:
-    """Raises ValueError unless it is one of the two."""
+    """Raises ValueError unless it is one of the styles of files."""
     _one_of("style", style, STYLES)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless a value is allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; it can be {', '.join(map(repr, allowed))}")
 
 
 def _check_common(options: "SaveOptions | LoadOptions") -> None:
+    """Checks the fields that both kinds of options have."""
     parse_size(options.budget)
     check_progress(options.progress)
     if not isinstance(options.threads, int) or options.threads < 1:

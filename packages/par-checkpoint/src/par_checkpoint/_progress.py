@@ -5,8 +5,6 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from .transfer.ranks import Ranks
-
 
 class Bar:
     """Bytes that this rank has written or read, as its share of all.
@@ -14,15 +12,16 @@ class Bar:
     Args:
         what: "save" or "load".
         total: Bytes of the whole checkpoint.
-        ranks: Who takes part; rank 0 shows its own share, which is about everybody's.
+        rank: This rank; rank 0 shows its own share, which is about everybody's.
+        size: Number of ranks that take part.
         wanted: Whether to show it, see `check_progress`; None: if stderr is a terminal and tqdm is installed.
     """
 
-    def __init__(self, what: str, total: int, ranks: Ranks, wanted: bool | None) -> None:
+    def __init__(self, what: str, total: int, rank: int, size: int, wanted: bool | None) -> None:
         self._lock = threading.Lock()  # the threads that write tell of it themselves
         self._bar: Any = None
-        if ranks.rank == 0 and (sys.stderr.isatty() if wanted is None else wanted):
-            self._bar = _make(what, total // ranks.size)
+        if rank == 0 and (sys.stderr.isatty() if wanted is None else wanted):
+            self._bar = _make(what, total // size)
 
     def add(self, count: int) -> None:
         """Tells of some bytes."""

@@ -4,29 +4,33 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from par_groups import Sharding
+
 from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
-from ._options import SaveOptions, check_style, parse_size, timeout_of, with_keywords
+from ._options import SaveOptions, check_options, check_style, parse_size, takes_options, usable_timeout
 from ._progress import Bar
-from ._session import Session, session_of
 from ._torch_style import write_objects
 from .format.crc import Crc
-from .plan.claims import Claims, digest
-from .plan.prepare import Prepared, check_replicas, prepare_save
-from .state.collect import Content, LayoutNames, Model, check_layout, collect, layout_names
-from .state.state import agreed_state, state_digest
+from .plan.claims import Claims, check_covered, digest, merge
+from .plan.files import File, Prepared, data_blocks, lay_out
+from .plan.plan import Planner
+from .state.collect import Content, check_replicas, collect, digest_of, summary_of, united_state
+from .state.conversion import Convert
+from .state.model import LayoutNames, Model, Names, check_layout, layout_names
 from .storage.folder import Folder, Staging, open_folder
-from .transfer.pieces import Local
-from .transfer.ranks import Ranks
+from .transfer.memory import Local
+from .transfer.ranks import Ranks, Session, session_of
 from .transfer.snapshot import Snapshot
 from .transfer.workers import Workers
 from .transfer.write import Work, write_blocks
@@ -35,6 +39,7 @@ Path = str | PathLike[str]
 Value = TypeVar("Value")
 
 
+@takes_options(SaveOptions)
 def save(
     path: Path,
     *,
@@ -45,8 +50,22 @@ def save(
     style: str = "huggingface",
     group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
+    max_shard_size: str | int = "5GB",
+    async_: bool = False,
+    copy: str = "blocking",
+    pending: str = "wait",
+    writer: str = "auto",
+    layout: Mapping[str, Sharding] | None = None,
+    names: Names | None = None,
+    convert: Convert | None = None,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    budget: str | int = "256MB",
+    threads: int = 2,
+    timeout: float = 1800.0,
+    progress: bool | None = None,
+    step: int | None = None,
     options: SaveOptions | None = None,
-    **keywords: Any,
 ) -> Save:
     """Saves whole tensors, from however they are cut, into a folder that knows nothing of ranks. Collective.
 
@@ -56,14 +75,34 @@ def save(
     Args:
         path: The folder; a URL such as "s3://bucket/run/step-100" goes through fsspec.
         model: A module (wrapped or not, of FSDP2, DTensors, or with `Sharding` records), or a mapping of tensors.
-        optimizer: Needs the model beside it for names, or to be made from named parameters.
+        optimizer: An optimizer. It needs the model beside it for names, or to be made from named parameters.
         scheduler: An lr scheduler, or a list of them; anything with `state_dict()`.
         extra: Anything made of numbers, strings, containers and tensors; the same on every rank.
-        style: "huggingface": safetensors that `transformers` opens. "torch": one `torch.load`-able file an object.
+        style: "huggingface": safetensors that `transformers` opens. "torch": one file for each of model, optimizer,
+            scheduler and extra, which `torch.load` opens.
         group: The ranks that take part; between them they hold the whole model. Default: the world.
         overwrite: Whether to replace a checkpoint that is there.
-        options: How; see `SaveOptions`.
-        keywords: Fields of `SaveOptions`, which go before those of `options`.
+        max_shard_size: Bytes of tensors in a file, such as "5GB" (decimal), "5GiB" or a number; a larger tensor gets a
+            file of its own.
+        async_: Whether to copy what this rank gives, return, and write in the background.
+        copy: When a save with `async_` copies. "blocking": before `save` returns. "background": while the next forward
+            and backward pass run; every torch optimizer waits for the copy before it steps. See `SaveOptions`.
+        pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
+        writer: Which ranks write a file. "pwrite": every rank writes its ranges of common files. "owner": one rank
+            writes a file from beginning to end. "auto": "owner" where the path is remote, else "pwrite".
+        layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
+        names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
+            function.
+        convert: From a tensor's name in the model and its global shape to the tensors on disk that make it up, or None
+            where it is there as it is. Default: what transformers does to its own models.
+        dtype: Floating-point tensors of the model are cast to this dtype on their way to the files; None: none are.
+        config: What is written as config.json: a mapping, or an object with `to_dict`, such as a transformers config.
+        budget: Bytes that a rank may hold beside its own state, such as "256MB". The copy of `async_` is extra.
+        threads: Number of threads of a rank that checksum and write.
+        timeout: Seconds to wait for a rank that does not answer.
+        progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
+        step: The training step, which is noted in the checkpoint.
+        options: An object with values for the keywords from `max_shard_size` to `step`; a keyword goes before it.
 
     Returns:
         A handle; with `async_=True` the save goes on in the background.
@@ -74,73 +113,91 @@ def save(
         CheckpointError, OSError: It could not be written; what was there before is still there. On every rank.
     """
     begin = time.perf_counter()
-    session = session_of(group, timeout_of(options, keywords))
+    session = session_of(group, usable_timeout(timeout))
     ranks = session.ranks
 
-    def look() -> tuple[tuple[SaveOptions, Content, Folder, bytes], _Word]:
+    def look() -> tuple[tuple[SaveOptions, Content, Folder, bytes], _Announced]:
         check_style(style)
-        chosen = with_keywords(options, SaveOptions, keywords)
-        content = collect(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, options=chosen)
+        check_options(options, SaveOptions)
+        chosen = SaveOptions(
+            max_shard_size=max_shard_size,
+            async_=async_,
+            copy=copy,
+            pending=pending,
+            writer=writer,
+            layout=layout,
+            names=names,
+            convert=convert,
+            dtype=dtype,
+            config=config,
+            budget=budget,
+            threads=threads,
+            timeout=timeout,
+            progress=progress,
+            step=step,
+        )
+        content = collect(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            extra=extra,
+            layout=layout,
+            names=names,
+            convert=convert,
+            dtype=dtype,
+            config=config,
+        )
         claims = Claims.of(content.entries).encode()
-        return (chosen, content, _open(path, chosen.writer), claims), _word(chosen, content, claims, model)
+        folder = open_folder(path)
+        if writer == "pwrite" and not folder.positional:
+            raise ValueError(
+                f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use "
+                "'owner' or 'auto'"
+            )
+        announced = _Announced(
+            nonce=uuid.uuid4().hex[:12],
+            layout=layout_names(layout, model),
+            samples=digest_of(content.samples),
+            state=digest_of(summary_of(content.state)),
+            claims=digest(claims),
+        )
+        return (chosen, content, folder, claims), announced
 
-    (chosen, content, folder, claims), every = ranks.share(look)
+    (chosen, content, folder, claims), announced = ranks.share(look)
     session.settle(chosen.pending)
-    check_layout([each.layout for each in every])
-    limit, by_owner = _limits(chosen, folder, style)
-    prepared = prepare_save(session, claims, [each.claims for each in every], limit, by_owner=by_owner)
-    check_replicas(ranks, content.samples, [each.samples for each in every])
-    job = _Job(
-        folder=folder,
-        staging=folder.stage(every[0].nonce),
-        content=replace(content, state=agreed_state(ranks, content.state, [each.state for each in every])),
-        prepared=prepared,
-        options=chosen,
-        style=style,
-        overwrite=overwrite,
-    )
-    _or_discard(ranks, job.staging, partial(_stage, ranks, job))
+    check_layout([of_rank.layout for of_rank in announced])
+    prepared = _prepare(session, claims, [of_rank.claims for of_rank in announced], chosen, folder, style)
+    if len({of_rank.samples for of_rank in announced}) > 1:
+        check_replicas(ranks.gather(content.samples))
+    if len({of_rank.state for of_rank in announced}) > 1:
+        content = replace(content, state=united_state(content.state, ranks.gather(summary_of(content.state))))
+
+    staging = folder.stage(announced[0].nonce)
+    job = _Job(folder, staging, content, prepared, chosen, style, overwrite)
+    job.stage(ranks)
     handle = Save(folder.url, session.timeout)
     if chosen.async_ and style == "huggingface":
-        snapshot = _or_discard(ranks, job.staging, lambda: ranks.agree(lambda: _snapshot(job, session)))
+        snapshot = job.snapshot(session)
         session.memory, session.pending = snapshot.memory, handle
-        later = partial(_copy_and_write, job, session.background, snapshot, job.workers())
+        later = partial(job.copy_and_write, session.background, snapshot, job.workers())
         handle._start(later, copied=chosen.copy == "blocking")
     else:
         with job.workers() as workers:
-            _write(job, ranks, None, workers)
+            job.write(ranks, None, workers)
     handle.blocked_seconds += time.perf_counter() - begin
     return handle
 
 
-def _open(path: Path, writer: str) -> Folder:
-    folder = open_folder(path)
-    if writer == "pwrite" and not folder.positional:
-        raise ValueError(
-            f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use 'owner' "
-            "or 'auto'"
-        )
-    return folder
-
-
-def _limits(options: SaveOptions, folder: Folder, style: str) -> tuple[int, bool]:
-    """Bytes of tensors in a file, and whether one rank writes a whole one."""
-    if style == "torch":  # one object, from one rank
-        return sys.maxsize, True
-    by_owner = options.writer == "owner" or (options.writer == "auto" and not folder.positional)
-    return parse_size(options.max_shard_size), by_owner
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Word:
-    """What a rank tells the others, before anything is written.
+class _Announced:
+    """What a rank tells the others, before anything is written. 32 bytes stand for what is usually equal.
 
     Args:
-        nonce: Rank 0's is the save's.
-        layout: The names of `layout` that it lacks, and those that it has.
-        samples: Stands for the beginnings of tensors without a record.
-        state: Stands for what is no tensor of a file.
-        claims: Stands for what it holds.
+        nonce: A name for the save; the one of rank 0 counts.
+        layout: The names of `layout` that the rank lacks, and those that it has.
+        samples: Digest of the beginnings of tensors without a record.
+        state: Digest of what is no tensor of a file.
+        claims: Digest of what the rank holds.
     """
 
     nonce: str
@@ -150,19 +207,53 @@ class _Word:
     claims: bytes
 
 
-def _word(options: SaveOptions, content: Content, claims: bytes, model: Model | None) -> _Word:
-    return _Word(
-        nonce=uuid.uuid4().hex[:12],
-        layout=layout_names(options.layout, model),
-        samples=digest(repr(content.samples).encode()),
-        state=state_digest(content.state),
-        claims=digest(claims),
-    )
+def _prepare(
+    session: Session, claims: bytes, digests: Sequence[bytes], options: SaveOptions, folder: Folder, style: str
+) -> Prepared:
+    """The files and the plan of a save, made once for each layout. Collective when they are not known yet.
+
+    Args:
+        session: The ranks that save, and the plans that they know.
+        claims: What this rank holds.
+        digests: The digests of the claims of all ranks.
+        options: How to save.
+        folder: The folder to save to.
+        style: The style of the files.
+
+    Raises:
+        ValueError: Ranks that disagree about a tensor, or elements that no rank holds; on every rank.
+    """
+    ranks = session.ranks
+    limit, by_owner = parse_size(options.max_shard_size), options.writer == "owner"
+    if style == "torch":  # one file for each object, from one rank
+        limit, by_owner = sys.maxsize, True
+    elif options.writer == "auto":
+        by_owner = not folder.positional
+
+    def make() -> Prepared:
+        every = ranks.gather_distinct(claims, digests)
+        tensors = merge([(holders, Claims.decode(data)) for holders, data in every])
+        check_covered(tensors)
+        files = lay_out(tensors, limit)
+        owners = _owners(files, ranks.size) if by_owner else None
+        plan = Planner(tensors, ranks.rank, ranks.size, owners).save(data_blocks(files, tensors))
+        return Prepared(tensors=tensors, files=files, plan=plan, owners=owners)
+
+    return session.planned((digest(b"".join(digests)), limit, by_owner), make)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _owners(files: Sequence[File], size: int) -> list[int]:
+    """For each file, the rank that writes it: largest file first, to the rank with the fewest bytes so far."""
+    load, owners = [0] * size, [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda n: -files[n].size):
+        owners[number] = load.index(min(load))
+        load[owners[number]] += files[number].size
+    return owners
+
+
+@dataclass(frozen=True)
 class _Job:
-    """A save that is planned."""
+    """A save that is planned. Whatever fails in it, the staging folder goes."""
 
     folder: Folder
     staging: Staging
@@ -178,89 +269,110 @@ class _Job:
         return Local.of(self.content.entries, self.prepared.tensors)
 
     def workers(self) -> Workers:
-        """Who write it; one alone where a stream is written in order."""
+        """The threads that write; one alone where a stream is written in order."""
         return Workers(self.options.threads if self.staging.positional else 1, "par-checkpoint-write")
 
+    def stage(self, ranks: Ranks) -> None:
+        """Makes the staging folder on rank 0, unless the path is taken; all see it."""
 
-def _stage(ranks: Ranks, job: _Job) -> None:
-    """Makes the staging folder on rank 0, unless the path is taken; all see it."""
+        def make() -> None:
+            self.folder.recover()
+            self.folder.check_target(overwrite=self.overwrite)
+            files = () if self.style == "torch" else self.prepared.files
+            self.staging.create([file.name for file in files], needed_bytes(self.prepared, self.content))
+            place_files(self.staging, files)
 
-    def make() -> None:
-        job.folder.recover()
-        job.folder.check_target(overwrite=job.overwrite)
-        files = () if job.style == "torch" else job.prepared.files
-        job.staging.create([file.name for file in files], needed_bytes(job.prepared, job.content))
-        place_files(job.staging, files)
+        def make_and_see() -> None:
+            ranks.on_first(make)
+            ranks.agree(self.staging.attach)
 
-    ranks.on_first(make)
-    ranks.agree(job.staging.attach)
+        self._or_discard(ranks, make_and_see)
 
-
-def _snapshot(job: _Job, session: Session) -> Snapshot:
-    late = job.options.copy == "background"
-    rank, threads = session.ranks.rank, job.options.threads
-    return Snapshot(job.prepared.plan, job.local, rank, session.memory, late=late, threads=threads)
-
-
-def _copy_and_write(job: _Job, ranks: Ranks, snapshot: Snapshot, workers: Workers, copied: threading.Event) -> None:
-    """What goes on in the background."""
-
-    def copy() -> None:
-        try:
-            snapshot.finish()
-        finally:
-            copied.set()  # before others are asked: whoever waits for this waits for this rank alone
-
-    with workers:
-        _or_discard(ranks, job.staging, lambda: ranks.agree(copy))
-        _write(job, ranks, snapshot, workers)
-
-
-def _write(job: _Job, ranks: Ranks, snapshot: Snapshot | None, workers: Workers) -> None:
-    """Writes and commits, on this rank's part of a communicator."""
-    with Bar("save", sum(file.size for file in job.prepared.files), ranks, job.options.progress) as bar:
-        work = Work(
-            files=job.prepared.files,
-            local=job.local,
-            ranks=ranks,
-            staging=job.staging,
-            budget=parse_size(job.options.budget),
-            workers=workers,
-            progress=bar.add,
+    def snapshot(self, session: Session) -> Snapshot:
+        """A copy of what this rank gives, or the beginning of one that `copy_and_write` completes."""
+        late, rank = self.options.copy == "background", session.ranks.rank
+        make = partial(
+            Snapshot,
+            self.prepared.plan,
+            self.local,
+            rank,
+            session.memory,
+            late=late,
+            threads=self.options.threads,
         )
-        _or_discard(ranks, job.staging, lambda: _write_and_commit(job, work, snapshot))
-    job.staging.close()
+        return self._or_discard(session.ranks, lambda: session.ranks.agree(make))
 
+    def copy_and_write(self, ranks: Ranks, snapshot: Snapshot, workers: Workers, copied: threading.Event) -> None:
+        """What goes on in the background.
 
-def _write_and_commit(job: _Job, work: Work, snapshot: Snapshot | None) -> None:
-    ranks, prepared, content = work.ranks, job.prepared, job.content
-    noted = Noted(style=job.style, step=job.options.step, overwrite=job.overwrite)
-    if job.style == "torch":
-        files = write_objects(prepared, work, content)
-        ranks.on_first(lambda: commit(job.staging, content, files, side_files(content), noted))
-        return
-    crcs, error = write_blocks(prepared.plan, work, snapshot)
+        Args:
+            ranks: A communicator that the trainer does not use.
+            snapshot: The copy.
+            workers: The threads that write.
+            copied: Is set when the copy is complete, or has failed.
+        """
 
-    def written() -> tuple[None, list[Crc]]:
-        if error is not None:
-            raise error
-        return None, crcs
+        def copy() -> None:
+            try:
+                snapshot.finish()
+            finally:
+                copied.set()  # before others are asked: whoever waits for this waits for this rank alone
 
-    _, every = ranks.share(written)
+        with workers:
+            self._or_discard(ranks, lambda: ranks.agree(copy))
+            self.write(ranks, snapshot, workers)
 
-    def finish() -> None:
-        files = records_of(prepared.files, (each for part in every for each in part))
-        commit(job.staging, content, files, {**indexes(prepared), **side_files(content)}, noted)
+    def write(self, ranks: Ranks, snapshot: Snapshot | None, workers: Workers) -> None:
+        """Writes this rank's blocks and commits.
 
-    ranks.on_first(finish)
+        Args:
+            ranks: The ranks that save, through a communicator that nothing else uses meanwhile.
+            snapshot: The copy to write from; None: straight from the local tensors.
+            workers: The threads that write.
+        """
+        prepared, content = self.prepared, self.content
+        total = sum(file.size for file in prepared.files)
+        with Bar("save", total, ranks.rank, ranks.size, self.options.progress) as bar:
+            work = Work(
+                files=prepared.files,
+                local=self.local,
+                ranks=ranks,
+                staging=self.staging,
+                budget=parse_size(self.options.budget),
+                workers=workers,
+                progress=bar.add,
+            )
 
+            def write_and_commit() -> None:
+                noted = Noted(style=self.style, step=self.options.step, overwrite=self.overwrite)
+                if self.style == "torch":
+                    files = write_objects(prepared, work, content)
+                    ranks.on_first(lambda: commit(self.staging, content, files, side_files(content), noted))
+                    return
+                crcs, error = write_blocks(prepared.plan, work, snapshot)
 
-def _or_discard(ranks: Ranks, staging: Staging, act: Callable[[], Value]) -> Value:
-    """Does something; if it fails, the staging folder goes."""
-    try:
-        return act()
-    except BaseException:
-        if ranks.rank == 0:
-            staging.discard()
-        staging.close()
-        raise
+                def written() -> tuple[None, list[Crc]]:
+                    if error is not None:
+                        raise error
+                    return None, crcs
+
+                _, of_ranks = ranks.share(written)
+
+                def finish() -> None:
+                    files = records_of(prepared.files, (crc for of_rank in of_ranks for crc in of_rank))
+                    commit(self.staging, content, files, {**indexes(prepared), **side_files(content)}, noted)
+
+                ranks.on_first(finish)
+
+            self._or_discard(ranks, write_and_commit)
+        self.staging.close()
+
+    def _or_discard(self, ranks: Ranks, act: Callable[[], Value]) -> Value:
+        """Calls something; if it fails, the staging folder goes."""
+        try:
+            return act()
+        except BaseException:
+            if ranks.rank == 0:
+                self.staging.discard()
+            self.staging.close()
+            raise

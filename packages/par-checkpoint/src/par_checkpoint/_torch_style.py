@@ -1,4 +1,8 @@
-"""Torch style: one file an object, which `torch.load(weights_only=True)` opens; whole tensors meet on its writer."""
+"""Torch style: one file for each of model, optimizer, scheduler and extra, which `torch.load(weights_only=True)` opens.
+
+The rank that writes a file gathers its tensors in memory, as blocks of a file that is never written, and streams them
+out with `torch.save`.
+"""
 
 import io
 from bisect import bisect_left, bisect_right
@@ -12,8 +16,7 @@ from crc32c import crc32c
 from .format.bytes import bytes_of
 from .format.manifest import BLOCK, OBJECTS, FileRecord
 from .format.tagged import decode
-from .plan.entry import name_of
-from .plan.prepare import Prepared
+from .plan.files import Prepared
 from .state.collect import Content
 from .storage.folder import Writer
 from .transfer.ranks import attempt
@@ -21,17 +24,26 @@ from .transfer.write import Work, write_blocks
 
 
 def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str, FileRecord]:
-    """Gathers each section on one rank and writes it there; on every rank, what the manifest says of the files."""
+    """Gathers the tensors of each file on one rank and writes the file there. Collective.
+
+    Args:
+        prepared: All tensors, and as files: those of the model, and those of the optimizer.
+        work: What writing needs beside the plan.
+        content: What this rank brings.
+
+    Returns:
+        What the manifest says of each file, by its name; the same on every rank.
+    """
     memory = _Memory(prepared)
     _, error = write_blocks(prepared.plan, replace(work, staging=memory, progress=_nothing))  # type: ignore[arg-type]
     work.ranks.raise_first(error)
     records, error = attempt(lambda: _write_all(prepared, work, content, memory))
     work.ranks.raise_first(error)
-    return {name: record for each in work.ranks.gather(records or {}) for name, record in each.items()}
+    return {name: record for of_rank in work.ranks.gather(records or {}) for name, record in of_rank.items()}
 
 
 def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memory") -> dict[str, FileRecord]:
-    """The objects of which this rank is the writer."""
+    """Writes the files of which this rank is the writer."""
     objects: dict[str, Any] = {}
     for number, file in enumerate(prepared.files):
         if (prepared.owners or [])[number] == work.ranks.rank:
@@ -46,20 +58,20 @@ def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memor
         for section in ("scheduler", "extra"):
             if state.parts[section] is not None:
                 objects[section] = decode(state.parts[section], state.tensors)
-    return {OBJECTS[section]: _write(work, OBJECTS[section], each) for section, each in objects.items()}
+    return {OBJECTS[section]: _write(work, OBJECTS[section], value) for section, value in objects.items()}
 
 
 def _model(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, object]:
-    """A state dict; tied names share memory in the file as well."""
+    """The state dict of a model; tied names share memory in the file as well."""
     extra = decode(content.state.parts["model"], content.state.tensors) if content.state.parts["model"] else {}
     tied = {name: tensors[stored] for name, stored in content.tied.items()}
     return {**tensors, **tied, **(extra if isinstance(extra, dict) else {})}
 
 
 def _optimizer(tensors: Mapping[str, torch.Tensor], content: Content) -> dict[str, object]:
-    """An optimizer's state dict with names in place of numbers."""
+    """The state dict of an optimizer, with names of parameters in place of numbers."""
     state: dict[str, Any] = {}
-    slots = {key: decode(each, content.state.tensors) for key, each in content.state.slots.items()}
+    slots = {key: decode(slot, content.state.tensors) for key, slot in content.state.slots.items()}
     for key, value in {**tensors, **slots}.items():
         name, dot, slot = key.rpartition(".")
         (state.setdefault(name, {}) if dot else state)[slot] = value
@@ -78,7 +90,7 @@ def _write(work: Work, name: str, value: object) -> FileRecord:
         torch.save(value, cast("IO[bytes]", stream))
     except BaseException:
         writer.abort()
-        if stream.error is not None:  # torch's own words for it do not tell that, say, the disk is full
+        if stream.error is not None:  # such as that the disk is full
             raise stream.error from None
         raise
     writer.finish()
@@ -86,16 +98,25 @@ def _write(work: Work, name: str, value: object) -> FileRecord:
 
 
 class _Stream(io.RawIOBase):
-    """A file to write to from beginning to end, which checksums what passes."""
+    """A file to write to from beginning to end, which checksums what passes.
+
+    Args:
+        writer: Writes into the staging folder.
+
+    Attributes:
+        error: The first error of the writer, for torch tells only that writing failed.
+    """
 
     def __init__(self, writer: Writer) -> None:
         self._writer, self._size, self._crcs = writer, 0, [0]
         self.error: OSError | None = None
 
     def writable(self) -> bool:
+        """Whether it can be written to, as torch asks."""
         return True
 
     def write(self, data: Any) -> int:
+        """Appends some bytes; the number of them."""
         memory = memoryview(data).cast("B")
         try:
             self._writer.write_at(self._size, memory)
@@ -118,7 +139,11 @@ class _Stream(io.RawIOBase):
 
 
 class _Memory:
-    """Files in the memory of the rank that owns them, each tensor for itself, written like those on disk."""
+    """A staging folder in the memory of the rank that writes a file: there a file is its tensors, one by one.
+
+    Args:
+        prepared: All tensors and files.
+    """
 
     positional = True
 
@@ -128,23 +153,24 @@ class _Memory:
 
     def writer(self, name: str) -> Writer:
         """A file that can be written anywhere."""
-        file = next(each for each in self._prepared.files if each.name == name)
+        file = next(file for file in self._prepared.files if file.name == name)
         return _MemoryWriter([(begin, bytes_of(self._tensor(number).view(-1))) for number, begin, _ in file.placed])
 
     def tensors(self, file: int) -> dict[str, torch.Tensor]:
         """The tensors of a file by name, in the order of the model."""
         numbers = sorted(number for number, _, _ in self._prepared.files[file].placed)
-        return {name_of(self._prepared.tensors[number].key): self._tensor(number) for number in numbers}
+        return {self._prepared.tensors[number].name: self._tensor(number) for number in numbers}
 
     def _tensor(self, number: int) -> torch.Tensor:
-        held = self._prepared.tensors[number]
+        """The memory of a tensor, made when it is first asked for."""
+        tensor = self._prepared.tensors[number]
         if number not in self._tensors:
-            self._tensors[number] = torch.empty(held.shape, dtype=held.dtype, device="cpu")
+            self._tensors[number] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return self._tensors[number]
 
 
 class _MemoryWriter:
-    """Writes into one of those files.
+    """Writes into the tensors of a file.
 
     Args:
         parts: First byte and memory of each tensor, by first byte.

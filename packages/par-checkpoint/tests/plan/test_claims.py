@@ -1,8 +1,22 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from par_checkpoint.plan.claims import Claims, check_covered, digest, merge
-from par_checkpoint.plan.entry import Entry, key_of, name_of, section_of, told_apart
+from par_checkpoint.plan import claims
+from par_checkpoint.plan.claims import (
+    Claims,
+    Entry,
+    check_covered,
+    digest,
+    is_covered,
+    key_of,
+    merge,
+    name_of,
+    row_major,
+    section_of,
+    with_unique_keys,
+)
 from par_groups import Box, Sharding, whole
 
 from ..helpers import rectangle
@@ -84,8 +98,70 @@ def test_gaps_are_named():
 
 
 def test_two_tensors_of_one_name_are_told_apart_by_key_alone():
-    one, two, three = told_apart([rows("w", 0, 3), rows("w", 3, 6), rows("v", 0, 6)])
+    one, two, three = with_unique_keys([rows("w", 0, 3), rows("w", 3, 6), rows("v", 0, 6)])
     assert len({one.key, two.key, three.key}) == 3
     assert [each.name for each in (one, two, three)] == ["w", "w", "v"]
     assert section_of(two.key) == "model"
     assert name_of("optimizer:a:b.exp_avg") == "a:b.exp_avg"
+
+
+shapes = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+
+
+@st.composite
+def boxed(draw):
+    """A shape and some boxes in it."""
+    shape = draw(shapes)
+    boxes = []
+    for _ in range(draw(st.integers(0, 8))):
+        start = [draw(st.integers(0, n - 1)) for n in shape]
+        boxes.append((start, [draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)]))
+    starts = torch.tensor([start for start, _ in boxes], dtype=torch.int64).view(len(boxes), len(shape))
+    sizes = torch.tensor([size for _, size in boxes], dtype=torch.int64).view(len(boxes), len(shape))
+    return shape, starts, sizes
+
+
+def counted(shape, starts, sizes):
+    """The same, element by element."""
+    seen = torch.zeros(shape, dtype=torch.bool)
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        seen[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = True
+    return bool(seen.all())
+
+
+@given(boxed())
+def test_it_is_what_counting_finds(case):
+    assert is_covered(*case) == counted(*case)
+
+
+@given(boxed())
+def test_slab_by_slab_it_is_the_same(case):
+    cells, claims._CELLS = claims._CELLS, 1
+    try:
+        assert is_covered(*case) == counted(*case)
+    finally:
+        claims._CELLS = cells
+
+
+@pytest.mark.parametrize("hole", [None, (0, 0), (5, 3), (6, 7)])
+def test_every_element_as_its_own_box(hole):
+    starts = torch.tensor([(i, j) for i in range(7) for j in range(8) if (i, j) != hole])
+    assert is_covered((7, 8), starts, torch.ones_like(starts)) == (hole is None)
+
+
+def test_quarters_with_one_too_short():
+    starts = torch.tensor([[0, 0], [0, 2], [2, 0], [2, 2]])
+    sizes = torch.full((4, 2), 2)
+    assert is_covered((4, 4), starts, sizes)
+    sizes[2, 1] = 1
+    assert not is_covered((4, 4), starts, sizes)
+    assert not is_covered((4, 4), torch.cat([starts, starts]), torch.cat([sizes, sizes]))  # enough elements, same hole
+
+
+def test_an_empty_tensor_needs_nobody():
+    assert is_covered((3, 0), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int64))
+
+
+def test_strides_of_a_contiguous_tensor():
+    assert row_major((2, 3, 4)) == (12, 4, 1)
+    assert row_major(()) == ()

@@ -4,11 +4,11 @@ import math
 import pytest
 import torch
 
-from par_checkpoint.plan.claims import Claims, Held, merge
-from par_checkpoint.plan.overlap import Holders
+from par_checkpoint.plan.claims import Claims, GlobalTensor, merge
+from par_checkpoint.plan.overlap import BoxIndex
 
 
-def held(shape: tuple[int, ...], boxes: list[list[list[int]]]) -> Held:
+def held(shape: tuple[int, ...], boxes: list[list[list[int]]]) -> GlobalTensor:
     """A tensor from each rank's boxes, start and size joined."""
     tensors = (("model:x", torch.float32, shape),)
     claims = [Claims(tensors=tensors, rows={len(shape): torch.tensor([[0, *box] for box in each])}) for each in boxes]
@@ -36,7 +36,7 @@ def marked(shape: tuple[int, ...], start: list[int], size: list[int]) -> torch.T
 def test_every_stretch_counts_the_elements_that_each_box_holds(shape, boxes):
     tensor = held(shape, boxes)
     masks = [marked(shape, *each) for each in zip(tensor.starts.tolist(), tensor.sizes.tolist(), strict=True)]
-    holders = Holders(tensor, rank=1)
+    holders = BoxIndex(tensor, rank=1)
     for start, stop in itertools.combinations(range(math.prod(shape) + 1), 2):
         stretch = torch.zeros(math.prod(shape), dtype=torch.bool)
         stretch[start:stop] = True
@@ -55,14 +55,14 @@ def test_every_stretch_counts_the_elements_that_each_box_holds(shape, boxes):
 
 
 def test_a_rank_knows_its_boxes_and_those_of_others():
-    overlap = Holders(held((8,), [[[0, 4]], [[4, 4]], [[4, 4]]]), rank=2).within(2, 6)
+    overlap = BoxIndex(held((8,), [[[0, 4]], [[4, 4]], [[4, 4]]]), rank=2).within(2, 6)
     assert overlap.mine == [1]
     assert overlap.boxes_of(0) == {0}
     assert overlap.boxes_of(1) == overlap.boxes_of(2) == {1}
-    assert Holders(held((8,), [[[0, 4]], [[4, 4]]]), rank=0).within(4, 8).mine == []
+    assert BoxIndex(held((8,), [[[0, 4]], [[4, 4]]]), rank=0).within(4, 8).mine == []
 
 
 def test_a_scalar_has_one_element():
-    overlap = Holders(held((), [[[]], [[]]]), rank=0).within(0, 1)
+    overlap = BoxIndex(held((), [[[]], [[]]]), rank=0).within(0, 1)
     assert overlap.boxes == {0: 1}
     assert list(overlap.parts(0)) == [((), ())]

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from par_checkpoint.format.bytes import bytes_of, copy_elements_
-from par_checkpoint.plan.claims import Claims, check_covered, merge
-from par_checkpoint.plan.entry import Entry, key_of, name_of
-from par_checkpoint.plan.files import blocks_of, lay_out, tensor_blocks
+from par_checkpoint.plan.claims import Claims, Entry, check_covered, key_of, merge, name_of
+from par_checkpoint.plan.files import data_blocks, lay_out, tensor_blocks
 from par_checkpoint.plan.plan import Planner
 from par_checkpoint.transfer.exchange import by_peer, rounds
-from par_checkpoint.transfer.pieces import Local
+from par_checkpoint.transfer.memory import Local
 from par_groups import Sharding, cut, whole
 
 from ..helpers import rectangle
@@ -108,7 +107,7 @@ def exchanged(plans, *, saving, each=1):
 
 def saved(world, held, files, owners, each):
     """Carries out a save; the bytes of each file, and which rank wrote which blocks."""
-    blocks = list(blocks_of(files, held))
+    blocks = list(data_blocks(files, held))
     plans = [Planner(held, rank, len(world), owners).save(blocks) for rank in range(len(world))]
     locals_ = [Local.of(entries, held) for entries in world]
     memory, writers = {}, {}
@@ -161,7 +160,7 @@ def test_a_load_brings_every_box_to_every_holder(data):
     files = laid_out(held)
     stored = contents(files, held, values)
     near = data.draw(st.booleans())
-    blocks = list((blocks_of if data.draw(st.booleans()) else tensor_blocks)(files, held))
+    blocks = list((data_blocks if data.draw(st.booleans()) else tensor_blocks)(files, held))
     plans = [Planner(held, rank, len(world)).load(blocks, near=near) for rank in range(len(world))]
     locals_ = [Local.of(entries, held) for entries in world]
     memory, readers = {}, Counter()
@@ -220,7 +219,7 @@ def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatc
     world = of_rows(value, rows)
     held = held_by(world)
     files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
-    plans = [Planner(held, rank, len(world)).save(blocks_of(files, held)) for rank in range(len(world))]
+    plans = [Planner(held, rank, len(world)).save(data_blocks(files, held)) for rank in range(len(world))]
     assert {plan.peers for plan in plans} == {peers}
     assert saved(world, held, files, None, 1)[0] == contents(files, held, {"w": value})
 
@@ -230,7 +229,7 @@ def test_ranks_read_their_own_rows_of_a_block_and_nothing_twice(near):
     value = torch.arange(9.0 * BLOCK // 8).view(9, -1)
     held = held_by(of_rows(value, [3, 2, 4]))
     files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
-    plans = [Planner(held, rank, 3).load(blocks_of(files, held), near=near) for rank in range(3)]
+    plans = [Planner(held, rank, 3).load(data_blocks(files, held), near=near) for rank in range(3)]
     assert not any(plan.peers for plan in plans)
     row = value[0].nbytes
     assert [sum(task.block.size for task in plan.mine) for plan in plans] == [3 * row, 2 * row, 4 * row]
@@ -250,7 +249,7 @@ def test_a_shard_that_is_whole_blocks_is_written_where_it_is():
         for rank in range(4)
     ]
     held = held_by(world)
-    blocks = list(blocks_of(laid_out(held), held))
+    blocks = list(data_blocks(laid_out(held), held))
     plans = [Planner(held, rank, 4).save(blocks) for rank in range(4)]
     assert not any(plan.peers for plan in plans)
     assert [len(plan.mine) for plan in plans] == [2, 2, 2, 2]

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from par_checkpoint import load, save
 from par_checkpoint.state.conversion import Part, parts_cover, split
 from par_groups import Box, Sharding, cut, whole
 
@@ -189,3 +190,15 @@ def test_a_name_has_one_shape():
 def test_a_part_must_fit_its_file(wrong, words):
     with pytest.raises(ValueError, match=words):
         Part(**{"name": "t", "shape": (2, 3), "start": (0, 0), "dims": (0, 1), **wrong})
+
+
+def test_a_conversion_of_the_caller_that_leaves_elements_out_is_refused(tmp_path):
+    def top_half(name, shape):
+        return [Part(name="top", shape=(2, 3), start=(0, 0), dims=(0, 1))]
+
+    with pytest.raises(ValueError, match=r"convert\('w', \(4, 3\)\): the parts .top. hold 6 elements, .* of the 12"):
+        save(tmp_path / "c", model={"w": torch.ones(4, 3)}, convert=top_half)
+    assert not (tmp_path / "c").exists()
+    save(tmp_path / "c", model={"top": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match=r"convert\('w', \(4, 3\)\): the parts 'top' hold 6"):
+        load(tmp_path / "c", model={"w": torch.zeros(4, 3)}, convert=top_half)

@@ -11,6 +11,7 @@ import torch
 from crc32c import crc32c
 
 from .._errors import CheckpointError, CorruptError, corrupt, corrupt_block
+from .._torch_private import checkpoint_offset
 from .manifest import BLOCK, FileRecord
 
 _ZIP = b"PK\x03\x04"
@@ -125,7 +126,7 @@ def place_of(tensor: torch.Tensor, size: int, path: str) -> tuple[int, int]:
     width, shape = tensor.element_size(), tuple(tensor.shape)
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise CheckpointError(f"{path} holds a tensor of shape {shape} that is not contiguous; save it anew")
-    begin = cast("int", tensor.untyped_storage()._checkpoint_offset) + int(tensor.storage_offset()) * width
+    begin = checkpoint_offset(tensor) + int(tensor.storage_offset()) * width
     end = begin + tensor.numel() * width
     if begin % width or end > size:
         raise corrupt(path, f"has a tensor of shape {shape} at bytes {begin} to {end} of {size}")

@@ -1,16 +1,14 @@
-"""Where every tensor lies: files, offsets, and the blocks that files are cut into."""
+"""Which tensor lies where: the files of a save, offsets in them, and the blocks that their data is cut into."""
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..format.crc import Crc, joined
 from ..format.header import encode_header
 from ..format.index import STEMS
 from ..format.manifest import BLOCK
-from .claims import Held
-from .entry import name_of, section_of
-from .plan import Block, Span
+from .claims import GlobalTensor, section_of
+from .plan import Block, Plan, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +16,12 @@ class File:
     """One safetensors file.
 
     Args:
-        name: Relative to the checkpoint's folder.
+        name: Its name relative to the checkpoint's folder.
         section: "model" or "optimizer".
         header: Its first bytes; empty when it is only read.
-        data_begin: Where the data begins.
-        size: Bytes in all.
-        placed: Tensor number, first byte and one past the last byte, by first byte.
+        data_begin: First byte of its data.
+        size: Bytes of the file, header included.
+        placed: Number, first byte and one past the last byte of each tensor, by first byte.
         block: Bytes of its blocks.
     """
 
@@ -36,107 +34,61 @@ class File:
     block: int = BLOCK
 
 
-def lay_out(tensors: Sequence[Held], limit: int) -> list[File]:
-    """Fills files greedily in the order of the tensors.
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Everything that is known of a save before it writes: the same on every rank, but for the plan.
 
     Args:
-        tensors: All of them; their numbers are their places here.
+        tensors: All tensors.
+        files: All files.
+        plan: This rank's part.
+        owners: By file, the one rank that writes it; None where all do.
+    """
+
+    tensors: Sequence[GlobalTensor]
+    files: Sequence[File]
+    plan: Plan
+    owners: Sequence[int] | None
+
+
+def lay_out(tensors: Sequence[GlobalTensor], limit: int) -> list[File]:
+    """The files that hold some tensors, filled greedily in the order of the tensors.
+
+    Args:
+        tensors: All tensors; their numbers are their places here.
         limit: Bytes of data in a file at most, unless one tensor alone is larger.
     """
     files = []
     for section, stem in STEMS.items():
-        numbers = {held.key: number for number, held in enumerate(tensors) if section_of(held.key) == section}
-        sizes = [(key, _bytes(tensors[number])) for key, number in numbers.items()]
-        shards = fill(sizes, limit) if sizes else []
-        names = shard_names(len(shards), stem, always_numbered=section != "model")
-        for name, keys in zip(names, shards, strict=True):
-            files.append(_file(name, section, {key: numbers[key] for key in keys}, tensors))
+        numbers = {tensor.name: number for number, tensor in enumerate(tensors) if section_of(tensor.key) == section}
+        shards = fill([(name, tensors[number].bytes) for name, number in numbers.items()], limit)
+        file_names = shard_names(len(shards), stem, always_numbered=section != "model")
+        for file_name, names in zip(file_names, shards, strict=True):
+            inside = [tensors[numbers[name]] for name in names]
+            header, stored = encode_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in inside})
+            begin = stored.data_begin
+            placed = [(begin + own.begin, begin + own.end, numbers[name]) for name, own in stored.tensors.items()]
+            files.append(
+                File(
+                    name=file_name,
+                    section=section,
+                    header=header,
+                    data_begin=begin,
+                    size=begin + stored.data_size,
+                    placed=tuple((number, first, last) for first, last, number in sorted(placed)),
+                )
+            )
     return files
 
 
-def blocks_of(files: Sequence[File], tensors: Sequence[Held]) -> Iterator[Block]:
-    """The data of all files in blocks of one size, which may hold parts of several tensors; the last is shorter."""
-    for number, file in enumerate(files):
-        upcoming, held = 0, file.placed
-        for begin in range(file.data_begin, file.size, file.block):
-            end = min(begin + file.block, file.size)
-            while upcoming < len(held) and held[upcoming][2] <= begin:
-                upcoming += 1
-            spans = []
-            for tensor, first, last in held[upcoming:]:
-                if first >= end:
-                    break
-                if last > max(first, begin):
-                    width = tensors[tensor].dtype.itemsize
-                    low, high = max(first, begin), min(last, end)
-                    spans.append(
-                        Span(
-                            tensor=tensor,
-                            start=(low - first) // width,
-                            stop=(high - first) // width,
-                            at=low - begin,
-                        )
-                    )
-            yield Block(file=number, begin=begin, end=end, spans=tuple(spans))
-
-
-def tensor_blocks(files: Sequence[File], tensors: Sequence[Held]) -> Iterator[Block]:
-    """The same for files of others, which have no checksums and need not be aligned: blocks of single tensors."""
-    for number, file in enumerate(files):
-        for tensor, first, last in file.placed:
-            width = tensors[tensor].dtype.itemsize
-            for begin in range(first, last, BLOCK):
-                end = min(begin + BLOCK, last)
-                span = Span(tensor=tensor, start=(begin - first) // width, stop=(end - first) // width, at=0)
-                yield Block(file=number, begin=begin, end=end, spans=(span,))
-
-
-def join_crcs(files: Sequence[File], crcs: Iterable[Crc]) -> list[dict[int, int]]:
-    """By file: the checksums of blocks by number, those of parts joined.
-
-    Args:
-        files: All of them.
-        crcs: Of blocks or of all their parts, in any order.
-    """
-    by_file: list[dict[int, int]] = [{} for _ in files]
-    for number, begin, size, crc in sorted(crcs):
-        block = (begin - files[number].data_begin) // files[number].block
-        by_file[number][block] = joined(by_file[number].get(block, 0), crc, size)
-    return by_file
-
-
-def _file(name: str, section: str, numbers: Mapping[str, int], tensors: Sequence[Held]) -> File:
-    by_name = {name_of(key): number for key, number in numbers.items()}
-    header, stored = encode_header({key: (tensors[n].dtype, tensors[n].shape) for key, n in by_name.items()})
-    placed = sorted(
-        (stored.data_begin + each.begin, stored.data_begin + each.end, by_name[key])
-        for key, each in stored.tensors.items()
-    )
-    return File(
-        name=name,
-        section=section,
-        header=header,
-        data_begin=stored.data_begin,
-        size=stored.data_begin + stored.data_size,
-        placed=tuple((number, begin, end) for begin, end, number in placed),
-    )
-
-
-def _bytes(held: Held) -> int:
-    return held.dtype.itemsize * math.prod(held.shape)
-
-
 def fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Deals tensors out to files, greedily and in their order.
+    """The names of the tensors in each file: files are filled greedily, in the order of the tensors.
 
-    A tensor over the limit gets a file of its own, which comes before the one that is being filled.
+    As in transformers, a tensor over the limit gets a file of its own, which comes before the one that is being filled.
 
     Args:
         sizes: Name and bytes of each tensor.
         limit: Bytes of tensors in a file.
-
-    Returns:
-        The names in each file.
 
     Raises:
         ValueError: A limit below 1.
@@ -159,13 +111,67 @@ def fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
 
 
 def shard_names(count: int, stem: str = "model", *, always_numbered: bool = False) -> list[str]:
-    """The names of that many files.
+    """The names of that many files, as transformers numbers them.
 
     Args:
-        count: How many.
+        count: Number of files.
         stem: What the names begin with.
-        always_numbered: Number a single file, too.
+        always_numbered: Whether a single file has a number, too.
     """
     if count == 1 and not always_numbered:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def data_blocks(files: Sequence[File], tensors: Sequence[GlobalTensor]) -> Iterator[Block]:
+    """The data of all files in blocks of one size, which may hold parts of several tensors; the last is shorter."""
+    for number, file in enumerate(files):
+        upcoming, placed = 0, file.placed
+        for begin in range(file.data_begin, file.size, file.block):
+            end = min(begin + file.block, file.size)
+            while upcoming < len(placed) and placed[upcoming][2] <= begin:
+                upcoming += 1
+            spans = []
+            for tensor, first, last in placed[upcoming:]:
+                if first >= end:
+                    break
+                if last > max(first, begin):
+                    width = tensors[tensor].dtype.itemsize
+                    low, high = max(first, begin), min(last, end)
+                    spans.append(
+                        Span(
+                            tensor=tensor,
+                            start=(low - first) // width,
+                            stop=(high - first) // width,
+                            at=low - begin,
+                        )
+                    )
+            yield Block(file=number, begin=begin, end=end, spans=tuple(spans))
+
+
+def tensor_blocks(files: Sequence[File], tensors: Sequence[GlobalTensor]) -> Iterator[Block]:
+    """The data of all files in blocks that hold one tensor alone, or a part of it.
+
+    So files of others are read: they have no checksums of blocks, and their tensors need not be aligned.
+    """
+    for number, file in enumerate(files):
+        for tensor, first, last in file.placed:
+            width = tensors[tensor].dtype.itemsize
+            for begin in range(first, last, BLOCK):
+                end = min(begin + BLOCK, last)
+                span = Span(tensor=tensor, start=(begin - first) // width, stop=(end - first) // width, at=0)
+                yield Block(file=number, begin=begin, end=end, spans=(span,))
+
+
+def join_crcs(files: Sequence[File], crcs: Iterable[Crc]) -> list[dict[int, int]]:
+    """For each file: the checksum of each block by its number.
+
+    Args:
+        files: All files.
+        crcs: Checksums of blocks, or of all parts of a block, which are joined; in any order.
+    """
+    by_file: list[dict[int, int]] = [{} for _ in files]
+    for number, begin, size, crc in sorted(crcs):
+        block = (begin - files[number].data_begin) // files[number].block
+        by_file[number][block] = joined(by_file[number].get(block, 0), crc, size)
+    return by_file

@@ -1,5 +1,10 @@
-"""What this rank brings to a save: entries of model and optimizer, and the encoded rest."""
+"""What this rank brings to a save: the tensors of model and optimizer, and everything else, encoded.
 
+Nothing is copied but small state. What is no tensor of a file (param groups, schedulers, extra) has to be the same on
+every rank, for a checkpoint knows no ranks; only parameter names are put together.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,151 +14,293 @@ from crc32c import crc32c
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Segment, Sharding
+from par_groups import Sharding
 
-from .._options import SaveOptions
 from ..format.bytes import bytes_of
 from ..format.dtypes import safetensors_name
-from ..plan.entry import Entry, key_of
-from .conversion import Convert, split
-from .model import local_of, model_state, sharding_in, unwrapped
-from .names import rename
-from .optimizer import Naming, optimizer_state
-from .state import State, encode_state
+from ..format.tagged import check_round_trip, encode
+from ..plan.claims import Entry, digest, key_of, name_of
+from .conversion import Convert, checked
+from .model import Model, Names, local_of, model_state, rename, segments_on_disk, sharding_in
+from .optimizer import Naming, OptimizerState, optimizer_state
 from .transformers import conversion_of
-
-Model = nn.Module | Mapping[str, torch.Tensor]
-LayoutNames = tuple[list[str], list[str]]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what torch's BatchNorm calls its buffers
 _SAMPLE = 256  # elements of a tensor that are compared between replicas without a record
 
+Samples = list[tuple[str, int]]
+"""Key of a tensor and checksum of its first elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedState:
+    """Everything that is no tensor of a file, encoded.
+
+    Args:
+        parts: "model" (extra state of modules), "scheduler" and "extra", encoded; None where there is none.
+        groups: For each param group: the names of its parameters, and its other options, encoded. None without an
+            optimizer.
+        slots: Encoded slots of the optimizer that are no tensors, by "<parameter>.<slot>".
+        tensors: The tensors in all of them, by the names that the encoded values refer to.
+    """
+
+    parts: Mapping[str, Any]
+    groups: Sequence[tuple[Sequence[str], Any]] | None
+    slots: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def optimizer(self) -> Any:
+        """Param groups and slots as one value; None without an optimizer."""
+        if self.groups is None:
+            return None
+        groups = [{"params": list(names), "options": options} for names, options in self.groups]
+        return {"groups": groups, "slots": dict(self.slots)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What this rank brings.
+    """What this rank brings to a save.
 
     Args:
         entries: The tensors that go into safetensors files.
-        tied: Names in the files that are not stored, and the stored name.
+        tied: By name in the files of a tensor that is not stored: the name of the stored one.
         state: Everything else.
-        samples: Key and checksum of the first elements of each tensor that has no record.
+        samples: Beginnings of the tensors that have no record, to be compared between ranks.
         config: What to write as config.json, or None.
     """
 
     entries: list[Entry]
     tied: Mapping[str, str]
-    state: State
-    samples: list[tuple[str, int]]
+    state: EncodedState
+    samples: Samples
     config: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateSummary:
+    """A rank's encoded state as others need it for comparison: texts of JSON, and checksums of tensors."""
+
+    parts: dict[str, str]
+    groups: list[tuple[tuple[str, ...], str]] | None
+    slots: dict[str, str]
+    tensors: dict[str, int]
+
+
 def collect(
-    *, model: Model | None, optimizer: Optimizer | None, scheduler: object, extra: object, options: SaveOptions
+    *,
+    model: Model | None,
+    optimizer: Optimizer | None,
+    scheduler: object,
+    extra: object,
+    layout: Mapping[str, Sharding] | None,
+    names: Names | None,
+    convert: Convert | None,
+    dtype: torch.dtype | None,
+    config: Any,
 ) -> Content:
-    """Looks at model, optimizer and the rest; copies nothing but small state.
+    """Looks at model, optimizer and the rest. The arguments are those of `par_checkpoint.save`.
 
     Raises:
         ValueError, TypeError: What cannot be saved, by name.
     """
     found = model_state({} if model is None else model)
-    in_module = isinstance(model, nn.Module)
-    layout = options.layout or {}
-    every = [*found.tensors, *found.tied]
-    names = rename(options.names, every)
+    layout = layout or {}
+    names_on_disk = rename(names, found.names)
     shardings = {name: sharding_in(name, tensor, layout) for name, tensor in found.tensors.items()}
-    shapes = {name: tuple(each.shape) for name, each in shardings.items()}
-    convert = options.convert or usual_conversion(model, shapes)
-    entries = [
-        Entry(key=key, dtype=dtype, sharding=each.sharding, local=local_of(tensor), steady=steady, may_differ=loose)
-        for name, tensor in found.tensors.items()
-        for dtype in [_dtype_on_disk(name, tensor, options.dtype)]
-        for steady in [tensor if tensor.requires_grad else None]  # a forward pass may change a buffer
-        for each in segments_on_disk(name, shardings[name], convert, names[name])
-        for key in [key_of("model", each.name)]
-        for loose in [_is_loose_buffer(name, tensor, in_module=in_module)]
-    ]
-    slots = None
+    shapes = {name: tuple(sharding.shape) for name, sharding in shardings.items()}
+    convert = conversion_of(model, shapes) if convert is None else checked(convert)
+
+    entries: list[Entry] = []
+    samples: Samples = []
+    for name, tensor in found.tensors.items():
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values to save; materialise the model first")
+        # A tensor says itself how it is cut, or else is held to be whole. Then ranks that should be replicas are
+        # compared, but for buffers: nothing keeps those alike on all ranks.
+        has_record = hasattr(tensor, "par_sharding") or hasattr(tensor, "placements")
+        if isinstance(model, nn.Module):
+            is_buffer = not isinstance(tensor, nn.Parameter)
+        else:
+            is_buffer = name.rpartition(".")[2] in _STATISTICS
+        if name not in layout and not has_record and not is_buffer:
+            samples.append((key_of("model", name), _checksum_of_beginning(tensor)))
+        for segment in segments_on_disk(name, shardings[name], convert, names_on_disk[name]):
+            entries.append(
+                Entry(
+                    key=key_of("model", segment.name),
+                    dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+                    sharding=segment.sharding,
+                    local=local_of(tensor),
+                    steady=tensor if tensor.requires_grad else None,  # a forward pass may change a buffer
+                    may_differ=is_buffer and not has_record,
+                )
+            )
+    of_optimizer = None
     if optimizer is not None:
-        slots = optimizer_state(optimizer, Naming(model, names, layout))
-        entries += slots.entries
+        of_optimizer = optimizer_state(optimizer, Naming(model, names_on_disk, layout))
+        entries += of_optimizer.entries
     for entry in entries:
-        safetensors_name(entry.dtype, entry.name)
+        safetensors_name(entry.dtype, entry.name)  # raises if files cannot hold it
+    tied = {names_on_disk[name]: names_on_disk[stored] for name, stored in found.tied.items()}
     return Content(
         entries=entries,
-        tied={names[name]: names[stored] for name, stored in found.tied.items() if names[name] != names[stored]},
-        state=encode_state(objects=found.objects, optimizer=slots, scheduler=scheduler, extra=extra),
-        samples=[
-            _sample(name, each)
-            for name, each in found.tensors.items()
-            if name not in layout and not _has_record(each) and not _is_loose_buffer(name, each, in_module=in_module)
-        ],
-        config=_config(options.config),
+        tied={name: stored for name, stored in tied.items() if name != stored},
+        state=_encoded(objects=found.objects, optimizer=of_optimizer, scheduler=scheduler, extra=extra),
+        samples=samples,
+        config=_config(config),
     )
 
 
-def segments_on_disk(name: str, sharding: Sharding, convert: Convert | None, key: str) -> list[Segment]:
-    """What a tensor in memory is on disk: itself under its name there, or the parts that `convert` says.
+def check_replicas(samples: Sequence[Samples]) -> None:
+    """Checks that tensors which several ranks call theirs, whole and without a record, begin with the same values.
+
+    A tensor-parallel shard whose record is missing looks just like a replica; saved as one, it would be lost silently.
 
     Args:
-        name: The model's key.
-        sharding: Its record.
-        convert: From the key and the global shape to parts, or None.
-        key: Its name in the files, where it is not converted.
-    """
-    parts = None if convert is None else convert(name, tuple(sharding.shape))
-    return [Segment(key, sharding)] if parts is None else split(sharding, parts)
-
-
-def layout_names(layout: Mapping[str, Sharding] | None, model: Model | None) -> LayoutNames:
-    """The names of a layout that this rank's model lacks, and those that it has."""
-    if not layout:
-        return [], []
-    found = model_state({} if model is None else model)
-    known = {*found.tensors, *found.tied}
-    return sorted(set(layout) - known), sorted(set(layout) & known)
-
-
-def check_layout(every: Sequence[LayoutNames]) -> None:
-    """Checks that some rank's model has each name of a layout.
-
-    Args:
-        every: What `layout_names` gives, of all ranks.
+        samples: For each rank, the samples of its content.
 
     Raises:
-        ValueError: Naming one that none has.
+        ValueError: Naming tensors that differ.
     """
-    unknown = {name for lacking, _ in every for name in lacking} - {name for _, having in every for name in having}
-    if unknown:
-        raise ValueError(f"layout names {min(unknown)!r}, but the model has no such tensor; correct or remove it")
+    seen: dict[str, tuple[int, int]] = {}
+    different: dict[str, tuple[int, int]] = {}
+    for rank, of_rank in enumerate(samples):
+        for key, crc in of_rank:
+            first_rank, first_crc = seen.setdefault(key, (rank, crc))
+            if crc != first_crc:
+                different.setdefault(key, (first_rank, rank))
+    if different:
+        key, (a, b) = next(iter(different.items()))
+        raise ValueError(
+            f"{name_of(key)!r} and {len(different) - 1} more differ between ranks {a} and {b}, although each rank "
+            "calls it whole: if they are parts of a larger tensor, say so with layout={name: Sharding(...)}; if they "
+            "are buffers, pass the module, of whose buffers the first rank's are saved; else they are replicas that "
+            "have diverged, or different tensors of one name"
+        )
 
 
-def usual_conversion(model: Model | None, shapes: Mapping[str, tuple[int, ...]]) -> Convert | None:
-    """What transformers does to its own models' tensors between memory and files."""
-    inner = None if model is None else unwrapped(model)
-    return conversion_of(inner, shapes) if isinstance(inner, nn.Module) else None
+def digest_of(value: Samples | StateSummary) -> bytes:
+    """32 bytes that stand for samples or a summary where only equality counts."""
+    return digest(repr(value).encode())
 
 
-def _dtype_on_disk(name: str, tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    if tensor.is_meta:
-        raise ValueError(f"{name!r} is on the meta device and has no values to save; materialise the model first")
-    return wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
+def summary_of(state: EncodedState) -> StateSummary:
+    """A rank's encoded state as others need it for comparison."""
+    groups = state.groups
+    return StateSummary(
+        parts={name: json.dumps(part) for name, part in state.parts.items()},
+        groups=None if groups is None else [(tuple(names), json.dumps(options)) for names, options in groups],
+        slots={key: json.dumps(slot) for key, slot in state.slots.items()},
+        tensors={name: crc32c(bytes_of(tensor)) for name, tensor in state.tensors.items()},
+    )
 
 
-def _has_record(tensor: torch.Tensor) -> bool:
-    """Whether a tensor says itself how it is cut; any other calls itself whole."""
-    return hasattr(tensor, "par_sharding") or hasattr(tensor, "placements")
+def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> EncodedState:
+    """The state of all ranks as one: parameter names and slots put together, everything else the same on all.
+
+    Under pipeline stages or ZeRO a rank has some of the parameters of a param group.
+
+    Args:
+        mine: This rank's state.
+        summaries: The summaries of all ranks.
+
+    Raises:
+        ValueError: What differs between ranks.
+    """
+    for name in ("scheduler", "extra"):
+        _check_same(name, [summary.parts[name] for summary in summaries])
+    tensors = _united("tensor", [summary.tensors for summary in summaries])
+    absent = sorted(set(tensors) - set(summaries[0].tensors))
+    if absent:
+        raise ValueError(
+            f"state {absent[0]!r} is on another rank than the first, which writes it; give it to all ranks"
+        )
+    slots = {key: json.loads(slot) for key, slot in _united("slot", [summary.slots for summary in summaries]).items()}
+    modules = _united("the extra state", [json.loads(summary.parts["model"]) or {} for summary in summaries])
+    counts = [None if summary.groups is None else len(summary.groups) for summary in summaries]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the ranks' optimizers have {counts} param groups; a rank without parameters for a group keeps it, with "
+            "an empty list"
+        )
+    groups: list[tuple[list[str], Any]] = []
+    for number, of_ranks in enumerate(zip(*[summary.groups or [] for summary in summaries], strict=True)):
+        _check_same(f"the options of param group {number}", [options for _, options in of_ranks])
+        names = dict.fromkeys(name for some, _ in of_ranks for name in some)
+        groups.append((list(names), json.loads(of_ranks[0][1])))
+    return EncodedState(
+        parts={**mine.parts, "model": modules or None},
+        groups=None if counts[0] is None else groups,
+        slots=slots,
+        tensors=mine.tensors,
+    )
 
 
-def _is_loose_buffer(name: str, tensor: torch.Tensor, *, in_module: bool) -> bool:
-    """Whether nothing keeps a tensor alike on all ranks that have it: buffers, or of a mapping, BatchNorm's by name."""
-    own = not isinstance(tensor, nn.Parameter) if in_module else name.rpartition(".")[2] in _STATISTICS
-    return own and not _has_record(tensor)
+def _united(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One mapping from those of all ranks, in which no name has two values."""
+    united: dict[str, Any] = {}
+    for rank, mapping in enumerate(of_ranks):
+        for name, value in mapping.items():
+            if united.setdefault(name, value) != value:
+                raise ValueError(f"{what} {name!r} differs between rank {rank} and a lower one; give all the same")
+    return united
 
 
-def _sample(name: str, tensor: torch.Tensor) -> tuple[str, int]:
+def _check_same(what: str, texts: Sequence[str]) -> None:
+    """Raises ValueError unless all ranks have the same text."""
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise ValueError(
+                f"{what} differs between ranks: {texts[0]:.200} on rank 0, {text:.200} on rank {rank}; a checkpoint "
+                "knows no ranks: give all ranks the same, or gather what differs into one value"
+            )
+
+
+def _encoded(
+    *, objects: Mapping[str, object], optimizer: OptimizerState | None, scheduler: object, extra: object
+) -> EncodedState:
+    """Encodes this rank's state, and makes sure that it comes back as it was.
+
+    Raises:
+        TypeError: Something that JSON with our tags cannot say; the message names where it is.
+    """
+    values = {"model": dict(objects) or None, "scheduler": _scheduler_state(scheduler), "extra": extra}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        check_round_trip(value, name)
+    parts = {name: None if value is None else encode(value, tensors, name) for name, value in values.items()}
+    groups = None
+    slots = {}
+    if optimizer is not None:
+        groups = [
+            (group.names, encode(dict(group.options), tensors, f"param_groups[{number}]"))
+            for number, group in enumerate(optimizer.groups)
+        ]
+        slots = {key: encode(value, tensors, key) for key, value in optimizer.objects.items()}
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return EncodedState(parts=parts, groups=groups, slots=slots, tensors=copies)
+
+
+def _scheduler_state(scheduler: object) -> object:
+    """The state dict of a scheduler, or a list of those of several."""
+    if scheduler is None:
+        return None
+    if isinstance(scheduler, list | tuple):
+        return [_scheduler_state(one) for one in scheduler]
+    state_dict = getattr(scheduler, "state_dict", None)
+    if state_dict is None:
+        raise TypeError(
+            f"scheduler is a {type(scheduler).__name__} without state_dict(); pass an lr scheduler or a list"
+        )
+    state: object = state_dict()
+    return state
+
+
+def _checksum_of_beginning(tensor: torch.Tensor) -> int:
+    """The crc32c of a tensor's first elements, those of its first row at most."""
     first = tensor.detach()[(0,) * max(0, tensor.dim() - 1)].reshape(-1)[:_SAMPLE] if tensor.numel() else tensor
-    return key_of("model", name), crc32c(bytes_of(first.cpu().contiguous()))
+    return crc32c(bytes_of(first.cpu().contiguous()))
 
 
 def _config(config: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from par_groups import Box, Segment, Sharding
 
-from ..plan.coverage import is_covered
+from ..plan.claims import is_covered
 
 Shape = tuple[int, ...]
 
@@ -22,13 +22,13 @@ class Part:
     """A tensor in the files, or a rectangle of one, and where it lies in a tensor in memory.
 
     Args:
-        name: In the files.
-        shape: Of the whole tensor in the files.
+        name: Name of the tensor in the files.
+        shape: Shape of the whole tensor in the files.
         start: The index in memory where the first element of the rectangle lies, one number per dim in memory.
         dims: Dim i in the files runs along dim `dims[i]` in memory. Along dims in memory that are not named here, the
             part is one element thick.
         offset: First index of the rectangle in the files; None is the origin.
-        size: Its extent on each dim in the files; None is all that follows `offset`.
+        size: Extent of the rectangle on each dim in the files; None is all that follows `offset`.
 
     Raises:
         ValueError: A rectangle that leaves its tensor in the files, or dims that do not fit.
@@ -42,8 +42,8 @@ class Part:
     size: Shape | None = None
 
     def __post_init__(self) -> None:
-        given = [each for each in (self.dims, self.offset, self.size) if each is not None]
-        if any(len(each) != len(self.shape) for each in given):
+        given = [numbers for numbers in (self.dims, self.offset, self.size) if numbers is not None]
+        if any(len(numbers) != len(self.shape) for numbers in given):
             raise ValueError(f"{self}: dims, offset and size need one number for each dim of shape {self.shape}")
         if len(set(self.dims)) != len(self.dims) or not set(self.dims) <= set(range(len(self.start))):
             raise ValueError(f"{self}: dims must name different ones of the {len(self.start)} dims in memory")
@@ -80,7 +80,7 @@ def parts_cover(shape: Shape, parts: Sequence[Part]) -> None:
     """Checks that parts hold every element of a tensor in memory exactly once.
 
     Args:
-        shape: Of the whole tensor in memory.
+        shape: Shape of the whole tensor in memory.
         parts: What it is put together from.
 
     Raises:
@@ -98,12 +98,37 @@ def parts_cover(shape: Shape, parts: Sequence[Part]) -> None:
         for low, size, length in zip(part.start, part.extent_in_memory, shape, strict=True):
             if low < 0 or low + size > length:
                 raise ValueError(f"the part {part.name!r}, {part.extent_in_memory} at {part.start}, leaves {shape}")
-    held = sum(math.prod(part.extent) for part in parts)
-    if held != math.prod(shape) or not _covered(shape, parts):
+    count = sum(math.prod(part.extent) for part in parts)
+    full = [part for part in parts if 0 not in part.extent]
+    corners = [[part.start for part in full], [part.extent_in_memory for part in full]]
+    starts, sizes = torch.tensor(corners, dtype=torch.int64, device="cpu").view(2, len(full), len(shape))
+    # Where the parts hold as many elements as there are, and none is left out, none is held twice.
+    if count != math.prod(shape) or not is_covered(shape, starts, sizes):
+        names = ", ".join(repr(part.name) for part in parts[:4]) or "(none)"
+        more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
         raise ValueError(
-            f"the parts {_list(parts)} hold {held} elements, but must hold each of the {math.prod(shape)} of shape "
+            f"the parts {names}{more} hold {count} elements, but must hold each of the {math.prod(shape)} of shape "
             f"{shape} exactly once"
         )
+
+
+def checked(convert: Convert) -> Convert:
+    """A conversion whose parts of a tensor are checked to hold each of its elements exactly once.
+
+    Raises:
+        ValueError: When it is called, naming the tensor. See `parts_cover`.
+    """
+
+    def convert_and_check(name: str, shape: Shape) -> Sequence[Part] | None:
+        parts = convert(name, shape)
+        if parts is not None:
+            try:
+                parts_cover(shape, parts)
+            except ValueError as error:
+                raise ValueError(f"convert({name!r}, {shape}): {error}") from None
+        return parts
+
+    return convert_and_check
 
 
 def split(sharding: Sharding, parts: Sequence[Part]) -> list[Segment]:
@@ -124,7 +149,7 @@ def split(sharding: Sharding, parts: Sequence[Part]) -> list[Segment]:
             if piece is not None:
                 boxes[part.name].append(piece)
     shapes = {part.name: part.shape for part in parts}
-    return [Segment(name, Sharding(shapes[name], tuple(each))) for name, each in boxes.items()]
+    return [Segment(name, Sharding(shapes[name], tuple(own))) for name, own in boxes.items()]
 
 
 def _common(box: Box, part: Part) -> Box | None:
@@ -144,16 +169,3 @@ def _common(box: Box, part: Part) -> Box | None:
         offset=box.offset + skipped,
         stride=tuple(box.stride[dim] for dim in part.dims),
     )
-
-
-def _covered(shape: Shape, parts: Sequence[Part]) -> bool:
-    """Whether no element is left out; where the parts hold as many as there are, none is then held twice."""
-    full = [part for part in parts if 0 not in part.extent]
-    both = [[part.start for part in full], [part.extent_in_memory for part in full]]
-    starts, sizes = torch.tensor(both, dtype=torch.int64, device="cpu").view(2, len(full), len(shape))
-    return is_covered(shape, starts, sizes)
-
-
-def _list(parts: Sequence[Part]) -> str:
-    names = ", ".join(repr(part.name) for part in parts[:4])
-    return f"{names} and {len(parts) - 4} more" if len(parts) > 4 else names or "(none)"

@@ -1,14 +1,21 @@
-"""The tensors of a model by name, as they are in memory."""
+"""The tensors of a model: their names in memory and in the files, and how each of them is cut."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from par_groups import Sharding, sharding_of
+from par_groups import Segment, Sharding, sharding_of
 
+from .._torch_private import local_of as memory_of
 from ..format.pickled import is_extra_state
+from .conversion import Convert, split
+
+Model = nn.Module | Mapping[str, torch.Tensor]
+Names = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
+LayoutNames = tuple[list[str], list[str]]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile and activation checkpointing rename
 
@@ -18,17 +25,22 @@ class ModelState:
     """What a model's state dict holds.
 
     Args:
-        tensors: By name, tied ones once; the very parameters and buffers, not copies.
-        tied: The names that are not among them, and the name of the tensor they share.
-        objects: What is not a tensor: extra state of modules.
+        tensors: The parameters and buffers themselves, not copies, by name; tied ones once.
+        tied: The other names of tied tensors, and the name in `tensors` that each of them shares.
+        objects: What is not a tensor, by name: the extra state of modules.
     """
 
     tensors: Mapping[str, torch.Tensor]
     tied: Mapping[str, str]
     objects: Mapping[str, object]
 
+    @property
+    def names(self) -> list[str]:
+        """All names of tensors, those of tied ones included."""
+        return [*self.tensors, *self.tied]
 
-def model_state(model: nn.Module | Mapping[str, torch.Tensor]) -> ModelState:
+
+def model_state(model: Model) -> ModelState:
     """The state of a module, of what DistributedDataParallel or torch.compile wraps, or of a plain mapping.
 
     Of names that share one tensor, the first in the state dict's order is kept.
@@ -60,15 +72,15 @@ def copied(model: nn.Module, found: ModelState) -> list[str]:
 
     Args:
         model: The module.
-        found: Its state.
+        found: What its state dict holds.
     """
-    held = {_memory(each) for each in (*model.parameters(), *model.buffers()) if _has_memory(local_of(each))}
-    strange = [name for name, each in found.tensors.items() if each.numel() and _memory(each) not in held]
+    own = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers()) if _has_memory(local_of(tensor))}
+    strange = [name for name, tensor in found.tensors.items() if tensor.numel() and _memory(tensor) not in own]
     again = model_state(model).tensors if strange else {}
     return [name for name in strange if _memory(again[name]) != _memory(found.tensors[name])]
 
 
-def unwrapped(model: nn.Module | Mapping[str, torch.Tensor]) -> nn.Module | Mapping[str, torch.Tensor]:
+def unwrapped(model: Model) -> Model:
     """The module inside DistributedDataParallel, DataParallel and torch.compile."""
     while isinstance(model, nn.Module):
         inner = getattr(model, "_orig_mod", None)
@@ -81,17 +93,77 @@ def unwrapped(model: nn.Module | Mapping[str, torch.Tensor]) -> nn.Module | Mapp
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what wrappers inside the model add."""
+    """A tensor's name without what torch.compile and activation checkpointing inside the model add to it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def named_parameters(model: nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and parameters, tied ones under their first name."""
+def named_parameters(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and parameters of a model, tied ones under their first name."""
     inner = unwrapped(model)
     pairs = inner.named_parameters() if isinstance(inner, nn.Module) else inner.items()
-    return ((clean(name), each) for name, each in pairs)
+    return ((clean(name), parameter) for name, parameter in pairs)
+
+
+def rename(names: Names | None, keys: Iterable[str]) -> dict[str, str]:
+    """The name in the files of each name in the model.
+
+    Args:
+        names: A mapping of model names, where names that it lacks stay as they are and names that are not here, such
+            as those of another pipeline stage, do not count; or pairs of a regular expression and its replacement, each
+            applied to what the one before left; or a function of the model's name.
+        keys: The model's names.
+
+    Raises:
+        ValueError: A broken regular expression, or two tensors that would share one name.
+        TypeError: `names` is nothing of the kind.
+    """
+    keys = tuple(keys)
+    renamed = _renamed(names, keys)
+    first: dict[str, str] = {}
+    for key, name in renamed.items():
+        other = first.setdefault(name, key)
+        if other != key:
+            raise ValueError(
+                f"names maps both {other!r} and {key!r} to {name!r}; each tensor needs a name of its own in the files"
+            )
+    return renamed
+
+
+def _renamed(names: object, keys: Sequence[str]) -> dict[str, str]:
+    """The name in the files of each key; two may still be equal."""
+    if names is None:
+        return {key: key for key in keys}
+    if isinstance(names, Mapping):
+        return {key: _text(names[key], f"names[{key!r}]") if key in names else key for key in keys}
+    if callable(names):
+        return {key: _text(names(key), f"names({key!r})") for key in keys}
+    if isinstance(names, Sequence) and not isinstance(names, str | bytes):
+        return _by_expressions(names, keys)
+    raise TypeError(f"names is {names!r}; give a dict, pairs of (regular expression, replacement), or a function")
+
+
+def _by_expressions(names: Sequence[object], keys: Sequence[str]) -> dict[str, str]:
+    """The keys after all replacements of regular expressions."""
+    renamed = {key: key for key in keys}
+    for pair in names:
+        if not (isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2):
+            raise TypeError(f"names has {pair!r}; each item is a pair of a regular expression and its replacement")
+        pattern, replacement = (_text(text, f"{pair!r} in names") for text in pair)
+        try:
+            expression = re.compile(pattern)
+            renamed = {key: expression.sub(replacement, name) for key, name in renamed.items()}
+        except re.error as error:
+            raise ValueError(f"{pair!r} in names is not a regular expression and its replacement: {error}") from None
+    return renamed
+
+
+def _text(value: object, what: str) -> str:
+    """A name that is checked to be a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is {value!r}; names are strings")
+    return value
 
 
 def sharding_in(name: str, tensor: torch.Tensor, layout: Mapping[str, Sharding]) -> Sharding:
@@ -114,10 +186,45 @@ def sharding_in(name: str, tensor: torch.Tensor, layout: Mapping[str, Sharding])
     return sharding
 
 
+def segments_on_disk(name: str, sharding: Sharding, convert: Convert | None, key: str) -> list[Segment]:
+    """What a tensor in memory is on disk: itself under its name there, or the parts that `convert` says.
+
+    Args:
+        name: The tensor's name in the model.
+        sharding: How the local tensor is cut out of the tensor in memory.
+        convert: From a tensor's name and global shape to its parts, or None.
+        key: The tensor's name in the files, where it is not converted.
+    """
+    parts = None if convert is None else convert(name, tuple(sharding.shape))
+    return [Segment(key, sharding)] if parts is None else split(sharding, parts)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank, outside of autograd; a DTensor keeps it inside."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
+    """The part of a tensor on this rank, outside of autograd."""
+    return memory_of(tensor).detach()
+
+
+def layout_names(layout: Mapping[str, Sharding] | None, model: Model | None) -> LayoutNames:
+    """The names of a layout that this rank's model lacks, and those that it has."""
+    if not layout:
+        return [], []
+    known = set(model_state({} if model is None else model).names)
+    return sorted(set(layout) - known), sorted(set(layout) & known)
+
+
+def check_layout(of_ranks: Sequence[LayoutNames]) -> None:
+    """Checks that some rank's model has each name of a layout.
+
+    Args:
+        of_ranks: For each rank, what `layout_names` gives there.
+
+    Raises:
+        ValueError: Naming one that none has.
+    """
+    unknown = {name for lacking, _ in of_ranks for name in lacking}
+    unknown -= {name for _, having in of_ranks for name in having}
+    if unknown:
+        raise ValueError(f"layout names {min(unknown)!r}, but the model has no such tensor; correct or remove it")
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
@@ -126,7 +233,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
     Raises:
         ValueError: A sparse or lazily conjugated tensor, or one of a class that keeps its data elsewhere.
     """
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = memory_of(tensor)
     what = ""
     if local.layout != torch.strided:
         what = f"has the layout {local.layout}; give it dense"
@@ -139,20 +246,23 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own, which a tensor that only wraps others has not."""
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # a tensor subclass that only wraps others
+    except RuntimeError:
         return False
     return True
 
 
 def _memory(tensor: torch.Tensor) -> object:
+    """What is equal for tensors that share a storage."""
     local = local_of(tensor)
     return id(tensor) if local.device.type == "meta" else local.untyped_storage().data_ptr()
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    local = getattr(tensor, "_local_tensor", tensor)
+    """What is equal for tensors that are tied: the same elements of the same storage."""
+    local = memory_of(tensor)
     if local.device.type == "meta" or local.numel() == 0:
         return id(tensor)
     return local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride(), local.dtype

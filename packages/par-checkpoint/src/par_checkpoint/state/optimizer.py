@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import Segment, Segments, Sharding, segments_of, sharding_of, whole
 
-from ..plan.entry import Entry, key_of
-from .model import check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
+from ..plan.claims import Entry, key_of
+from .model import Model, check_plain, clean, local_of, named_parameters, sharding_in, unwrapped
 
 MASTER = "master"
 """The slot of an optimizer's own copy of a parameter."""
@@ -30,8 +29,9 @@ class OptimizerState:
     """What is saved of an optimizer.
 
     Args:
-        entries: Its tensors, keyed "<parameter>.<slot>".
-        objects: Slots that are no tensors, keyed alike; and state of the whole optimizer, under keys without a dot.
+        entries: Its tensors, named "<parameter>.<slot>".
+        objects: Slots that are no tensors, by "<parameter>.<slot>"; and state of the optimizer as a whole, under keys
+            without a dot.
         groups: Its param groups.
     """
 
@@ -46,7 +46,7 @@ class Packed:
 
     Args:
         tensor: As it is in the param group.
-        segments: Its names, and their boxes in its local memory.
+        segments: The names of those parameters, and their boxes in its local memory.
         is_master: Whether it is the optimizer's own copy, and not a parameter of the model.
     """
 
@@ -56,27 +56,22 @@ class Packed:
 
 
 class Naming:
-    """What the tensors of optimizers are called.
+    """The names of an optimizer's tensors.
 
     Args:
-        model: Whose parameters they are; None: the optimizer's param groups are named.
+        model: The model whose parameters they are; None: the optimizer's param groups have names themselves.
         names: From a parameter's name to its name in the files.
-        layout: Hand-made records by name.
+        layout: Hand-made records by name of a parameter.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Mapping[str, torch.Tensor] | None,
-        names: Mapping[str, str],
-        layout: Mapping[str, Sharding],
-    ) -> None:
+    def __init__(self, model: Model | None, names: Mapping[str, str], layout: Mapping[str, Sharding]) -> None:
         pairs = [] if model is None else list(named_parameters(unwrapped(model)))
         self._by_id = {id(tensor): name for name, tensor in pairs}
         self._storages = {local_of(tensor).untyped_storage().data_ptr() for _, tensor in pairs if not tensor.is_meta}
         self._names, self._layout = names, layout
 
     def groups(self, optimizer: Optimizer) -> Iterator[list[Packed]]:
-        """What each param group holds.
+        """For each param group, what its tensors hold.
 
         Raises:
             ValueError: A tensor without a name.
@@ -89,6 +84,13 @@ class Naming:
             ]
 
     def _packed(self, tensor: torch.Tensor, given: str | None, where: str) -> Packed:
+        """What one tensor of the optimizer holds.
+
+        Args:
+            tensor: The tensor.
+            given: Its name in the param group, if it has one.
+            where: Its place in the optimizer, for messages.
+        """
         name = self._by_id.get(id(tensor), None if given is None else clean(given))
         flat = segments_of(tensor) if name is None or hasattr(tensor, "par_segments") else None
         if flat is not None and flat.names != ("",):
@@ -100,10 +102,11 @@ class Naming:
                 f"{where} of the optimizer, of shape {tuple(tensor.shape)}, has no name; pass the model beside it, or "
                 "make the optimizer from model.named_parameters()"
             )
-        renamed = Segments(Segment(self._names.get(each.name, each.name), each.sharding) for each in segments)
-        return Packed(tensor=tensor, segments=renamed, is_master=self._is_master(tensor))
+        in_files = (Segment(self._names.get(part.name, part.name), part.sharding) for part in segments)
+        return Packed(tensor=tensor, segments=Segments(in_files), is_master=self._is_master(tensor))
 
     def _is_master(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the optimizer's own copy, and not a parameter of the model or a view of some."""
         if id(tensor) in self._by_id:
             return False
         own = not self._by_id and not hasattr(tensor, "par_segments")  # no model beside it that it could differ from
@@ -116,45 +119,34 @@ def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
     Raises:
         ValueError: A tensor without a name, a slot that cannot be cut like its parameter, or state under a strange key.
     """
-    found = OptimizerState(objects=_of_no_tensor(optimizer))
-    for group, packed in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
-        names = tuple(name for each in packed for name in each.segments.names)
-        found.groups.append(Group(names=names, options=_options(group)))
-        for each in packed:
-            if each.is_master:
-                found.entries.extend(_cut(each, MASTER, each.tensor))
-            for slot, value in optimizer.state.get(each.tensor, {}).items():
-                _add(found, each, slot, value)
-    return found
-
-
-def _of_no_tensor(optimizer: Optimizer) -> dict[str, object]:
-    """State that belongs to the optimizer as a whole, such as a count of steps."""
-    found: dict[str, object] = {}
+    found = OptimizerState()
     for key, value in cast("dict[object, object]", optimizer.state).items():
         if isinstance(key, torch.Tensor):
             continue
         if not isinstance(key, str) or "." in key:
             raise ValueError(f"the optimizer's state has the key {key!r}; give it a str without a dot, or a parameter")
-        found[key] = value
+        found.objects[key] = value  # of the optimizer as a whole, such as a count of steps
+    for group, tensors in zip(optimizer.param_groups, naming.groups(optimizer), strict=True):
+        names = tuple(name for packed in tensors for name in packed.segments.names)
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        found.groups.append(Group(names=names, options=options))
+        for packed in tensors:
+            if packed.is_master:
+                found.entries.extend(_cut(packed, MASTER, packed.tensor))
+            for slot, value in optimizer.state.get(packed.tensor, {}).items():
+                if "." in slot:
+                    raise ValueError(
+                        f"the optimizer's state has a slot {slot!r}; names with a dot cannot be told from parameters'"
+                    )
+                if isinstance(value, torch.Tensor):
+                    found.entries.extend(_cut(packed, slot, value))
+                else:
+                    found.objects.update({f"{name}.{slot}": value for name in packed.segments.names})
     return found
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, object]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _add(found: OptimizerState, packed: Packed, slot: str, value: object) -> None:
-    if "." in slot:
-        raise ValueError(f"the optimizer's state has a slot {slot!r}; names with a dot cannot be told from parameters'")
-    if isinstance(value, torch.Tensor):
-        found.entries.extend(_cut(packed, slot, value))
-    else:
-        found.objects.update({f"{name}.{slot}": value for name in packed.segments.names})
-
-
 def _cut(packed: Packed, slot: str, value: torch.Tensor) -> Iterator[Entry]:
-    """A slot by parameter name."""
+    """One slot of a tensor, cut into those of the parameters that the tensor holds parts of."""
     check_plain(f"{packed.segments.names[0]}.{slot}" if packed.segments.names else slot, value)
     local = local_of(value)
     for segment in packed.segments:
@@ -173,7 +165,7 @@ def slot_sharding(packed: Packed, segment: Segment, slot: str, value: torch.Tens
         return sharding_of(value)
     if tuple(local_of(value).shape) == tuple(local_of(packed.tensor).shape):
         return segment.sharding
-    if value.dim() == 0 or (len(packed.segments) == 1 and _is_whole(segment.sharding)):
+    if value.dim() == 0 or (len(packed.segments) == 1 and segment.sharding.local_numel == segment.sharding.numel):
         return whole(tuple(value.shape), (0,))
     raise ValueError(
         f"slot {slot!r} of {segment.name!r} has shape {tuple(value.shape)}, its parameter's part here "
@@ -184,13 +176,13 @@ def slot_sharding(packed: Packed, segment: Segment, slot: str, value: torch.Tens
 def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
     """What shows that a param group was saved by another kind of optimizer, in words; None if nothing does.
 
-    Each has numbers that the other lacks, as SGD has a momentum and Adam its betas. Flags say nothing: they come with
-    versions of torch. Nor do numbers that only one of the two has: schedulers leave some in a group.
+    Two kinds of optimizers each have numbers that the other lacks, as SGD has a momentum and Adam its betas. Flags say
+    nothing: they come with versions of torch. Nor do numbers that only one of the two has: schedulers leave some there.
 
     Args:
-        optimizer: The one to fill.
+        optimizer: The optimizer to fill.
         group: Its param group.
-        saved: The options of the saved one.
+        saved: The options of the saved param group.
     """
     own = _numbers(getattr(optimizer, "defaults", {})) - saved.keys()
     others = _numbers(saved) - group.keys()
@@ -200,12 +192,14 @@ def other_kind(optimizer: Optimizer, group: Mapping[str, object], saved: Mapping
 
 
 def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | None:
-    """The same for the slots of one tensor. One side may have more than the other: options that come with it say so.
+    """What shows that the slots of a tensor were saved by another kind of optimizer, in words; None if nothing does.
+
+    One side may have slots that the other lacks, if the other has none of its own: options such as amsgrad add some.
 
     Args:
-        names: Of the parameters in the tensor.
-        own: The slots that are there.
-        saved: Those in the files.
+        names: Names of the parameters in the tensor.
+        own: The slots of the tensor in the optimizer.
+        saved: Its slots in the files.
     """
     if own <= saved or saved <= own:
         return None
@@ -213,12 +207,9 @@ def other_slots(names: Sequence[str], own: Set[str], saved: Set[str]) -> str | N
 
 
 def _numbers(options: Mapping[str, object]) -> set[str]:
+    """The options of a param group that are set, and no flags."""
     return {key for key, value in options.items() if value is not None and not isinstance(value, bool)}
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-def _is_whole(sharding: Sharding) -> bool:
-    return sharding.local_numel == sharding.numel

@@ -1,7 +1,6 @@
-"""What is set rather than filled: param groups, a scheduler, extra state of modules."""
+"""What a load sets rather than fills, when all tensors are read: param groups, schedulers, extra state of modules."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -9,149 +8,129 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError
-from ..storage.outline import Outline
-from .model import clean, unwrapped
+from .model import Model, clean, unwrapped
 from .optimizer import other_kind
-from .targets import OptimizerTargets
+
+SavedGroup = tuple[list[str], dict[str, Any]]
+"""The names of the parameters of a saved param group, and its other options."""
 
 
-@dataclass(kw_only=True)
-class Restore:
-    """State that waits until the tensors are read.
+def candidates(groups: Sequence[Sequence[str]], saved: Sequence[SavedGroup]) -> list[list[int] | None]:
+    """For each param group: numbers of the saved groups in which its parameters on this rank were; None if it has none.
 
     Args:
-        module: Whose extra state to set; or a state dict that has some.
-        objects: That state by name.
-        optimizer: Whose groups and state to set.
-        names: The parameters of each of its groups on this rank, as the saved optimizer calls them.
-        saved: Names and options of each saved group.
-        state: The new state by tensor.
-        of_no_tensor: That of the whole optimizer, by its keys.
-        scheduler: One or several.
-        scheduler_state: Theirs.
+        groups: For each param group, its parameters on this rank, as the saved optimizer calls them.
+        saved: The saved param groups.
     """
-
-    module: nn.Module | MutableMapping[str, Any] | None = None
-    objects: Mapping[str, object] = field(default_factory=dict)
-    optimizer: Optimizer | None = None
-    names: list[tuple[str, ...]] = field(default_factory=list)
-    saved: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
-    state: Mapping[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
-    of_no_tensor: Mapping[str, object] = field(default_factory=dict)
-    scheduler: object = None
-    scheduler_state: Any = None
-    matches: list[int | None] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
-        found: Outline,
-        *,
-        model: object,
-        optimizer: Optimizer | None,
-        scheduler: object,
-        targets: OptimizerTargets,
-    ) -> "Restore":
-        """What a checkpoint says.
-
-        Raises:
-            CheckpointError: It has no scheduler, or a different number of them.
-        """
-        state = found.part("scheduler") if scheduler is not None else None
-        if scheduler is not None and state is None:
-            raise CheckpointError("the checkpoint was saved without a scheduler; pass none")
-        several = isinstance(scheduler, list | tuple)
-        if several != isinstance(state, list) and scheduler is not None:
-            raise CheckpointError("one of the checkpoint and the call has a list of schedulers, the other has one")
-        if isinstance(scheduler, list | tuple) and isinstance(state, list) and len(scheduler) != len(state):
-            raise CheckpointError(f"the checkpoint has {len(state)} schedulers, but {len(scheduler)} are given")
-        inner = unwrapped(model) if isinstance(model, nn.Module) else model
-        return cls(
-            module=inner if isinstance(inner, nn.Module | MutableMapping) else None,
-            objects={} if model is None else found.objects(),
-            optimizer=optimizer,
-            names=targets.groups,
-            saved=[] if optimizer is None else found.groups(),
-            state=targets.state,
-            of_no_tensor={} if optimizer is None else {k: each for k, each in found.slots().items() if "." not in k},
-            scheduler=scheduler,
-            scheduler_state=state,
-        )
-
-    def candidates(self) -> list[list[int] | None]:
-        """By param group: the saved groups in which its parameters on this rank were; None: it has none here."""
-        return [
-            [number for number, (members, _) in enumerate(self.saved) if not of.isdisjoint(members)] if of else None
-            for of in map(set, self.names)
-        ]
-
-    def match(self, every: Sequence[Sequence[Sequence[int] | None]]) -> None:
-        """Finds the saved group of each group; None for one whose parameters were in none.
-
-        Args:
-            every: The candidates of all ranks.
-
-        Raises:
-            CheckpointError: A group whose parameters were in several groups.
-        """
-        self.matches = []
-        for number in range(len(self.names)):
-            found = [each[number] for each in every if number < len(each)]
-            of = {saved for each in found for saved in each or ()}
-            if len(of) > 1:
-                raise CheckpointError(
-                    f"the parameters of param group {number} were in groups {sorted(of)} when they were saved; make "
-                    "the groups as they were, or load without the optimizer"
-                )
-            if of:
-                self.matches.append(of.pop())
-            else:  # a group that is empty on all ranks is known by its place
-                empty = all(each is None for each in found)
-                self.matches.append(min(number, len(self.saved) - 1) if empty else None)
-
-    def apply_(self) -> None:
-        """Sets everything."""
-        if self.optimizer is not None:
-            for group, match in zip(self.optimizer.param_groups, self.matches, strict=True):
-                options = None if match is None else self.saved[match][1]
-                if options is not None and other_kind(self.optimizer, group, options) is None:
-                    _set_options_(group, options)
-            for tensor, state in self.state.items():
-                if state:
-                    self.optimizer.state[tensor] = state
-                else:
-                    self.optimizer.state.pop(tensor, None)
-            cast("dict[object, object]", self.optimizer.state).update(self.of_no_tensor)
-        _load_scheduler(self.scheduler, self.scheduler_state)
-        if self.module is not None and self.objects:
-            _set_extra_(self.module, self.objects)
+    return [
+        [number for number, (members, _) in enumerate(saved) if not names.isdisjoint(members)] if names else None
+        for names in map(set, groups)
+    ]
 
 
-def _set_options_(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """A group's options; a tensor that is there, such as the lr of a captured step, keeps its memory."""
-    for key, value in options.items():
-        old = group.get(key)
-        if isinstance(old, torch.Tensor) and key not in ("params", "param_names"):
-            old.copy_(torch.as_tensor(value, device=old.device))
+def matching_groups(of_ranks: Sequence[Sequence[Sequence[int] | None]], saved: int) -> list[int | None]:
+    """The number of the saved group of each param group; None for a group whose parameters were in none.
+
+    Args:
+        of_ranks: For each rank, the `candidates` there; a rank without an optimizer has none.
+        saved: Number of saved groups.
+
+    Raises:
+        CheckpointError: A group whose parameters were in several groups.
+    """
+    matches: list[int | None] = []
+    for number in range(max(map(len, of_ranks))):
+        found = [of_rank[number] for of_rank in of_ranks if number < len(of_rank)]
+        groups = {group for some in found for group in some or ()}
+        if len(groups) > 1:
+            raise CheckpointError(
+                f"the parameters of param group {number} were in groups {sorted(groups)} when they were saved; make "
+                "the groups as they were, or load without the optimizer"
+            )
+        if groups:
+            matches.append(groups.pop())
+        else:  # a group that is empty on all ranks is known by its place
+            is_empty = all(some is None for some in found)
+            matches.append(min(number, saved - 1) if is_empty else None)
+    return matches
+
+
+def set_optimizer_(
+    optimizer: Optimizer,
+    saved: Sequence[SavedGroup],
+    matches: Sequence[int | None],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    slots: Mapping[str, object],
+) -> None:
+    """Sets the options of param groups, and the state of tensors and of the optimizer as a whole.
+
+    Args:
+        optimizer: The optimizer.
+        saved: The saved param groups.
+        matches: For each param group, the number of the saved one, or None.
+        state: The new state of tensors, which takes the place of the old one.
+        slots: Saved slots that are no tensors; those without a dot belong to the optimizer as a whole.
+    """
+    for group, match in zip(optimizer.param_groups, matches, strict=False):
+        if match is None or other_kind(optimizer, group, saved[match][1]) is not None:
+            continue
+        for key, value in saved[match][1].items():
+            old = group.get(key)
+            if isinstance(old, torch.Tensor):  # such as the lr of a captured step, which keeps its memory
+                old.copy_(torch.as_tensor(value, device=old.device))
+            else:
+                group[key] = value
+    for tensor, of_tensor in state.items():
+        if of_tensor:
+            optimizer.state[tensor] = of_tensor
         else:
-            group[key] = value
+            optimizer.state.pop(tensor, None)
+    of_no_tensor = {key: value for key, value in slots.items() if "." not in key}
+    cast("dict[object, object]", optimizer.state).update(of_no_tensor)
 
 
-def _load_scheduler(scheduler: Any, state: Any) -> None:
+def check_schedulers(scheduler: object, state: object) -> None:
+    """Checks that a checkpoint has a state for each scheduler.
+
+    Args:
+        scheduler: A scheduler, a list of them, or None.
+        state: The saved state, or a list of states; None if none was saved.
+
+    Raises:
+        CheckpointError: It has none, or another number of them.
+    """
+    if scheduler is None:
+        return
+    if state is None:
+        raise CheckpointError("the checkpoint was saved without a scheduler; pass none")
+    if isinstance(scheduler, list | tuple) != isinstance(state, list):
+        raise CheckpointError("one of the checkpoint and the call has a list of schedulers, the other has one")
+    if isinstance(scheduler, list | tuple) and isinstance(state, list) and len(scheduler) != len(state):
+        raise CheckpointError(f"the checkpoint has {len(state)} schedulers, but {len(scheduler)} are given")
+
+
+def set_scheduler_(scheduler: Any, state: Any) -> None:
+    """Sets the state of a scheduler, or of each in a list of them."""
     if isinstance(scheduler, list | tuple):
-        for each, part in zip(scheduler, state, strict=True):
-            _load_scheduler(each, part)
+        for one, its_state in zip(scheduler, state, strict=True):
+            set_scheduler_(one, its_state)
     elif scheduler is not None:
         scheduler.load_state_dict(state)
 
 
-def _set_extra_(module: nn.Module | MutableMapping[str, Any], objects: Mapping[str, object]) -> None:
-    """The extra state of modules, by its key in the state dict."""
-    if isinstance(module, MutableMapping):
-        module.update({key: objects[clean(key)] for key in module if clean(key) in objects})
-        return
-    modules = {clean(name): each for name, each in module.named_modules()}
-    for key, value in objects.items():
-        owner = modules.get(key.removesuffix("_extra_state").removesuffix("."))
-        if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
-            owner.set_extra_state(value)
+def set_extra_state_(model: Model | None, objects: Mapping[str, object]) -> None:
+    """Sets the extra state of modules.
+
+    Args:
+        model: The module, or a state dict that has some.
+        objects: The extra state by its key in the state dict.
+    """
+    inner = None if model is None else unwrapped(model)
+    if isinstance(inner, nn.Module):
+        modules = {clean(name): module for name, module in inner.named_modules()}
+        for key, value in objects.items():
+            owner = modules.get(key.removesuffix("_extra_state").removesuffix("."))
+            if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
+                owner.set_extra_state(value)
+    elif isinstance(inner, MutableMapping):
+        inner.update({key: objects[clean(key)] for key in inner if clean(key) in objects})

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from .conversion import Convert, Part, Shape
-from .model import clean, unwrapped
+from .model import Model, clean, unwrapped
 
 
-def conversion_of(model: nn.Module, shapes: Mapping[str, Shape]) -> Convert | None:
+def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Convert | None:
     """The conversion that `save_pretrained` would apply to a model's tensors, new names included.
 
     Args:
-        model: Any module; wrappers such as DistributedDataParallel may surround it.
+        model: Any module, perhaps within wrappers such as DistributedDataParallel; a mapping of tensors has none.
         shapes: Name and global shape of each of the model's tensors, tied ones once. Only these can be asked for.
 
     Returns:
@@ -34,8 +34,8 @@ def conversion_of(model: nn.Module, shapes: Mapping[str, Shape]) -> Convert | No
     Raises:
         ValueError: A conversion that transformers cannot reverse, such as a quantised model's.
     """
-    inner = unwrapped(model)
-    modeling = sys.modules.get("transformers.modeling_utils")
+    inner = None if model is None else unwrapped(model)
+    modeling = sys.modules.get("transformers.modeling_utils")  # who has such a model has imported it
     if modeling is None or not isinstance(inner, modeling.PreTrainedModel):
         return None
     transforms = _conversions(inner)
@@ -72,15 +72,15 @@ def _conversions(model: Any) -> list[Any]:
         return []  # a release without conversions: its files are as the model is
     prefix_change = getattr(mapping, "PrefixChange", ())  # not in every release
     root = SimpleNamespace(named_modules=lambda: _declared(model), base_model_prefix=model.base_model_prefix)
-    found = conversions_of(root, add_legacy=False)
-    return [each for each in found if not isinstance(each, prefix_change)]  # no files were loaded that had the prefix
+    # Renamings of a prefix are left out: no files were loaded that had the prefix.
+    return [one for one in conversions_of(root, add_legacy=False) if not isinstance(one, prefix_change)]
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules, with the classes that source code gives them: FSDP swaps in one of another name and module."""
     for name, module in model.named_modules():
-        kinds = [each for each in type(module).__mro__ if issubclass(each, nn.Module)]  # without FSDP's own mix-in
-        kind = next(each for each in kinds if getattr(sys.modules.get(each.__module__), each.__name__, None) is each)
+        bases = [base for base in type(module).__mro__ if issubclass(base, nn.Module)]  # without FSDP's own mix-in
+        kind = next(base for base in bases if getattr(sys.modules.get(base.__module__), base.__name__, None) is base)
         if kind is not type(module) and hasattr(module, "config"):
             stand_in = kind.__new__(kind)  # only its class and its config are looked at
             stand_in.__dict__["config"] = module.config
@@ -91,7 +91,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _reversed(transforms: Sequence[Any]) -> list[Any]:
     """The transforms from memory to the files, in the order in which they apply."""
     try:
-        return [each.reverse_transform() for each in reversed(transforms)]
+        return [transform.reverse_transform() for transform in reversed(transforms)]
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"transformers cannot reverse its conversion of this model ({error}); pass a `convert` function of your own"
@@ -99,6 +99,7 @@ def _reversed(transforms: Sequence[Any]) -> list[Any]:
 
 
 def _as_it_is(key: str, shape: Shape, parts: Sequence[Part]) -> bool:
+    """Whether the parts are one: the tensor itself, under its own name."""
     if [part.name for part in parts] != [key]:
         return False
     part = parts[0]
@@ -111,8 +112,8 @@ Refused = dict[str, tuple[str, Exception]]
 
 def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config: Any) -> tuple[Parts, Refused]:
     """By name in the model: its parts; or the operations that are more than placement, and what failed in them."""
-    renamings = [each for each in transforms if not hasattr(each, "operations")]
-    groups, single = _grouped([each for each in transforms if hasattr(each, "operations")], shapes)
+    renamings = [transform for transform in transforms if not hasattr(transform, "operations")]
+    groups, single = _grouped([transform for transform in transforms if hasattr(transform, "operations")], shapes)
     traced = {_renamed(key, renamings): _Traced.of(key, shapes[key]) for key in single}
     # An operation may look up the shape of a parameter: it must see the global one.
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=shapes[name]))
@@ -127,11 +128,11 @@ def _traced_parts(transforms: Sequence[Any], shapes: Mapping[str, Shape], config
             traced[_renamed(target, renamings)] = result[0] if isinstance(result, list) else result
     parts: Parts = {}
     for name, tensor in traced.items():
-        for each in tensor.pieces:
+        for piece in tensor.pieces:
             part = Part(
-                name=name, shape=tensor.shape, start=each.start, dims=each.dims, offset=each.offset, size=each.size
+                name=name, shape=tensor.shape, start=piece.start, dims=piece.dims, offset=piece.offset, size=piece.size
             )
-            parts.setdefault(each.key, []).append(part)
+            parts.setdefault(piece.key, []).append(part)
     return parts, refused
 
 
@@ -156,8 +157,9 @@ def _grouped(
 
 
 def _renamed(name: str, renamings: Iterable[Any]) -> str:
-    for each in renamings:
-        name, _ = each.rename_source_key(name)
+    """A name after all renamings."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
     return name
 
 
@@ -197,20 +199,18 @@ class _Traced:
         return placements[function](*args, **kwargs or {})
 
     def size(self, dim: int) -> int:
-        """Like a tensor's."""
+        """The length of a dim, as of a tensor."""
         return self.shape[dim]
 
     def contiguous(self) -> "_Traced":
-        """Like a tensor's: where elements lie in memory does not count here."""
+        """The tensor itself: where elements lie in memory does not count here."""
         return self
 
     def squeeze(self, dim: int) -> "_Traced":
-        """Like a tensor's."""
-        return (
-            self
-            if self.shape[dim] != 1
-            else self._select([d for d in range(len(self.shape)) if d != dim % len(self.shape)])
-        )
+        """The tensor without a dim of length 1, as `torch.Tensor.squeeze` does it."""
+        if self.shape[dim] != 1:
+            return self
+        return self._select([d for d in range(len(self.shape)) if d != dim % len(self.shape)])
 
     def _select(self, dims: Sequence[int]) -> "_Traced":
         """Takes these dims, in this order; those that are left out have extent 1."""
@@ -219,18 +219,21 @@ class _Traced:
             return tuple(numbers[dim] for dim in dims)
 
         pieces = (
-            each._replace(dims=take(each.dims), offset=take(each.offset), size=take(each.size)) for each in self.pieces
+            piece._replace(dims=take(piece.dims), offset=take(piece.offset), size=take(piece.size))
+            for piece in self.pieces
         )
         return _Traced(take(self.shape), tuple(pieces))
 
 
 def _transpose(tensor: _Traced, dim0: int, dim1: int) -> _Traced:
+    """What `torch.transpose` does to a traced tensor."""
     dims = list(range(len(tensor.shape)))
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
     return tensor._select(dims)
 
 
 def _chunk(tensor: _Traced, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
+    """What `torch.chunk` does to a traced tensor."""
     length = tensor.shape[dim]
     step = -(-length // chunks)
     return tuple(
@@ -239,33 +242,38 @@ def _chunk(tensor: _Traced, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
 
 
 def _narrow(tensor: _Traced, dim: int, start: int, length: int) -> _Traced:
+    """What `torch.narrow` does to a traced tensor."""
     pieces = []
-    for each in tensor.pieces:
-        low, high = max(start, each.offset[dim]), min(start + length, each.offset[dim] + each.size[dim])
+    for piece in tensor.pieces:
+        low, high = max(start, piece.offset[dim]), min(start + length, piece.offset[dim] + piece.size[dim])
         if low < high:
-            inside = each.dims[dim]
+            inside = piece.dims[dim]
             pieces.append(
-                each._replace(
-                    start=_with(each.start, inside, each.start[inside] + low - each.offset[dim]),
-                    offset=_with(each.offset, dim, low - start),
-                    size=_with(each.size, dim, high - low),
+                piece._replace(
+                    start=_with(piece.start, inside, piece.start[inside] + low - piece.offset[dim]),
+                    offset=_with(piece.offset, dim, low - start),
+                    size=_with(piece.size, dim, high - low),
                 )
             )
     return _Traced(_with(tensor.shape, dim, length), tuple(pieces))
 
 
 def _cat(tensors: Sequence[_Traced], dim: int = 0) -> _Traced:
+    """What `torch.cat` does to traced tensors."""
     dim %= len(tensors[0].shape)
-    if len({_with(each.shape, dim, 0) for each in tensors}) > 1:
-        shapes = [each.shape for each in tensors]
+    if len({_with(tensor.shape, dim, 0) for tensor in tensors}) > 1:
+        shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"tensors of shapes {shapes} cannot be joined along dim {dim}; their other dims must be alike")
     pieces: list[_Piece] = []
     length = 0
     for tensor in tensors:
-        pieces += (each._replace(offset=_with(each.offset, dim, each.offset[dim] + length)) for each in tensor.pieces)
+        pieces += (
+            piece._replace(offset=_with(piece.offset, dim, piece.offset[dim] + length)) for piece in tensor.pieces
+        )
         length += tensor.shape[dim]
     return _Traced(_with(tensors[0].shape, dim, length), tuple(pieces))
 
 
 def _with(numbers: Shape, index: int, value: int) -> Shape:
+    """Some numbers with another one at an index."""
     return (*numbers[:index], value, *numbers[index + 1 :])

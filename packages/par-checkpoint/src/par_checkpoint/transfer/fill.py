@@ -1,114 +1,109 @@
-"""Filling the matched tensors of a section: who holds what, which blocks hold it, and reading them."""
+"""Filling what a load has matched: who holds what, which blocks have it, and reading them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.autograd.graph import increment_version
 
 from .._errors import CheckpointError
-from .._options import LoadOptions, parse_size
 from .._progress import Bar
 from ..format.bytes import copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
-from ..plan.claims import Claims, Held, digest, merge
-from ..plan.entry import Entry, name_of, section_of, told_apart
-from ..plan.files import File, blocks_of, tensor_blocks
-from ..plan.plan import Block, Plan, Planner
-from ..plan.prepare import all_claims
+from ..plan.claims import Claims, Entry, GlobalTensor, digest, merge, section_of, with_unique_keys
+from ..plan.files import File, data_blocks, tensor_blocks
+from ..plan.plan import Planner
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
 from ..storage.folder import Folder
 from ..storage.outline import Outline, tensors_of
-from .pieces import Local
+from .memory import Local
 from .ranks import Ranks, attempt
 from .read import Reading, read_blocks, wrong_join
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """From where, with whom and how.
+    """From where, with whom and how to fill.
 
     Args:
-        ranks: Who reads together.
+        ranks: The ranks that read together.
         near: Whether they share a machine.
-        folder: The checkpoint's.
-        found: What it holds.
-        options: The caller's.
+        folder: The checkpoint's folder.
+        outline: What it holds.
+        device: The device on which tensors of the meta device are made.
+        verify: Whether blocks are compared with their checksums.
+        budget: Bytes that may be held beside the state.
+        threads: Number of threads that read.
+        progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
     """
 
     ranks: Ranks
     near: bool
     folder: Folder
-    found: Outline
-    options: LoadOptions
+    outline: Outline
+    device: torch.device
+    verify: bool
+    budget: int
+    threads: int
+    progress: bool | None
 
 
 def fill_(targets: Targets, filling: Filling) -> None:
-    """Reads the tensors of a section; from here on they change. Collective.
+    """Reads the tensors of the model or of the optimizer; from here on they change. Collective.
 
     Raises:
         CheckpointError, OSError: Something cannot be read, or is corrupt; on every rank.
         RuntimeError: Another rank is gone.
     """
-    ranks = filling.ranks
-    made, tensors = _holders(targets, filling)
-    increment_version([each.local for each in made])  # bytes go there unseen by autograd, and by a save that copies
-    reading, plan = _planned(filling, made, tensors)
-    with Bar("load", sum(file.size for file in reading.files), ranks, filling.options.progress) as bar:
+    ranks, outline = filling.ranks, filling.outline
+
+    def claim() -> tuple[tuple[list[Entry], list[Entry], bytes], bytes]:
+        made = [target.entry(filling.device) for target in targets.pending]
+        in_blocks = list(with_unique_keys(entry for entry in made if section_of(entry.key) not in outline.pickled))
+        claims = Claims.of(in_blocks).encode()
+        return (made, in_blocks, claims), digest(claims)
+
+    (made, in_blocks, claims), digests = ranks.share(claim)
+    tensors = merge([(holders, Claims.decode(data)) for holders, data in ranks.gather_distinct(claims, digests)])
+    increment_version([entry.local for entry in made])  # bytes go there unseen by autograd, and by a save that copies
+    files = _files(outline, tensors)
+    blocks = (tensor_blocks if outline.manifest is None else data_blocks)(files, tensors)
+    plan = Planner(tensors, ranks.rank, ranks.size).load(blocks, near=filling.near)
+    records = {} if outline.manifest is None or not filling.verify else outline.manifest.files
+    reading = Reading(
+        files=files,
+        local=Local.of(in_blocks, tensors),
+        ranks=ranks,
+        folder=filling.folder,
+        crcs={name: record.crcs for name, record in records.items()},
+        budget=filling.budget,
+        threads=filling.threads,
+    )
+    total = sum(file.size for file in files)
+    with Bar("load", total, ranks.rank, ranks.size, filling.progress) as bar:
         parts, error = read_blocks(plan, reading, bar.add)
     if error is None:
-        _, error = attempt(partial(_copy_pickled, filling, made))
+        _, error = attempt(lambda: _copy_pickled(filling, made))
 
     def finish() -> tuple[None, list[Crc]]:
         if error is not None:
             raise _undefined(error)
         return None, parts
 
-    _, every = ranks.share(finish)
-    wrong = wrong_join([part for each in every for part in each], reading)
+    _, of_ranks = ranks.share(finish)
+    wrong = wrong_join([part for of_rank in of_ranks for part in of_rank], reading)
     if wrong is not None:
         raise _undefined(wrong)
     if isinstance(targets, OptimizerTargets):
-        ranks.agree(partial(_set_scalars_, targets))
+        scalars = targets.scalars
 
+        def set_() -> None:
+            differing = list(set_scalars_(scalars))
+            if differing:
+                raise _undefined(CheckpointError("; ".join(differing)))
 
-def _holders(targets: Targets, filling: Filling) -> tuple[list[Entry], list[Held]]:
-    """This rank's tensors, now with memory, and who fills what of those that are read block by block."""
-
-    def make() -> tuple[tuple[list[Entry], bytes], bytes]:
-        made = [each.entry(torch.device(filling.options.device)) for each in targets.pending]
-        claims = Claims.of(_in_blocks(made, filling.found)).encode()
-        return (made, claims), digest(claims)
-
-    (made, claims), digests = filling.ranks.share(make)
-    return made, merge(all_claims(filling.ranks, claims, digests))
-
-
-def _in_blocks(entries: Iterable[Entry], found: Outline) -> Iterator[Entry]:
-    """Those that are read block by block: all but those in files that torch.load opens."""
-    return told_apart(each for each in entries if section_of(each.key) not in found.pickled)
-
-
-def _planned(filling: Filling, made: Iterable[Entry], tensors: Sequence[Held]) -> tuple[Reading, Plan]:
-    files, blocks = _blocks(filling.found, tensors)
-    reading = Reading(
-        files=files,
-        local=Local.of(_in_blocks(made, filling.found), tensors),
-        ranks=filling.ranks,
-        folder=filling.folder,
-        crcs=_crcs(filling),
-        budget=parse_size(filling.options.budget),
-        threads=filling.options.threads,
-    )
-    return reading, Planner(tensors, filling.ranks.rank, filling.ranks.size).load(blocks, near=filling.near)
-
-
-def _set_scalars_(targets: OptimizerTargets) -> None:
-    wrong = list(set_scalars_(targets.scalars))
-    if wrong:
-        raise _undefined(CheckpointError("; ".join(wrong)))
+        ranks.agree(set_)
 
 
 def _undefined(error: BaseException) -> BaseException:
@@ -118,46 +113,30 @@ def _undefined(error: BaseException) -> BaseException:
     return type(error)(f"{error}. What was being loaded is now undefined: load another checkpoint before going on")
 
 
-def _blocks(found: Outline, tensors: Sequence[Held]) -> tuple[list[File], list[Block]]:
-    """The files to read, and their blocks: those that were checksummed, or, in files of others, tensor by tensor."""
+def _files(outline: Outline, tensors: Sequence[GlobalTensor]) -> list[File]:
+    """The files that hold the tensors."""
     placed: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
-    for number, held in enumerate(tensors):
-        section = section_of(held.key)
-        place = found.places(section)[name_of(held.key)]
+    for number, tensor in enumerate(tensors):
+        section = section_of(tensor.key)
+        place = outline.places(section)[tensor.name]
         placed.setdefault((section, place.file), []).append((number, place.begin, place.end))
-    files = [_file(found, section, name, each) for (section, name), each in placed.items()]
-    cut = tensor_blocks if found.manifest is None else blocks_of
-    return files, list(cut(files, tensors))
-
-
-def _file(found: Outline, section: str, name: str, placed: Sequence[tuple[int, int, int]]) -> File:
-    if found.manifest is None:  # nothing is compared that begins with the data
-        begin, size, block = 0, max(end for _, _, end in placed), BLOCK
-    else:
-        record = found.manifest.files[name]
-        begin, size, block = record.data_begin, record.size, record.block
-    return File(
-        name=name,
-        section=section,
-        header=b"",
-        data_begin=begin,
-        size=size,
-        placed=tuple(sorted(placed, key=lambda each: each[1:])),
-        block=block,
-    )
-
-
-def _crcs(filling: Filling) -> Mapping[str, Sequence[int]]:
-    """By file name: the checksums of its blocks; of no file where none are to be compared."""
-    manifest = filling.found.manifest
-    if manifest is None or filling.options.verify == "off":
-        return {}
-    return {name: record.crcs for name, record in manifest.files.items()}
+    files = []
+    for (section, name), inside in placed.items():
+        if outline.manifest is None:  # nothing is compared that begins with the data
+            begin, size, block = 0, max(end for _, _, end in inside), BLOCK
+        else:
+            record = outline.manifest.files[name]
+            begin, size, block = record.data_begin, record.size, record.block
+        in_order = tuple(sorted(inside, key=lambda tensor: tensor[1:]))
+        files.append(
+            File(name=name, section=section, header=b"", data_begin=begin, size=size, placed=in_order, block=block)
+        )
+    return files
 
 
 def _copy_pickled(filling: Filling, entries: Iterable[Entry]) -> None:
-    """Copies from others' files that torch.load maps: every rank takes its boxes."""
-    for section, names in filling.found.pickled.items():
+    """Copies from files of other writers that torch.load maps: every rank takes its boxes."""
+    for section, names in filling.outline.pickled.items():
         mine = [entry for entry in entries if section_of(entry.key) == section]
         tensors = tensors_of(filling.folder, names) if mine else {}
         for entry in mine:

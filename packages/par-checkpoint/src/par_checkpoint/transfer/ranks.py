@@ -1,32 +1,40 @@
-"""The ranks that save or load together: their communicator, and how they agree on errors."""
+"""The ranks that save or load together: their communicator, how they agree on errors, and what they keep between calls.
+
+All of it is bytes of the CPU over gloo, whatever the backend of the group: a save in the background must never wait for
+the trainer's collectives.
+"""
 
 import pickle
 import struct
 import uuid
-from collections.abc import Callable, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
 from .._errors import CheckpointError
+from .._torch_private import all_gather_into, gloo_among, gloo_of
 from ..format.bytes import bytes_of
 
 Value = TypeVar("Value")
-Told = TypeVar("Told")
+Public = TypeVar("Public")
 
 _HEAD = struct.Struct("<qII")
 _ROOM = 1008  # bytes of a message that go with its head
+_PLANS = 4  # a trainer saves one or two kinds of checkpoints
 
 
 class Transfer:
-    """Bytes under way.
+    """Bytes under way to or from another rank.
 
     Args:
-        work: What torch gave for it.
+        work: The handle that torch gave for them.
         timeout: How long to wait at most.
     """
 
@@ -58,15 +66,13 @@ class Ranks:
         self._timeout = timedelta(seconds=timeout)
         self._gloo: Any = None
         if group is not None and self.size > 1:
-            self._gloo = (None if private else _gloo_of(group)) or self._make(group)
+            self._gloo = (None if private else gloo_of(group)) or self._make(group)
 
     def _make(self, group: dist.ProcessGroup) -> Any:
         """A communicator of the group's ranks alone; torch's `new_group` would have to be called by all others, too."""
         nonce = [uuid.uuid4().hex]
         dist.broadcast_object_list(nonce, group=group, group_src=0)
-        store = dist.distributed_c10d._get_default_store()
-        prefixed = dist.distributed_c10d.PrefixStore(f"par_checkpoint/{nonce[0]}", store)
-        return dist.ProcessGroupGloo(prefixed, self.rank, self.size, self._timeout)
+        return gloo_among(f"par_checkpoint/{nonce[0]}", self.rank, self.size, self._timeout)
 
     def gather(self, value: Value) -> list[Value]:
         """The value of every rank, by rank. One all-gather of pickled bytes; a second round where some have many.
@@ -86,23 +92,39 @@ class Ranks:
                 found[rank] = self._broadcast(data, size, rank)
         elif many:
             found = self._all_gather(data, max(many.values()))
-        found = [each[:size] for each, (size, _) in zip(found, heads, strict=True)]
-        for rank, (each, (_, crc)) in enumerate(zip(found, heads, strict=True)):
-            if crc32c(each) != crc:
+        messages = [frame[:size] for frame, (size, _) in zip(found, heads, strict=True)]
+        for rank, (message, (_, crc)) in enumerate(zip(messages, heads, strict=True)):
+            if crc32c(message) != crc:
                 raise _broken(rank)
-        return [pickle.loads(each) for each in found]  # noqa: S301 - from ranks
+        return [pickle.loads(message) for message in messages]  # noqa: S301 - from ranks
+
+    def gather_distinct(self, mine: bytes, digests: Sequence[bytes]) -> list[tuple[Sequence[int], bytes]]:
+        """The bytes of all ranks, equal ones once, with the ranks that have them. No collective where all are equal.
+
+        Args:
+            mine: This rank's bytes.
+            digests: For each rank, what stands for its bytes; equal where they are.
+        """
+        if len(set(digests)) == 1:
+            return [(range(self.size), mine)]
+        is_first = digests.index(digests[self.rank]) == self.rank
+        every = self.gather(mine if is_first else None)
+        alike: dict[bytes, list[int]] = {}
+        for rank, each in enumerate(digests):
+            alike.setdefault(each, []).append(rank)
+        return [(ranks, every[ranks[0]] or b"") for ranks in alike.values()]
 
     def _broadcast(self, data: bytes, size: int, root: int) -> memoryview:
-        """A rank's bytes."""
+        """The bytes of rank `root`, on every rank."""
         memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8, device="cpu")
         self._gloo.broadcast(memory, root).wait(self._timeout)
         return bytes_of(memory)
 
     def _all_gather(self, data: bytes, size: int) -> list[memoryview]:
-        """Everybody's bytes, each padded to that size."""
+        """The bytes of every rank, padded to that size."""
         mine = _padded(data, size)
         every = torch.empty(self.size * size, dtype=torch.uint8, device="cpu")
-        self._gloo._allgather_base(every, mine).wait(self._timeout)
+        all_gather_into(self._gloo, every, mine, self._timeout)
         return [bytes_of(each) for each in every.split(size)]
 
     def broadcast(self, value: Value | None) -> Value:
@@ -112,19 +134,29 @@ class Ranks:
         return cast("Value", self.gather(value if self.rank == 0 else None)[0])
 
     def agree(self, act: Callable[[], Value]) -> Value:
-        """Does something that may fail on this rank; if it failed on any, every rank raises that error."""
+        """Calls something that may fail on this rank. If it failed on any rank, every rank raises that error."""
         return self.share(lambda: (act(), None))[0]
 
-    def share(self, act: Callable[[], tuple[Value, Told]]) -> tuple[Value, list[Told]]:
-        """The same for something that gives a result for this rank and another one for all: the latter, by rank."""
+    def share(self, act: Callable[[], tuple[Value, Public]]) -> tuple[Value, list[Public]]:
+        """Calls something that may fail on this rank, and gathers a part of what it returns.
+
+        Args:
+            act: Returns what this rank keeps for itself, and what all ranks are to know.
+
+        Returns:
+            What this rank keeps, and what every rank has made known, by rank.
+
+        Raises:
+            Exception: `act` failed on some rank; every rank raises that error.
+        """
         result, error = attempt(act)
         mine = (result[1], None) if result is not None else (None, _portable(cast("BaseException", error)))
         every = self.gather(mine)
         self._raise([each for _, each in every], error)
-        return cast("tuple[Value, Told]", result)[0], [cast("Told", told) for told, _ in every]
+        return cast("tuple[Value, Public]", result)[0], [cast("Public", public) for public, _ in every]
 
     def raise_first(self, error: BaseException | None) -> None:
-        """Every rank raises if one has an error; its own, or the first rank's with its number."""
+        """Raises on every rank if some rank has an error: the error of the first such rank, with its number."""
         self._raise(self.gather(None if error is None else _portable(error)), error)
 
     def _raise(self, errors: "Sequence[_Portable | None]", mine: BaseException | None) -> None:
@@ -138,7 +170,7 @@ class Ranks:
         raise first.error("" if common else f"rank {failed[0]}: ") from mine
 
     def on_first(self, act: Callable[[], Value]) -> Value:
-        """Does something on rank 0 alone; its result, or its error, is every rank's."""
+        """Calls something on rank 0 alone. Every rank returns its result, or raises its error."""
         result, error = attempt(act) if self.rank == 0 else (None, None)
         outcome = self.broadcast((result, None if error is None else _portable(error)))
         if outcome[1] is not None:
@@ -157,6 +189,7 @@ class Ranks:
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:
+    """Bytes and zeros behind them, as a uint8 tensor of that size."""
     padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
     bytes_of(padded)[: len(data)] = data
     return padded
@@ -177,19 +210,12 @@ def _checked(frame: memoryview, rank: int) -> tuple[int, int]:
 
 
 def _broken(rank: int) -> RuntimeError:
+    """The error for a message that is not what its rank has sent."""
     return RuntimeError(f"the message of rank {rank} never arrived whole: a rank of the group is gone; start anew")
 
 
-def _gloo_of(group: dist.ProcessGroup) -> Any:
-    """The group's own gloo communicator for the CPU, or None."""
-    if "cpu" not in {str(device) for device in group._device_types}:
-        return None
-    backend = group._get_backend(torch.device("cpu"))
-    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
-
-
 def attempt(act: Callable[[], Value]) -> tuple[Value | None, BaseException | None]:
-    """The result of a call, or what it raised."""
+    """The result of a call and None, or None and what it raised."""
     try:
         return act(), None
     except BaseException as error:
@@ -208,7 +234,7 @@ class _Portable:
     number: int | None
 
     def error(self, prefix: str = "") -> Exception:
-        """The error anew."""
+        """The error itself, perhaps with a prefix that names its rank."""
         error = self.kind(prefix + self.text)
         if isinstance(error, OSError):
             error.errno = self.number  # such as ENOSPC, which callers look at
@@ -216,9 +242,112 @@ class _Portable:
 
 
 def _portable(error: BaseException) -> _Portable:
-    """Its own kind where that is plain, with its text."""
+    """An error as other ranks can raise it: of its own kind where every process has that, with its text."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, CheckpointError):
         return _Portable(type(error), str(error), number)
     kind = next((each for each in _KINDS if isinstance(error, each)), CheckpointError)
     return _Portable(kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}", number)
+
+
+class Pending(Protocol):
+    """A save in the background."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self) -> None:
+        """Waits for its end; raises what went wrong."""
+
+
+class Session:
+    """What a group keeps between calls: communicators, plans, and a save that still runs in the background.
+
+    Args:
+        group: The ranks; None: this process alone.
+        timeout: Seconds to wait for a rank that does not answer.
+
+    Attributes:
+        ranks: The communicator of saves and loads.
+        pending: The save that runs in the background, or the last one that did, until somebody has asked for its error.
+        memory: Bytes of the last copy of a save in the background, used again for the next one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self.timeout = timeout
+        self.ranks = Ranks(group, timeout)
+        self.pending: Pending | None = None
+        self.memory: torch.Tensor | None = None
+        self._background: Ranks | None = None
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # which must not keep itself alive
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+
+    @property
+    def background(self) -> Ranks:
+        """A second communicator, for what runs beside the trainer. Collective the first time."""
+        if self._background is None:
+            self._background = Ranks(self._group(), self.timeout, private=True)
+        return self._background
+
+    def settle(self, how: str) -> None:
+        """Deals with a save that still runs: waits for it, or raises. What went wrong in it is raised now.
+
+        Whether it still runs is decided together, for ranks finish at different moments.
+
+        Args:
+            how: "wait" or "raise".
+        """
+        if self.pending is None:
+            return
+        if how == "raise" and not all(self.ranks.gather(self.pending.done())):
+            raise CheckpointError(
+                "an earlier save is still being written and pending is 'raise'; wait() for it, save less often, or "
+                "pass pending='wait'"
+            )
+        pending, self.pending = self.pending, None
+        pending.wait()
+
+    def planned(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The plan that is known by a key, made now if it is not known yet. The one unused for longest goes."""
+        if key not in self._plans:
+            self._plans[key] = make()
+            if len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return cast("Value", self._plans[key])
+
+
+_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
+_alone: dict[None, Session] = {}
+"""The session of this process where torch.distributed does not run."""
+
+
+def session_of(group: dist.ProcessGroup | None, timeout: float) -> Session:
+    """The session of the ranks that take part. Collective over the group the first time, and when the timeout changes.
+
+    It is kept by process group, weakly: with the group goes its session.
+
+    Args:
+        group: The ranks; None: the world, if torch.distributed runs, else this process alone.
+        timeout: Seconds to wait for a rank that does not answer.
+
+    Raises:
+        TypeError: Not a process group.
+        ValueError: This rank is not in the group.
+    """
+    if cast("object", group) is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those outside
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only its members save and load together")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    elif group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; give a torch.distributed.ProcessGroup, or None for the world")
+    session = _alone.get(None) if group is None else _sessions.get(group)
+    if session is None or session.timeout != timeout:
+        if session is not None:
+            session.settle("wait")
+        session = Session(group, timeout)
+        if group is None:
+            _alone[None] = session
+        else:
+            _sessions[group] = session
+    return session

@@ -13,13 +13,11 @@ from .._errors import CorruptError, corrupt_block
 from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
-from ..plan.entry import name_of
 from ..plan.files import File, join_crcs
 from ..plan.plan import Block, Plan, Task
 from ..storage.folder import Folder, Source
-from .buffers import Pool
-from .exchange import Room, by_peer, exchange, rounds
-from .pieces import Local
+from .exchange import Exchange, by_peer, rounds
+from .memory import Local, Pool
 from .ranks import Ranks
 
 
@@ -30,11 +28,11 @@ class Reading:
     Args:
         files: All files.
         local: What this rank fills.
-        ranks: Who reads together.
-        folder: Where from.
+        ranks: The ranks that read together.
+        folder: The checkpoint's folder.
         crcs: By file name: the crc32c of each block; a file that is not there is not verified.
         budget: Bytes that may be held beside the state.
-        threads: How many read at a time.
+        threads: Number of threads that read.
     """
 
     files: Sequence[File]
@@ -55,8 +53,8 @@ def read_blocks(
 
     Args:
         plan: This rank's part.
-        reading: What it needs.
-        progress: Is told of bytes that were read.
+        reading: What reading needs beside the plan.
+        progress: Called with the number of bytes of each block that was read.
 
     Returns:
         The checksums of parts of blocks that others read the rest of, and the first error if there was one.
@@ -66,31 +64,42 @@ def read_blocks(
     """
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
         reader = _Reader(reading, pool, progress, Counter(task.block.file for task in plan.mine))
-        each = max(1, reading.budget // (4 * BLOCK)) if plan.peers else max(1, plan.turns)
+        blocks = max(1, reading.budget // (4 * BLOCK)) if plan.peers else max(1, plan.turns)  # of a round
         try:
-            mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
-            for tasks, foreign in zip(mine, others, strict=True):
-                reader.round(tasks, foreign, peers=plan.peers)
+            mine, others = rounds(plan.mine, plan.turns, blocks), rounds(plan.others, plan.turns, blocks)
+            for tasks, of_others in zip(mine, others, strict=True):
+                reader.round(tasks, of_others, peers=plan.peers)
         finally:
-            reader.close()
+            reader.sources.close()
     return reader.parts, reader.error
 
 
 def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
-    """The error, if the parts of a block, as all ranks have read them, do not make up what was written."""
-    found = join_crcs(reading.files, parts)
-    for file, blocks in zip(reading.files, found, strict=True):
+    """The error for a block whose parts, as several ranks have read them, do not make up what was written; or None.
+
+    Args:
+        parts: The checksums of all parts, of all ranks.
+        reading: What was read.
+    """
+    for file, blocks in zip(reading.files, join_crcs(reading.files, parts), strict=True):
         wrong = [number for number, crc in blocks.items() if crc != reading.crcs[file.name][number]]
         if wrong:
             first = file.data_begin + wrong[0] * file.block
-            inside = [each for each, low, high in file.placed if low < first + file.block and high > first]
-            names = [name_of(reading.local.tensors[each].key) for each in inside]
+            inside = [tensor for tensor, low, high in file.placed if low < first + file.block and high > first]
+            names = [reading.local.tensors[tensor].name for tensor in inside]
             return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", wrong[0], first, names))
     return None
 
 
 class _Reader:
-    """The state of one rank's reading."""
+    """The state of one rank's reading.
+
+    Args:
+        reading: What reading needs beside the plan.
+        pool: The threads that read.
+        progress: Called with the number of bytes of each block that was read.
+        blocks: By file: the number of blocks that this rank reads.
+    """
 
     def __init__(
         self, reading: Reading, pool: ThreadPoolExecutor, progress: Callable[[int], None], blocks: Mapping[int, int]
@@ -99,12 +108,18 @@ class _Reader:
         self.parts: list[Crc] = []  # of blocks that several ranks read
         self._reading, self._pool, self._progress = reading, pool, progress
         self._rank = reading.ranks.rank
-        self._sources = _Sources(reading.folder, {reading.files[file].name: count for file, count in blocks.items()})
+        self.sources = _Sources(reading.folder, {reading.files[file].name: count for file, count in blocks.items()})
         self._blocks = Pool(max((file.block for file in reading.files), default=0))
-        self._room = Room(reading.local.packed_size)
+        self._exchange = Exchange(reading.ranks, reading.local.packed_size)
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
-        """Reads some blocks, and takes what others read."""
+        """Reads the blocks of one round, and takes what others read for this rank.
+
+        Args:
+            tasks: This rank's blocks.
+            others: Blocks of other ranks, of which this rank takes pieces.
+            peers: Whether any rank sends anything to another.
+        """
         shared, jobs = [], []
         for task in tasks:
             if any(piece.to != self._rank for piece in task.pieces):
@@ -116,39 +131,37 @@ class _Reader:
         if peers:
             self._wait(jobs)
             jobs = []
-            self._exchange(shared, others)
+            self._swap(shared, others)
         self._wait(jobs)
         for _, block in shared:
             self._blocks.give_back(block)
 
-    def close(self) -> None:
-        """Closes the files."""
-        self._sources.close()
-
     def _wait(self, jobs: Sequence[Future[None]]) -> None:
+        """Waits for some reads, and keeps their first error."""
         wait(jobs)  # for all at once, after an error too: the files are closed next
         for job in jobs:
             self.error = self.error or job.exception()
 
-    def _exchange(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
+    def _swap(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
+        """Gives other ranks their pieces of the blocks that this one has read, and takes its pieces of theirs."""
         local = self._reading.local
         outgoing = by_peer([task for task, _ in shared], lambda piece: piece.to, self._rank)
         incoming = by_peer(others, lambda piece: piece.source, self._rank)
-        blocks = {id(piece): block for task, block in shared for piece in task.pieces}
+        block_of = {id(piece): block for task, block in shared for piece in task.pieces}
 
         def fill(to: int, buffer: torch.Tensor) -> torch.Tensor:
             for piece, view in zip(outgoing[to], local.packed(outgoing[to], buffer), strict=True):
-                copy_elements_(view, local.in_block(piece, blocks[id(piece)]))
+                copy_elements_(view, local.in_block(piece, block_of[id(piece)]))
             return buffer
 
         def take(source: int, buffer: torch.Tensor) -> None:
             for piece, view in zip(incoming[source], local.packed(incoming[source], buffer), strict=True):
                 copy_elements_(local.view(piece), view)
 
-        exchange(self._reading.ranks, self._room, outgoing, incoming, fill=fill, take=take)
+        self._exchange.run(outgoing, incoming, fill=fill, take=take)
 
     def _read_own(self, task: Task) -> None:
-        """A block that this rank alone needs from here: straight into the tensors where it lies there in runs."""
+        """Reads a block of which no other rank takes a piece from here: straight into the tensors, if it can."""
         with self._blocks.lent() as spare:
             direct = self._reading.local.direct(task.pieces, task.block.size, spare)
             if direct is not None:
@@ -157,6 +170,7 @@ class _Reader:
                 self._read_into(task, spare)
 
     def _read_into(self, task: Task, memory: torch.Tensor) -> None:
+        """Reads a block into memory, and copies this rank's pieces of it."""
         block = memory[: task.block.size]
         self._read(task.block, [block])
         own = (piece for piece in task.pieces if piece.to == self._rank)
@@ -166,7 +180,7 @@ class _Reader:
     def _read(self, block: Block, into: Iterable[torch.Tensor]) -> None:
         """Reads a block into one or several runs of memory, and verifies it."""
         file = self._reading.files[block.file]
-        source, crcs = self._sources[file.name], self._reading.crcs.get(file.name)
+        source, crcs = self.sources[file.name], self._reading.crcs.get(file.name)
         begin, crc = block.begin, 0
         for memory in map(bytes_of, into):
             for low in range(0, len(memory), source.stride):
@@ -174,17 +188,18 @@ class _Reader:
                 source.read_into(begin, part)
                 begin += len(part)
                 crc = crc if crcs is None else crc32c(part, crc)
-        self._sources.done(file.name)
+        self.sources.done(file.name)
         if crcs is not None:
             self._check(file, block, crc, crcs)
         self._progress(block.size)
 
     def _check(self, file: File, block: Block, crc: int, crcs: Sequence[int]) -> None:
+        """Compares a block's checksum with the recorded one; that of a part of a block is kept for later."""
         number, start = divmod(block.begin - file.data_begin, file.block)
         if start or block.end < min(block.begin + file.block, file.size):
             self.parts.append((block.file, block.begin, block.size, crc))
         elif crc != crcs[number]:
-            tensors = [name_of(self._reading.local.tensors[span.tensor].key) for span in block.spans]
+            tensors = [self._reading.local.tensors[span.tensor].name for span in block.spans]
             raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
 
 
@@ -192,8 +207,8 @@ class _Sources:
     """Files, each open from its first block that this rank reads to its last: a process may not have many open.
 
     Args:
-        folder: Theirs.
-        blocks: How many this rank reads of each.
+        folder: The folder of the files.
+        blocks: By name of a file: the number of blocks that this rank reads.
     """
 
     def __init__(self, folder: Folder, blocks: Mapping[str, int]) -> None:
@@ -202,13 +217,14 @@ class _Sources:
         self._opening = threading.Lock()
 
     def __getitem__(self, name: str) -> Source:
+        """The open file of that name."""
         with self._opening:
             if name not in self._open:
                 self._open[name] = self._folder.open(name)
             return self._open[name]
 
     def done(self, name: str) -> None:
-        """One of its blocks is read."""
+        """Notes that a block of a file is read; closes the file after the last one."""
         with self._opening:
             self._left[name] -= 1
             last = None if self._left[name] else self._open.pop(name)
@@ -216,6 +232,7 @@ class _Sources:
             last.close()
 
     def close(self) -> None:
-        for each in self._open.values():
-            each.close()
+        """Closes all files that are open."""
+        for source in self._open.values():
+            source.close()
         self._open.clear()

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 
 from .._errors import CheckpointError
+from .._torch_private import version_of
 from ..format.bytes import copy_elements_, join_
-from ..plan.entry import name_of
 from ..plan.plan import Piece, Plan, Task
-from .pieces import Local
+from .memory import Local
 from .workers import Workers
 
 
@@ -23,10 +23,10 @@ class Snapshot:
         rank: This rank.
         memory: Bytes to copy into; made anew if they are too few.
         late: Whether to leave what changes only in an optimizer's step to `finish`. Everything else is copied now.
-        threads: How many copy now.
+        threads: Number of threads that copy now.
 
     Attributes:
-        memory: The bytes that it lies in.
+        memory: The bytes that the copy lies in.
         blocks: By turn: a block that this rank writes, with this rank's pieces in it.
     """
 
@@ -39,7 +39,8 @@ class Snapshot:
         own = [[piece for piece in task.pieces if piece.source == rank] for task in plan.mine]
         given = [[piece for piece in task.pieces if piece.to != rank] for task in plan.others]
         sizes = [task.block.size for task in plan.mine] + [local.packed_size(pieces) for pieces in given]
-        self.memory = _enough(memory, sum(map(_aligned, sizes)), pinned=_on_gpu(local))
+        on_gpu = any(part.local.is_cuda for parts in local.parts.values() for part in parts)
+        self.memory = _enough(memory, sum(map(_aligned, sizes)), pinned=on_gpu)
         parts = _split(self.memory, sizes)
         self.blocks = {task.turn: next(parts) for task in plan.mine}
         self._packed = {(task.rank, task.turn): next(parts) for task in plan.others}
@@ -61,11 +62,16 @@ class Snapshot:
                 stack.enter_context(torch.cuda.stream(stream))
             self._copy(lambda piece: piece.tensor in self._watched, None)
         for number, versions in self._watched.items():
-            if any(tensor._version != version for tensor, version in versions):
-                raise CheckpointError(_changed(name_of(self._local.tensors[number].key)))
+            if any(version_of(tensor) != version for tensor, version in versions):
+                raise CheckpointError(
+                    f"{self._local.tensors[number].name!r} was changed while the save copied it in the background, and "
+                    "nothing was committed. Weights and optimizer state must stay as they are until the save's "
+                    "wait_for_copy() returns, which a torch optimizer's step() calls itself: call it before anything "
+                    "else that changes them, or save with copy='blocking'"
+                )
 
     def outgoing(self, tasks: Sequence[Task], buffer: torch.Tensor) -> torch.Tensor:
-        """What goes to one rank in some of its turns, joined."""
+        """What this rank gives to blocks of one other rank, one after the other at the beginning of a buffer."""
         begin = 0
         for task in tasks:
             part = self._packed[task.rank, task.turn]
@@ -74,7 +80,7 @@ class Snapshot:
         return buffer
 
     def _copy(self, chosen: Callable[[Piece], bool], workers: Workers | None) -> None:
-        """Copies some pieces; what is one run of bytes by the workers, if there are any."""
+        """Copies the chosen pieces; if there are workers, they copy what lies in runs of bytes."""
         jobs = []
         for block, pieces in self._own:
             some = [piece for piece in pieces if chosen(piece)]
@@ -94,20 +100,17 @@ class Snapshot:
 
 
 def _versions(local: Local) -> dict[int, list[tuple[torch.Tensor, int]]]:
-    """By number: of tensors that change only in an optimizer's step, what tells whether they did.
+    """By number, for tensors that change only in an optimizer's step: their counts of changes, now.
 
     A DTensor counts its changes itself, everything else counts those of its memory. An inference tensor counts nothing.
     """
     found = {}
     for number, parts in local.parts.items():
-        steady = [part.steady for part in parts if part.steady is not None and _can_be_watched(part.steady)]
+        known = (part.steady for part in parts if part.steady is not None and not part.steady.is_inference())
+        steady = [tensor for tensor in known if tensor.device.type in ("cpu", "cuda")]
         if len(steady) == len(parts):
-            found[number] = [(tensor, tensor._version) for tensor in (*steady, *(part.local for part in parts))]
+            found[number] = [(tensor, version_of(tensor)) for tensor in (*steady, *(part.local for part in parts))]
     return found
-
-
-def _can_be_watched(tensor: torch.Tensor) -> bool:
-    return not tensor.is_inference() and tensor.device.type in ("cpu", "cuda")
 
 
 def _streams(local: Local) -> list[torch.cuda.Stream]:
@@ -119,18 +122,15 @@ def _streams(local: Local) -> list[torch.cuda.Stream]:
     return streams
 
 
-def _on_gpu(local: Local) -> bool:
-    return any(part.local.is_cuda for parts in local.parts.values() for part in parts)
-
-
 def _enough(memory: torch.Tensor | None, size: int, *, pinned: bool) -> torch.Tensor:
-    """That many bytes; pages are there already, so that the copy of the next save meets no page faults."""
+    """That many bytes, the given ones if they are enough; their pages exist, so that a copy meets no page faults."""
     if memory is not None and memory.numel() >= size and (memory.is_pinned() or not pinned):
         return memory
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).fill_(1)
 
 
 def _split(memory: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Parts of some memory of these sizes, each of them aligned."""
     begin = 0
     for size in sizes:
         yield memory[begin : begin + size]
@@ -138,12 +138,5 @@ def _split(memory: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]
 
 
 def _aligned(size: int) -> int:
+    """The next multiple of 64 bytes, as torch's own memory is aligned."""
     return -(-size // 64) * 64
-
-
-def _changed(name: str) -> str:
-    return (
-        f"{name!r} was changed while the save copied it in the background, and nothing was committed. Weights and "
-        "optimizer state must stay as they are until the save's wait_for_copy() returns, which a torch optimizer's "
-        "step() calls itself: call it before anything else that changes them, or save with copy='blocking'"
-    )

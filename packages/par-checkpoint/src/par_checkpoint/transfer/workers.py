@@ -17,8 +17,8 @@ class Workers:
     started at once, and work until they are closed.
 
     Args:
-        count: How many.
-        name: Of the threads.
+        count: Number of threads.
+        name: Beginning of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -28,7 +28,7 @@ class Workers:
             thread.start()
 
     def submit(self, act: Callable[[], Value]) -> Future[Value]:
-        """Has something done; what it raises is raised by the result."""
+        """Has something called by a thread; what it raises is raised by the result."""
         future: Future[Value] = Future()
         self._jobs.put((future, act))
         return future
@@ -49,6 +49,7 @@ class Workers:
         self.close()
 
     def _work(self) -> None:
+        """What each thread does: job after job, until it is told to end."""
         while (job := self._jobs.get()) is not None:
             future, act = job
             try:

@@ -15,11 +15,10 @@ from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.files import File
-from ..plan.plan import Block, Piece, Plan, Task
+from ..plan.plan import Block, Plan, Task
 from ..storage.folder import Staging, Writer
-from .buffers import Pool
-from .exchange import Room, by_peer, exchange, rounds
-from .pieces import Local
+from .exchange import Exchange, by_peer, rounds
+from .memory import Local, Pool
 from .ranks import Ranks
 from .snapshot import Snapshot
 from .workers import Workers
@@ -32,11 +31,11 @@ class Work:
     Args:
         files: All files.
         local: What this rank holds.
-        ranks: Who writes together.
-        staging: Where to.
+        ranks: The ranks that write together.
+        staging: The folder to write to.
         budget: Bytes that may be held beside the state.
-        workers: Who write; one alone where a stream is written in order.
-        progress: Is told of bytes that were written.
+        workers: The threads that write; one alone where a stream is written in order.
+        progress: Called with the number of bytes of each block that was written.
     """
 
     files: Sequence[File]
@@ -55,21 +54,21 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
 
     Args:
         plan: This rank's part.
-        work: What it needs.
+        work: What writing needs beside the plan.
         snapshot: The copy to write from; None: straight from the local tensors.
 
     Returns:
-        The checksums, and the first error if there was one.
+        The checksums of what this rank has written, and the first error if there was one.
 
     Raises:
         RuntimeError: Another rank is gone.
     """
     writing = _Writing(work, snapshot, Counter(task.block.file for task in plan.mine))
-    each = max(1, work.budget // (4 * BLOCK)) if snapshot is None else max(1, work.budget // (2 * BLOCK))
-    mine, others = rounds(plan.mine, plan.turns, each), rounds(plan.others, plan.turns, each)
+    blocks = max(1, work.budget // (BLOCK * (4 if snapshot is None else 2)))  # of a round; a copy is there already
+    mine, others = rounds(plan.mine, plan.turns, blocks), rounds(plan.others, plan.turns, blocks)
     try:
-        for tasks, foreign in zip(mine, others, strict=True):
-            writing.round(tasks, foreign, peers=plan.peers)
+        for tasks, of_others in zip(mine, others, strict=True):
+            writing.round(tasks, of_others, peers=plan.peers)
     except BaseException:
         writing.abort()
         raise
@@ -77,36 +76,49 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
 
 
 class _Writing:
-    """The state of one rank's writing."""
+    """The state of one rank's writing.
+
+    Args:
+        work: What writing needs beside the plan.
+        snapshot: The copy to write from, or None.
+        blocks: By file: the number of blocks that this rank writes.
+    """
 
     def __init__(self, work: Work, snapshot: Snapshot | None, blocks: Mapping[int, int]) -> None:
         self._work, self._snapshot = work, snapshot
         self._rank = work.ranks.rank
         self._jobs: list[Future[Crc]] = []
         self._writers: dict[int, Writer] = {}
-        self._left = dict(blocks)  # of each file
+        self._blocks_left = dict(blocks)
         self._error: BaseException | None = None
-        self._bounce: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._free_bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._bounces = 0
         self._scratches = Pool(BLOCK)  # one a thread at most
-        self._room = Room(work.local.packed_size)
+        self._exchange = Exchange(work.ranks, work.local.packed_size)
         self._opening = threading.Lock()
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
-        """Writes some blocks."""
-        waiting = []
+        """Writes the blocks of one round.
+
+        Args:
+            tasks: This rank's blocks.
+            others: Blocks of other ranks, to which this rank gives pieces.
+            peers: Whether any rank sends anything to another.
+        """
+        waiting = []  # for pieces of others, or for their turn in a stream
         for task in tasks:
-            if self._work.staging.positional and self._snapshot is None and self._is_own(task):
+            is_own = all(piece.source == self._rank for piece in task.pieces)
+            if self._work.staging.positional and self._snapshot is None and is_own:
                 self._jobs.append(self._work.workers.submit(partial(self._write_own, task)))
             else:
                 waiting.append((task, *self._assembled(task)))
         if peers:
-            self._exchange(waiting, others)
+            self._swap(waiting, others)
         for task, block, bounce in waiting:
             self._jobs.append(self._work.workers.submit(partial(self._write_bounced, task, block, bounce)))
 
     def finish(self) -> tuple[list[Crc], BaseException | None]:
-        """Waits for everything, makes it durable."""
+        """Waits for everything and makes it durable; the checksums, and the first error if there was one."""
         crcs: list[Crc] = []
         wait(self._jobs)
         for job in self._jobs:
@@ -118,8 +130,8 @@ class _Writing:
             self._work.workers.submit(writer.abort if self._error else writer.finish)
             for writer in self._writers.values()
         ]
-        for each in closing:
-            self._note(each.exception())
+        for job_of_file in closing:
+            self._note(job_of_file.exception())
         return crcs, self._error
 
     def abort(self) -> None:
@@ -129,58 +141,57 @@ class _Writing:
             writer.abort()
 
     def _note(self, error: BaseException | None) -> None:
+        """Keeps an error, if it is the first."""
         self._error = self._error or error
-
-    def _is_own(self, task: Task) -> bool:
-        """Whether this rank has all of a block, and need not wait for others."""
-        return all(piece.source == self._rank for piece in task.pieces)
 
     def _assembled(self, task: Task) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A block with this rank's pieces in it, and the bounce buffer that it lies in, if in one."""
         if self._snapshot is not None:
             return self._snapshot.blocks[task.turn], None
-        bounce = self._free_bounce()
+        if self._bounces < max(2, self._work.budget // (2 * BLOCK)) and self._free_bounces.empty():
+            self._bounces += 1  # up to half of the budget
+            bounce = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
+        else:
+            bounce = self._free_bounces.get()  # waits for one that is being written
         block = bounce[: task.block.size]
         own = (piece for piece in task.pieces if piece.source == self._rank)
         self._try(partial(self._work.local.to_block_, own, block))
         return block, bounce
 
-    def _free_bounce(self) -> torch.Tensor:
-        """A buffer that is not being written; new ones are made up to half of the budget."""
-        if self._bounces < max(2, self._work.budget // (2 * BLOCK)) and self._bounce.empty():
-            self._bounces += 1
-            return torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
-        return self._bounce.get()
-
-    def _exchange(
-        self, waiting: Sequence[tuple[Task, torch.Tensor, torch.Tensor | None]], others: Sequence[Task]
-    ) -> None:
-        local = self._work.local
+    def _swap(self, waiting: Sequence[tuple[Task, torch.Tensor, torch.Tensor | None]], others: Sequence[Task]) -> None:
+        """Gives other ranks this rank's pieces of their blocks, and takes theirs of its own blocks."""
+        local, snapshot = self._work.local, self._snapshot
         outgoing = by_peer(others, lambda piece: piece.to, self._rank)
         incoming = by_peer([task for task, _, _ in waiting], lambda piece: piece.source, self._rank)
-        targets = {id(piece): block for task, block, _ in waiting for piece in task.pieces}
+        block_of = {id(piece): block for task, block, _ in waiting for piece in task.pieces}
+
+        def pack(to: int, buffer: torch.Tensor) -> None:
+            for piece, view in zip(outgoing[to], local.packed(outgoing[to], buffer), strict=True):
+                copy_elements_(view, local.view(piece))
 
         def fill(to: int, buffer: torch.Tensor) -> torch.Tensor:
-            if self._snapshot is not None:
-                return self._snapshot.outgoing(sorted(_of(others, to), key=lambda task: task.turn), buffer)
-            self._try(lambda: _pack(local, outgoing[to], buffer))
+            if snapshot is not None:
+                return snapshot.outgoing(
+                    sorted((task for task in others if task.rank == to), key=lambda task: task.turn), buffer
+                )
+            self._try(partial(pack, to, buffer))
             return buffer
 
         def take(source: int, buffer: torch.Tensor) -> None:
-            pieces = incoming[source]
-            for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
-                copy_elements_(local.in_block(piece, targets[id(piece)]), view)
+            for piece, view in zip(incoming[source], local.packed(incoming[source], buffer), strict=True):
+                copy_elements_(local.in_block(piece, block_of[id(piece)]), view)
 
-        exchange(self._work.ranks, self._room, outgoing, incoming, fill=fill, take=take)
+        self._exchange.run(outgoing, incoming, fill=fill, take=take)
 
     def _try(self, act: Callable[[], object]) -> None:
+        """Calls something, and keeps what it raises."""
         try:
             act()
         except Exception as error:  # the others still count on this rank's messages
             self._note(error)
 
     def _write_own(self, task: Task) -> Crc:
-        """A block of which this rank has all: straight from where it lies, else put together by the writing thread."""
+        """Writes a block of which this rank has all: straight from the tensors, or put together by this thread."""
         direct = self._work.local.direct(task.pieces, task.block.size)
         if direct is not None:
             return self._write(task.block, direct)
@@ -190,14 +201,15 @@ class _Writing:
             return self._write(task.block, [block])
 
     def _write_bounced(self, task: Task, block: torch.Tensor, bounce: torch.Tensor | None) -> Crc:
+        """Writes a block that is assembled, and frees its bounce buffer."""
         try:
             return self._write(task.block, [block])
         finally:
             if bounce is not None:
-                self._bounce.put(bounce)
+                self._free_bounces.put(bounce)
 
     def _write(self, block: Block, runs: Iterable[torch.Tensor]) -> Crc:
-        """Checksums a block and writes it, from one or several runs of memory; after an error checksums alone."""
+        """Checksums a block and writes it, from one or several runs of memory. After an error nothing is written."""
         begin, crc = block.begin, 0
         file = self._work.files[block.file]
         try:
@@ -218,24 +230,15 @@ class _Writing:
     def _close_after_last(self, file: int) -> None:
         """Makes a file durable when its last block is there: a process may not have many open."""
         with self._opening:
-            self._left[file] -= 1
-            keep = self._left[file] or self._error is not None or not self._work.staging.positional
+            self._blocks_left[file] -= 1
+            keep = self._blocks_left[file] or self._error is not None or not self._work.staging.positional
             writer = None if keep else self._writers.pop(file, None)
         if writer is not None:
             writer.finish()
 
     def _writer(self, file: int) -> Writer:
+        """The open file of that number."""
         with self._opening:
             if file not in self._writers:
                 self._writers[file] = self._work.staging.writer(self._work.files[file].name)
             return self._writers[file]
-
-
-def _pack(local: Local, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor:
-    for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
-        copy_elements_(view, local.view(piece))
-    return buffer
-
-
-def _of(tasks: Sequence[Task], rank: int) -> list[Task]:
-    return [task for task in tasks if task.rank == rank]

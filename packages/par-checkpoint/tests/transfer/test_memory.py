@@ -1,9 +1,9 @@
+import pytest
 import torch
 
-from par_checkpoint.plan.claims import Claims, merge
-from par_checkpoint.plan.entry import Entry
+from par_checkpoint.plan.claims import Claims, Entry, merge
 from par_checkpoint.plan.plan import Piece
-from par_checkpoint.transfer.pieces import Local
+from par_checkpoint.transfer.memory import Local, Pool
 from par_groups import Box, Sharding
 
 
@@ -62,3 +62,19 @@ def test_columns_are_not_direct_although_they_are_contiguous_here():
 
 def test_what_is_cast_on_the_way_is_not_direct():
     assert local_of(whole(torch.zeros(4, dtype=torch.bfloat16))).direct([piece(0, (0,), (4,), 0)], 16) is None
+
+
+def test_a_pool_gives_what_was_given_back_and_else_new_memory():
+    pool = Pool(64)
+    one, other = pool.take(), pool.take()
+    assert one.numel() == other.numel() == 64
+    assert one.data_ptr() != other.data_ptr()
+    pool.give_back(one)
+    assert pool.take() is one
+
+
+def test_what_is_lent_comes_back_after_an_error():
+    pool = Pool(64)
+    with pytest.raises(ValueError, match="inside"), pool.lent() as lent:
+        raise ValueError("inside")
+    assert pool.take() is lent

@@ -1,7 +1,9 @@
-"""Copying pieces between local tensors, blocks, and the buffers that ranks send each other."""
+"""The memory of one rank: local tensors, blocks, and buffers that ranks send each other, and copies between them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import queue
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +11,44 @@ import torch
 from par_groups import Box
 
 from ..format.bytes import copy_elements_
-from ..plan.claims import Held
-from ..plan.coverage import row_major
-from ..plan.entry import Entry, view_of
+from ..plan.claims import Entry, GlobalTensor, row_major
 from ..plan.plan import Piece
 
 _ALIGNMENT = 8  # of a piece in a buffer that is sent, so that it can be viewed as its dtype
+
+
+class Pool:
+    """Pieces of memory of one size, as many as are used at a time. Threads may share it.
+
+    What is freed and asked for anew, round by round, would break up the heap, and it would grow.
+
+    Args:
+        size: Bytes of each piece.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def take(self) -> torch.Tensor:
+        """A free piece, or a new one."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return torch.empty(self._size, dtype=torch.uint8, device="cpu")
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Frees a piece that `take` gave."""
+        self._free.put(memory)
+
+    @contextmanager
+    def lent(self) -> Iterator[torch.Tensor]:
+        """A piece for as long as the context lasts."""
+        memory = self.take()
+        try:
+            yield memory
+        finally:
+            self.give_back(memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +57,9 @@ class Part:
 
     Args:
         box: The box.
-        local: The local tensor that it lies in.
+        local: The local tensor that the box lies in.
         flat: The local tensor's bytes, where they are those of the files: contiguous, on the CPU, of the same dtype.
-        steady: As of the entry.
+        steady: The trainer's tensor, if it changes in an optimizer's steps alone; else None.
     """
 
     box: Box
@@ -43,43 +77,48 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What this rank holds, by the tensor's number.
+    """What this rank holds of the checkpoint.
 
     Args:
         tensors: All tensors of the checkpoint.
-        parts: This rank's.
+        parts: By number of a tensor: this rank's boxes of it.
     """
 
-    tensors: Sequence[Held]
+    tensors: Sequence[GlobalTensor]
     parts: Mapping[int, Sequence[Part]]
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], tensors: Sequence[Held]) -> "Local":
-        """Looks up the entries' tensors by key."""
-        numbers = {held.key: number for number, held in enumerate(tensors)}
+    def of(cls, entries: Iterable[Entry], tensors: Sequence[GlobalTensor]) -> "Local":
+        """What a rank with these entries holds; entries of other tensors do not count."""
+        numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
         parts: dict[int, list[Part]] = {}
         for entry in entries:
             if entry.key in numbers:
-                flat = _flat(entry.local, entry.dtype)
+                local = entry.local
+                is_plain = local.device.type == "cpu" and local.dtype == entry.dtype and local.is_contiguous()
+                flat = local.view(-1).view(torch.uint8) if is_plain else None
                 parts.setdefault(numbers[entry.key], []).extend(
-                    Part(box=box, local=entry.local, flat=flat, steady=entry.steady) for box in entry.sharding.boxes
+                    Part(box=box, local=local, flat=flat, steady=entry.steady) for box in entry.sharding.boxes
                 )
         return cls(tensors=tensors, parts=parts)
 
     def view(self, piece: Piece) -> torch.Tensor:
         """A piece as a view of the local tensor that holds it."""
         part = self._part(piece)
-        return view_of(part.local, part.box, piece.start, piece.size)
+        view = part.box.of(part.local)
+        for dim, (first, length) in enumerate(zip(piece.start, piece.size, strict=True)):
+            view = view.narrow(dim, first - part.box.start[dim], length)
+        return view
 
     def direct(
         self, pieces: Iterable[Piece], size: int, spare: torch.Tensor | None = None
     ) -> list[torch.Tensor] | None:
-        """A block's bytes where they lie in the local tensors, run by run; None if they do not.
+        """The bytes of a block where they lie in the local tensors, run by run; None if they do not lie in runs.
 
         Args:
-            pieces: Those that this rank has of the block.
+            pieces: The pieces of the block that this rank has.
             size: Bytes of the block.
-            spare: Takes the place of what this rank does not have; None: it must have all.
+            spare: Memory that takes the place of what this rank does not have; None: it must have all of the block.
         """
         runs: list[torch.Tensor] = []
         end = 0
@@ -100,14 +139,15 @@ class Local:
     def _run(self, piece: Piece) -> torch.Tensor | None:
         """The bytes of a piece, if they lie in its local tensor as they do in the whole one, without a gap."""
         part = self._part(piece)
-        stride, held = part.box.stride, self.tensors[piece.tensor]
-        if part.flat is None or not _is_run(piece.size, stride) or not _is_run(piece.size, row_major(held.shape)):
+        stride, tensor = part.box.stride, self.tensors[piece.tensor]
+        if part.flat is None or not _is_run(piece.size, stride) or not _is_run(piece.size, row_major(tensor.shape)):
             return None
         inside = zip(piece.start, part.box.start, stride, strict=True)
-        first = (part.box.offset + sum((i - start) * step for i, start, step in inside)) * held.dtype.itemsize
+        first = (part.box.offset + sum((i - start) * step for i, start, step in inside)) * tensor.dtype.itemsize
         return part.flat[first : first + self._bytes(piece)]
 
     def _part(self, piece: Piece) -> Part:
+        """The box of this rank that holds a piece."""
         for part in self.parts[piece.tensor]:
             if part.holds(piece):
                 return part
@@ -115,9 +155,11 @@ class Local:
 
     def in_block(self, piece: Piece, block: torch.Tensor) -> torch.Tensor:
         """A piece as a view of the block's bytes, in which it lies with the strides of the whole tensor."""
-        held = self.tensors[piece.tensor]
-        typed = block[piece.at : piece.at + self._reach(piece) * held.dtype.itemsize].view(held.dtype)
-        return typed.as_strided(piece.size, row_major(held.shape), typed.storage_offset())
+        tensor = self.tensors[piece.tensor]
+        width, strides = tensor.dtype.itemsize, row_major(tensor.shape)
+        reach = sum((n - 1) * stride for n, stride in zip(piece.size, strides, strict=True)) + 1  # its last element
+        typed = block[piece.at : piece.at + reach * width].view(tensor.dtype)
+        return typed.as_strided(piece.size, strides, typed.storage_offset())
 
     def packed(self, pieces: Sequence[Piece], buffer: torch.Tensor) -> list[torch.Tensor]:
         """The pieces as views of a buffer in which they lie one after the other."""
@@ -129,7 +171,7 @@ class Local:
         return views
 
     def packed_size(self, pieces: Sequence[Piece]) -> int:
-        """Bytes of such a buffer."""
+        """Bytes of a buffer in which pieces lie one after the other."""
         return sum(-(-self._bytes(piece) // _ALIGNMENT) * _ALIGNMENT for piece in pieces)
 
     def to_block_(self, pieces: Iterable[Piece], block: torch.Tensor) -> None:
@@ -142,22 +184,13 @@ class Local:
         for piece in pieces:
             copy_elements_(self.view(piece), self.in_block(piece, block))
 
-    def _reach(self, piece: Piece) -> int:
-        """Elements from its first to its last in the whole tensor, both included."""
-        strides = row_major(self.tensors[piece.tensor].shape)
-        return sum((n - 1) * stride for n, stride in zip(piece.size, strides, strict=True)) + 1
-
     def _bytes(self, piece: Piece) -> int:
+        """Bytes of a piece's elements."""
         return self.tensors[piece.tensor].dtype.itemsize * math.prod(piece.size)
 
 
-def _flat(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    plain = local.device.type == "cpu" and local.dtype == dtype and local.is_contiguous()
-    return local.view(-1).view(torch.uint8) if plain else None
-
-
 def _is_run(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of these strides follow each other, last dim first."""
+    """Whether the elements of a rectangle follow each other in memory, in row-major order and without a gap."""
     expected = 1
     for length, step in zip(reversed(size), reversed(stride), strict=True):
         if length != 1 and step != expected:

@@ -1,0 +1,66 @@
+"""Every underscore API of torch that this package uses, one function each: the first file to open when torch moves."""
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+
+def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo communicator of some ranks of the world, which find each other through its store by a name.
+
+    Since torch 2.0. `dist.new_group` makes a communicator too, but has to be called by all ranks of the world.
+
+    Args:
+        nonce: The name, the same on all these ranks and used by no other communicator.
+        rank: This rank's number among them.
+        size: The number of them.
+        timeout: How long to wait for one that does not answer.
+    """
+    store = dist.distributed_c10d.PrefixStore(nonce, dist.distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """The gloo communicator that a group has for the CPU, or None.
+
+    Since torch 2.0. No public call tells the backends of a group, and `dist.send` would take a group's usual one.
+    """
+    if "cpu" not in {str(device) for device in group._device_types}:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def all_gather_into(gloo: Any, every: torch.Tensor, mine: torch.Tensor, timeout: timedelta) -> None:
+    """Gathers equal numbers of bytes of all ranks into one tensor, and waits for it.
+
+    Since torch 1.8. `dist.all_gather_into_tensor` takes groups that `torch.distributed` has registered, which the
+    private communicator of a save in the background is not.
+    """
+    gloo._allgather_base(every, mine).wait(timeout)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor keeps on this rank, or the tensor itself.
+
+    Since torch 2.0. `DTensor.to_local` makes a new tensor and a step of autograd each time.
+    """
+    return cast("torch.Tensor", getattr(tensor, "_local_tensor", tensor))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was changed, as autograd counts; a DTensor counts for itself.
+
+    Since torch 0.4. Nothing public tells it.
+    """
+    return tensor._version
+
+
+def checkpoint_offset(tensor: torch.Tensor) -> int:
+    """The byte of its file where the storage of a tensor begins that `torch.load` has put on the meta device.
+
+    Since torch 2.6. The file's directory tells it too, but not which tensor a record belongs to.
+    """
+    return cast("int", tensor.untyped_storage()._checkpoint_offset)

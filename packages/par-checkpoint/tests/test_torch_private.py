@@ -1,0 +1,46 @@
+"""Every underscore API of torch that the package uses is there, and does what it is used for."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from par_checkpoint import _torch_private as private
+
+TIMEOUT = timedelta(seconds=30)
+
+
+@pytest.mark.ranks(2)
+def test_communicators_of_gloo():
+    rank = dist.get_rank()
+    assert isinstance(private.gloo_of(dist.group.WORLD), dist.ProcessGroupGloo)
+    gloo = private.gloo_among("a name of its own", rank, 2, TIMEOUT)
+    every = torch.zeros(4, dtype=torch.uint8)
+    private.all_gather_into(gloo, every, torch.full((2,), rank + 1, dtype=torch.uint8), TIMEOUT)
+    assert every.tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_dtensor_keeps_its_part_inside():
+    whole = torch.arange(4.0)
+    cut = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert private.local_of(cut).tolist() == [[0, 1], [2, 3]][dist.get_rank()]
+    assert private.local_of(whole) is whole
+
+
+def test_changes_are_counted():
+    tensor = torch.zeros(3)
+    before = private.version_of(tensor)
+    tensor.add_(1)
+    assert private.version_of(tensor) == before + 1
+
+
+def test_an_outline_tells_where_data_lies_in_its_file(tmp_path):
+    values = torch.arange(64.0)
+    torch.save({"w": values}, tmp_path / "w.pt")
+    outline = torch.load(tmp_path / "w.pt", map_location="meta", weights_only=True)["w"]
+    begin = private.checkpoint_offset(outline)
+    assert (tmp_path / "w.pt").read_bytes()[begin : begin + values.nbytes] == values.numpy().tobytes()
