@@ -24,20 +24,21 @@ INTRODUCTION = """\
 # The proof: one model under every configuration
 
 A GPT of four blocks, written once against `Strategy.layers`, trains for 20 steps with the same data and seed under
-every configuration. Losses and gradient norms must be those of one process: in fp32 those of torch's own loop, within
-1e-5 for losses and 3e-5 for norms, relative. In half precision activations are rounded at other places, such as before
-a sum over ranks: there a loss, a mean over many tokens, must be within one rounding of the dtype (bf16: 7.8e-3, fp16:
-9.8e-4), and a norm within sixteen, both of one process in that precision and of one in fp32. AdamW, a warm-up of the
-learning rate, clipping by the norm of all gradients, shuffled data; fp16 with a dynamic loss scale that grows once.
+every configuration. Losses and gradient norms must be those of one process. In fp32 they are compared with a plain
+torch training loop: losses within 1e-5 and norms within 3e-5, relative. In half precision activations are rounded at
+other places, such as before a sum over ranks. There a loss, which is a mean over many tokens, must be within one
+rounding of the dtype (bf16: 7.8e-3, fp16: 9.8e-4), and a norm within sixteen; each is compared with one process in
+the same precision, and with one in fp32. The optimizer is AdamW with a warm-up of the learning rate; gradients are
+clipped by the norm of all of them, data are shuffled, and fp16 has a dynamic loss scale that grows once.
 
-DP: data parallel. TP: 1D tensor parallel. SP: the same with sequence parallelism. 2D, 2.5D, 3D: tensor modes. PP: a
+DP: data parallel. TP: 1D tensor parallel. SP: TP with sequence parallelism. 2D, 2.5D, 3D: tensor modes. PP: a
 pipeline, with its schedule and 4 microbatches. The number is that of ranks. Tied: the logits share the embedding's
 table. ZeRO 3 is refused with schedules that take weight gradients after a backward, for it has freed the weights.
 Ring attention, Ulysses and expert parallelism do not exist yet, and so have no rows.
 
-A cell: the largest relative difference of the loss to one process in the same precision, over 20 steps, and the seconds
-that the cell took. The row "one rank" has a strategy, but nothing is cut. Under autocast weights and gradients stay in
-fp32, so what ZeRO moves is what it moves in fp32: those cells are left out.
+Each cell has two numbers: the largest relative difference of the loss to one process in the same precision, over 20
+steps, and how many seconds the run took. In the row "one rank" a strategy runs, but nothing is cut. Under autocast
+weights and gradients are fp32, so ZeRO does the same as in the fp32 column; these cells are empty.
 """
 FARTHEST = """\
 ## The worst of all configurations
