@@ -1,4 +1,4 @@
-"""What a strategy's models take on this rank, by the formulas of the planner, without a look at a process."""
+"""What the models of a strategy take on this rank, by the formulas of the planner. No process is asked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from .traffic import Move
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a rank has of a model, before it is shared out over data ranks.
+    """What a rank has of a model, before data ranks share it.
 
     Args:
-        parameters: Elements.
-        largest: Elements of the largest part that is reduced, or gathered, as one.
+        parameters: Number of elements in its parameters.
+        largest: Number of elements in the largest part that is reduced, or gathered, as one.
     """
 
     parameters: int
@@ -34,8 +34,8 @@ class StrategyPlan:
     Args:
         memory: Bytes on this rank, for each model in the order of `initialize`.
         moves: What this rank receives over the data axis in a step.
-        bubble: The part of time that a pipeline rank waits, if forward, input gradient and weight gradient take the
-            same time; None without a pipeline.
+        bubble: The part of a step in which a pipeline rank waits, if forward, input gradient and weight gradient take
+            the same time; None without a pipeline.
     """
 
     memory: tuple[Memory, ...]
@@ -43,47 +43,52 @@ class StrategyPlan:
     bubble: float | None
 
     def __str__(self) -> str:
-        kinds = ("parameters", "gradients", "optimizer", "buffers")
-        lines = ["".join(f"{word:>12}" for word in ("model", *kinds, "total"))]
-        for number, each in enumerate(self.memory):
-            cells = [*(format_bytes(getattr(each, kind)) for kind in kinds), format_bytes(each.total)]
-            lines.append("".join(f"{cell:>12}" for cell in (number, *cells)))
-        lines += [
-            f"{move.axis}: {move.what}, {move.operations:g} operations, {format_bytes(move.bytes)} a step"
-            for move in self.moves
-        ]
-        return "\n".join(lines + ([] if self.bubble is None else [f"bubble of the pipeline: {self.bubble:.1%}"]))
+        kinds = ("parameters", "gradients", "optimizer", "buffers", "total")
+        rows: list[tuple[object, ...]] = [("model", *kinds)]
+        for number, memory in enumerate(self.memory):
+            rows.append((number, *(format_bytes(getattr(memory, kind)) for kind in kinds)))
+        lines = ["".join(f"{cell:>12}" for cell in row) for row in rows]
+        for move in self.moves:
+            lines.append(f"{move.axis}: {move.what}, {move.operations:g} operations, {format_bytes(move.bytes)} a step")
+        if self.bubble is not None:
+            lines.append(f"bubble of the pipeline: {self.bubble:.1%}")
+        return "\n".join(lines)
 
 
 def sizes_of(model: nn.Module, stage: int) -> Sizes:
-    """The sizes of a model whose parameters are there."""
+    """The sizes of a model whose parameters have been made.
+
+    Args:
+        model: What this rank has of the model.
+        stage: ZeRO stage; at stage 3 par-zero gathers items of lists, such as transformer blocks, as one.
+    """
     parameters = list(model.parameters())
-    counts = [each.numel() for each in parameters]
-    largest = max(counts, default=0)
+    total = sum(parameter.numel() for parameter in parameters)
+    largest = max((parameter.numel() for parameter in parameters), default=0)
     if stage == 3:
-        lists = [each for each in model.modules() if isinstance(each, nn.ModuleList | nn.ModuleDict | nn.Sequential)]
-        items = [sum(p.numel() for p in item.parameters()) for each in lists for item in each.children()]
-        largest = max([largest, *items])
-    width = parameters[0].element_size() if parameters else 1
-    return Sizes(
-        parameters=sum(counts),
-        largest=min(sum(counts), max(largest, BUCKET // width)),
-    )
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                for item in module.children():
+                    largest = max(largest, sum(parameter.numel() for parameter in item.parameters()))
+    bucket = BUCKET // parameters[0].element_size() if parameters else BUCKET
+    return Sizes(parameters=total, largest=min(total, max(largest, bucket)))
 
 
 def plan_of(models: Sequence[Sizes], job: Job, schedule: Schedule | None, *, ranks: int, gloo: bool) -> StrategyPlan:
     """The plan of models that are trained alike.
 
     Args:
-        models: What this rank has of each.
-        job: Stage, precision and microbatches are looked at.
-        schedule: Of the pipeline, if there is one.
-        ranks: Data ranks.
+        models: What this rank has of each model.
+        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        schedule: The pipeline's schedule, if there is a pipeline.
+        ranks: Number of data ranks.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    found = [predict_parameters(each.parameters, each.largest, ranks=ranks, job=job, gloo=gloo) for each in models]
+    predicted = [
+        predict_parameters(sizes.parameters, sizes.largest, ranks=ranks, job=job, gloo=gloo) for sizes in models
+    ]
     return StrategyPlan(
-        memory=tuple(memory for memory, _ in found),
-        moves=tuple(move for _, moves in found for move in moves),
+        memory=tuple(memory for memory, _ in predicted),
+        moves=tuple(move for _, moves in predicted for move in moves),
         bubble=None if schedule is None else simulate(schedule).bubble,
     )
