@@ -47,7 +47,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Since torch 2.0. `DTensor.to_local` makes a new tensor and a step of autograd each time.
     """
-    return cast("torch.Tensor", getattr(tensor, "_local_tensor", tensor))
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def version_of(tensor: torch.Tensor) -> int:
