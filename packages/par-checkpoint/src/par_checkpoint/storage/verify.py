@@ -58,7 +58,7 @@ def check_same(folder: Folder, outline: Outline, pairs: Iterable[tuple[str, str]
     Args:
         folder: The checkpoint's folder.
         outline: What it holds.
-        pairs: Two names each.
+        pairs: Pairs of names that are one tensor in the model.
 
     Raises:
         CheckpointError: They differ: which of them is right, nobody can tell.
