@@ -173,6 +173,36 @@ def test_an_error_of_a_remote_commit_leaves_the_old_or_the_new(tmp_path, step):
     assert entries(tmp_path) == ["run"]
 
 
+def test_a_kill_in_the_middle_of_a_remote_removal_leaves_the_old_or_the_new(tmp_path):
+    """Folders are removed there file by file: the old one in the target, and the staging at the end."""
+
+    def save_and_die(folder, number):
+        real, removals = folder.fs.rm, []
+
+        def remove(path, recursive):
+            removals.append(path)
+            if len(removals) > number:
+                real(min(folder.fs.find(path), key=lambda name: not name.endswith(".safetensors")))
+                die()
+            real(path, recursive=recursive)
+
+        folder.fs.rm = remove
+        save(folder, "1")
+
+    for number in range(9):
+        path = tmp_path / str(number) / "run"
+        save(opened("remote", path), "0")
+        if not killed(lambda number=number, path=path: save_and_die(opened("remote", path), number)):
+            break
+        after = opened("remote", path)
+        assert {data for name, data in content(after).items() if name.endswith(".safetensors")} == {b"1"}
+        assert len(content(after)) == 3
+        after.sweep()
+        assert len(content(after)) == 3
+        assert entries(tmp_path / str(number)) == ["run"]
+    assert number == 2, "the target and the staging were removed"
+
+
 def test_an_error_between_the_two_renames_puts_the_old_back(tmp_path):
     def fail(step):
         if step == "renamed-old":
