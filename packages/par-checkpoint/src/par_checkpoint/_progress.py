@@ -7,24 +7,25 @@ from typing import Any
 
 
 class Bar:
-    """Bytes that this rank has written or read, as its share of all.
+    """Shows the bytes that this rank has written or read, as its share of all.
 
     Args:
         what: "save" or "load".
         total: Bytes of the whole checkpoint.
-        rank: This rank; rank 0 shows its own share, which is about everybody's.
+        rank: This rank's number. Rank 0 shows its own share, which is about everybody's.
         size: Number of ranks that take part.
-        wanted: Whether to show it, see `check_progress`; None: if stderr is a terminal and tqdm is installed.
+        wanted: Whether to show a bar; None: if stderr is a terminal and tqdm is installed.
     """
 
     def __init__(self, what: str, total: int, rank: int, size: int, wanted: bool | None) -> None:
-        self._lock = threading.Lock()  # the threads that write tell of it themselves
+        self._lock = threading.Lock()  # the threads that write move the bar themselves
         self._bar: Any = None
-        if rank == 0 and (sys.stderr.isatty() if wanted is None else wanted):
-            self._bar = _make(what, total // size)
+        shown = sys.stderr.isatty() if wanted is None else wanted
+        if rank == 0 and shown and (tqdm := _tqdm()) is not None:
+            self._bar = tqdm(total=total // size, desc=what, unit="B", unit_scale=True, leave=False)
 
     def add(self, count: int) -> None:
-        """Tells of some bytes."""
+        """Moves the bar by some bytes."""
         if self._bar is not None:
             with self._lock:
                 self._bar.update(count)
@@ -43,11 +44,6 @@ def check_progress(wanted: bool | None) -> None:
     """Raises ImportError if a bar is wanted, but tqdm is not installed."""
     if wanted and _tqdm() is None:
         raise ImportError("progress=True needs tqdm: pip install par-checkpoint[progress]")
-
-
-def _make(what: str, total: int) -> Any:
-    tqdm = _tqdm()
-    return None if tqdm is None else tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)
 
 
 def _tqdm() -> Any:
