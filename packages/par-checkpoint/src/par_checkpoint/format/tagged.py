@@ -124,9 +124,11 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> object:
     def decoded(value: Any) -> Any:
         if isinstance(value, list):
             return [decoded(item) for item in value]
-        tag = next(iter(value), "") if isinstance(value, dict) else ""
+        if not isinstance(value, dict):
+            return value
+        tag = next(iter(value), "")
         if not tag.startswith("$"):
-            return {key: decoded(item) for key, item in value.items()} if isinstance(value, dict) else value
+            return {key: decoded(item) for key, item in value.items()}
         if len(value) != 1:
             raise ValueError(f"{tag} has further keys beside it")
         content = value[tag]
