@@ -16,17 +16,30 @@ settings.load_profile("par")
 SMALL = ["--model.width=16", "--model.layers=1", "--model.heads=2", "--model.context=16", "--train.batch_size=6"]
 SMALL += ["--train.steps=40", "--train.warmup_steps=4", "--train.validate_every=10", "--ranks=3", "--device=cpu"]
 
-# Read by Python when it starts, so that a test can reach into a rank that the command starts.
+# Read by Python when it starts, so that a test can reach into a rank that the command starts. With TEST_HOLD=3 a rank
+# waits in its fourth step until it is asked to leave, or the file TEST_GO is there: nothing depends on who is faster.
 FAULTS = """
 import os, time
 from par_train.jobs import order as _order
 import par_train.jobs.text
+import par_train.run.stop
 from par_checkpoint.storage import local as _local
 
 batch, read_text = _order.DataOrder.batch, par_train.jobs.text.read_text
 
+asked = []
+
+def note_and_ask(stop, number):
+    asked.append(number)
+    ask(stop, number)
+
+def may_go_on():
+    return asked or os.path.exists(os.environ.get("TEST_GO", ""))
+
 def slow_or_failing(order, position, count):
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
+    while "TEST_HOLD" in os.environ and position >= count * int(os.environ["TEST_HOLD"]) > 0 and not may_go_on():
+        time.sleep(0.01)
     if position and os.environ.get("TEST_FAILING_RANK") == os.environ.get("RANK"):
         raise RuntimeError("the fault of the test")
     return batch(order, position, count)
@@ -46,6 +59,8 @@ def publish_or_die(staging, **options):
         os.kill(os.getpid(), 9)
     return publish(staging, **options)
 
+ask = par_train.run.stop.Stop.ask
+par_train.run.stop.Stop.ask = note_and_ask
 publish = _local.LocalStaging.publish
 _local.LocalStaging.publish = publish_or_die
 _order.DataOrder.batch = slow_or_failing

@@ -1,12 +1,18 @@
 """A strategy that is told nonsense says so on every rank, before anything has changed."""
 
+import dataclasses
+import gc
+import inspect
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from par_train import Plugin, Strategy, register_gradient_handler
+from par_train import Plugin, Strategy, StrategyOptions, register_gradient_handler
 from par_train.strategy.handlers import HANDLERS
 
 
@@ -200,3 +206,42 @@ def test_an_optimizer_of_another_model_is_refused_by_a_pipeline():
     first, _, second, of_second = strategy.initialize(first, sgd(first), second, sgd(second))
     raises("does not train this Linear", strategy.execute_pipeline, iter([]), first, None, of_second)
     raises("pipeline has 'loss_fn', which a strategy sets itself", Strategy, pipeline={"loss_fn": None})
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_whose_parameters_checkpointing_hides_is_only_warned_of():
+    """As with adapters in a frozen model whose blocks are checkpointed."""
+    with Strategy() as strategy:
+        frozen, adapter = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+        model, optimizer = strategy.initialize(nn.Sequential(frozen, adapter), sgd(adapter))
+        loss = checkpoint(model, torch.ones(1, 2, requires_grad=True), use_reentrant=True).sum()
+        with pytest.warns(UserWarning, match="as far as can be seen through CheckpointFunction.*use_reentrant=False"):
+            strategy.backward(loss, optimizer)
+        before = adapter.weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, adapter.weight)
+
+
+@pytest.mark.ranks(1)
+def test_loaders_are_not_kept():
+    """Neither those that were initialized, nor iterators of others, such as one for each evaluation."""
+    with Strategy() as strategy:
+        model = nn.Linear(2, 2)
+        model, optimizer = strategy.initialize(model, sgd(model))
+        loaders = [DataLoader(torch.ones(8, 2), batch_size=2), DataLoader(torch.ones(4, 2), batch_size=2)]
+        loaders[0] = strategy.initialize(loaders[0])
+        for _ in range(3):  # more than an epoch of one of them
+            for loader in loaders:
+                strategy.execute_pipeline(loader, model, lambda outputs, _: outputs.mean(), optimizer)
+        assert loaders[0].samples == 6
+        kept = [weakref.ref(loader) for loader in loaders]
+        del loaders, loader
+        gc.collect()
+        assert [reference() for reference in kept] == [None, None]
+
+
+def test_help_lists_every_option_with_its_default():
+    signature = inspect.signature(Strategy)
+    assert sorted(signature.parameters) == sorted(field.name for field in dataclasses.fields(StrategyOptions))
+    assert not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    assert signature.parameters["precision"].default == "fp32"

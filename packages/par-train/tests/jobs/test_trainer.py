@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from par_groups import ProcessGroups, Topology
 from par_pipeline.schedules.registry import SCHEDULES
+from par_train.jobs.checkpoint import TrainingState, save_checkpoint
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import DataOptions, ModelOptions, Options, PipelineOptions, TrainOptions, learning_rate
 from par_train.jobs.text import Text
@@ -118,6 +119,55 @@ def test_every_precision_trains_about_as_fp32_does(precision, axes):
             losses.append(results[-1].loss)
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
     assert losses[1] < 0.95 * results[0].loss
+
+
+def saved(path, trainer):
+    """A checkpoint of the trainer, and what training needs beside it."""
+    state = TrainingState(step=trainer.step, samples=trainer.samples, seconds=0.0, text="")
+    save_checkpoint(path, trainer.model, trainer.optimizer, trainer.options, state)
+    return state
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_a_run_goes_on_under_another_topology(tmp_path):
+    """Parameters in parts, layers cut in two dimensions, replicas of layers cut in one, stages: one device's losses."""
+    cases = [
+        ({}, {"zero": 3}),
+        ({"tensor": {"size": 4, "mode": "2d"}}, {}),
+        ({"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, {"zero": 1}),
+        ({"pipeline": 2}, {"pipeline": PipelineOptions(schedule="zb_v")}),
+    ]
+    with ProcessGroups(Topology.from_config({}, 4)) as groups:
+        _, whole = trained(options(tied=True), groups, steps=6)
+    losses = [each.loss for each in whole]
+    for number, (axes, changes) in enumerate(cases):
+        with ProcessGroups(Topology.from_config(axes, 4)) as groups:
+            trainer, begun = trained(options(tied=True, **changes), groups)
+            state = saved(tmp_path / str(number), trainer)
+        other_axes, other_changes = cases[number - 1]
+        with ProcessGroups(Topology.from_config(other_axes, 4)) as groups:
+            trainer = Trainer(options(tied=True, **other_changes), text(), groups, torch.device("cpu"))
+            trainer.restore(tmp_path / str(number), state)
+            gone_on = [trainer.advance(0) for _ in range(3)]
+        assert [each.loss for each in (*begun, *gone_on)] == pytest.approx(losses, rel=TOLERANCE)
+
+
+@pytest.mark.ranks(2)
+def test_half_precision_goes_on_exactly(tmp_path):
+    """Masters, moments and the loss scale come back: with the very same weights as a run that nobody stopped."""
+    with ProcessGroups(Topology.from_config({}, 2)) as groups:
+        whole = Trainer(options(precision="fp16"), text(), groups, torch.device("cpu"))
+        whole.optimizer.scaling.scale.value.fill_(2.0**10)  # of which a new run knows nothing
+        for _ in range(3):
+            whole.advance(0)
+        state = saved(tmp_path / "checkpoint", whole)
+        again = Trainer(options(precision="fp16"), text(), groups, torch.device("cpu"))
+        again.restore(tmp_path / "checkpoint", state)
+        assert float(again.optimizer.scaling.scale.value) == 2.0**10
+        for trainer in (whole, again):
+            for _ in range(3):
+                trainer.advance(0)
+        assert all(torch.equal(*each) for each in zip(whole.model.parameters(), again.model.parameters(), strict=True))
 
 
 @pytest.mark.ranks(2)

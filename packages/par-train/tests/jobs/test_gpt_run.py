@@ -1,0 +1,36 @@
+"""The run of the byte GPT, where it is not seen in whole runs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from par_groups import ProcessGroups, Topology
+from par_train import register_gradient_handler
+from par_train._errors import UserError
+from par_train.jobs.gpt_run import _make_trainer
+from par_train.jobs.options import DataOptions, ModelOptions, Options
+from par_train.jobs.text import read_text
+
+
+def broken(model, optimizer, groups):
+    """A gradient handler with a mistake of its own."""
+    return int("a bug")
+
+
+@pytest.mark.ranks(2)
+def test_mistakes_of_the_user_are_told_from_those_of_a_handler(tmp_path):
+    (tmp_path / "words.txt").write_text("all the words that there are " * 40)
+    sizes = {"model": ModelOptions(width=8, layers=1, heads=2, context=8), "device": "cpu"}
+    start = SimpleNamespace(text=read_text(DataOptions(folder=str(tmp_path))), state=None, lock=None)
+
+    def refused(kind, words, **changes):
+        with ProcessGroups(Topology.from_config({}, 2)) as groups, pytest.raises(ValueError, match=words) as raised:
+            _make_trainer(Options(**sizes, **changes), start, groups, torch.device("cpu"))
+        assert raised.type is kind
+
+    refused(UserError, "'tf32' needs the TF32 units of an NVIDIA GPU", precision="tf32")
+    refused(UserError, "no gradient handler is called 'mine'", gradient_handlers=({"type": "mine"},))
+    refused(UserError, "no plugin is called 'mine'", plugins=("mine",))
+    register_gradient_handler("broken")(broken)
+    refused(ValueError, "invalid literal for int", gradient_handlers=({"type": "broken"},))

@@ -1,0 +1,10 @@
+"""Every API of torch that is not public, called once."""
+
+import torch
+
+from par_train import _torch_private
+
+
+def test_the_leaves_of_nested_containers():
+    tensor = torch.ones(2)
+    assert _torch_private.tree_leaves({"a": [1, (tensor, 2.0)]}) == [1, tensor, 2.0]
