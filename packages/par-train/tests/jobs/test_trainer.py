@@ -11,7 +11,7 @@ from par_groups import ProcessGroups, Topology
 from par_pipeline.schedules.registry import SCHEDULES
 from par_train.jobs.checkpoint import TrainingState, save_checkpoint
 from par_train.jobs.gpt import GPT
-from par_train.jobs.options import DataOptions, ModelOptions, Options, PipelineOptions, TrainOptions, learning_rate
+from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
 from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer, make_optimizer
 
@@ -84,7 +84,7 @@ def test_every_schedule_trains_as_one_device_does(schedules, tied):
     reference = expected(options(tied=tied))
     for name in schedules:
         with ProcessGroups(Topology.from_config({"pipeline": 2}, 2)) as groups:
-            chosen = options(tied=tied, pipeline=PipelineOptions(schedule=name, microbatches=4))
+            chosen = options(tied=tied, pipeline=ScheduleOptions(schedule=name, microbatches=4))
             assert_same_run(*trained(chosen, groups), reference)
 
 
@@ -94,7 +94,7 @@ def test_pipelines_of_replicas_that_share_their_state(zero):
     reference = expected(options(tied=True))
     for name in ("1f1b", "interleaved" if zero == 3 else "zb_v"):
         with ProcessGroups(Topology.from_config({"pipeline": 2}, 4)) as groups:
-            chosen = options(tied=True, zero=zero, pipeline=PipelineOptions(schedule=name, microbatches=3))
+            chosen = options(tied=True, zero=zero, pipeline=ScheduleOptions(schedule=name, microbatches=3))
             assert_same_run(*trained(chosen, groups), reference)
 
 
@@ -102,7 +102,7 @@ def test_pipelines_of_replicas_that_share_their_state(zero):
 def test_a_pipeline_of_cut_layers():
     reference = expected(options(tied=True))
     with ProcessGroups(Topology.from_config({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)) as groups:
-        chosen = options(tied=True, zero=1, pipeline=PipelineOptions(schedule="zb_h1"))
+        chosen = options(tied=True, zero=1, pipeline=ScheduleOptions(schedule="zb_h1"))
         assert_same_run(*trained(chosen, groups), reference)
 
 
@@ -135,7 +135,7 @@ def test_a_run_goes_on_under_another_topology(tmp_path):
         ({}, {"zero": 3}),
         ({"tensor": {"size": 4, "mode": "2d"}}, {}),
         ({"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, {"zero": 1}),
-        ({"pipeline": 2}, {"pipeline": PipelineOptions(schedule="zb_v")}),
+        ({"pipeline": 2}, {"pipeline": ScheduleOptions(schedule="zb_v")}),
     ]
     with ProcessGroups(Topology.from_config({}, 4)) as groups:
         _, whole = trained(options(tied=True), groups, steps=6)

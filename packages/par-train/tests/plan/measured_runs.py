@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_train.command.plan import configured_job, shape_of
-from par_train.jobs.options import ModelOptions, Options, PipelineOptions, TrainOptions
+from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer
 from par_train.plan.inputs import Machine
@@ -40,7 +40,7 @@ def text():
 def running(parallel, *, model=MODEL, schedule="1f1b", microbatches=0, **changes) -> Iterator[Run]:
     """A run on the ranks there are, two steps after its start."""
     topology = Topology.from_config(parallel, dist.get_world_size())
-    pipeline = PipelineOptions(schedule=schedule, microbatches=microbatches)
+    pipeline = ScheduleOptions(schedule=schedule, microbatches=microbatches)
     options = Options(model=model, train=TrainOptions(batch_size=8), pipeline=pipeline, **changes)
     made = predict(shape_of(options), topology, configured_job(options, topology), GLOO)
     with ProcessGroups(topology) as groups:

@@ -8,7 +8,7 @@ import pytest
 from par_groups import Topology
 from par_pipeline import simulate
 from par_train.jobs.checks import check_config
-from par_train.jobs.options import ModelOptions, Options, PipelineOptions, TrainOptions
+from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.plan import pipeline, search
 from par_train.plan.inputs import Job, Machine
 from par_train.plan.predict import predict
@@ -45,7 +45,7 @@ def test_every_configuration_can_be_run():
             train=TrainOptions(batch_size=64),
             zero=job.zero,
             precision=job.precision,
-            pipeline=PipelineOptions(schedule=job.schedule, microbatches=job.microbatches),
+            pipeline=ScheduleOptions(schedule=job.schedule, microbatches=job.microbatches),
             parallel={"pipeline": topology.size("pipeline"), **tensor},
         )
         assert check_config(chosen, 16).axes == topology.axes

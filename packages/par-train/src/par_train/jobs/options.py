@@ -57,7 +57,7 @@ class TrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
+class ScheduleOptions:
     """How the stages of a pipeline are run, where `parallel.pipeline` has a size."""
 
     schedule: str = option("1f1b", "which rank does what when; a name that par-pipeline knows, such as zb_v")
@@ -92,7 +92,7 @@ class Options:
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
-    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    pipeline: ScheduleOptions = field(default_factory=ScheduleOptions)
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
     @property
