@@ -85,11 +85,10 @@ class Execution:
         """
         given = self._criterion(outputs, target)
         rows = float(rows_of(target) or 1)
+        total, count = given if isinstance(given, tuple) else (given * rows, rows)
+        self._sum, self._count = self._sum + total.detach().double(), self._count + count
         if not isinstance(given, tuple):
-            self._note(given * rows, rows)
             return self._scaled(given, None)
-        total, count = given
-        self._note(total, count)
         weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
         mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # a sum of nothing is 0
         return self._scaled(mean * (sum(self._weights) / rows), weight)
@@ -104,9 +103,6 @@ class Execution:
                 )
             return loss
         return self._optimizer.scale(loss, weight=weight)
-
-    def _note(self, total: Tensor, count: Tensor | float) -> None:
-        self._sum, self._count = self._sum + total.detach().double(), self._count + count
 
     def _mean(self) -> Tensor:
         """The mean loss of this replica's batch. Broadcast of one number over the pipeline group."""

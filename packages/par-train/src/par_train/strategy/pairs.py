@@ -45,8 +45,8 @@ def find_pairs(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sch
         for number in sorted(_models_of(optimizer, owner)):
             if number in chosen:
                 raise ValueError(
-                    f"a {type(models[number]).__name__} has two optimizers, {_kind(chosen[number])} and "
-                    f"{_kind(optimizer)}; use one with a param group for each"
+                    f"a {type(models[number]).__name__} has two optimizers, {type(chosen[number]).__name__} and "
+                    f"{type(optimizer).__name__}; use one with a param group for each"
                 )
             chosen[number] = optimizer
     pairs = [
@@ -61,8 +61,8 @@ def find_pairs(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sch
     for scheduler in schedulers:
         if not any(scheduler in each.schedulers for each in pairs):
             raise ValueError(
-                f"the optimizer of the {_kind(scheduler)} is not here; initialize them together, with the optimizer "
-                "that the scheduler was made with"
+                f"the optimizer of the {type(scheduler).__name__} is not here; initialize them together, with the "
+                "optimizer that the scheduler was made with"
             )
     return sorted(pairs, key=lambda each: min(models.index(model) for model in each.models))
 
@@ -70,21 +70,18 @@ def find_pairs(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sch
 def _models_of(optimizer: Optimizer, owner: dict[int, int]) -> set[int]:
     if optimizer.state:
         raise ValueError(
-            f"the {_kind(optimizer)} has stepped already; initialize first, then load its state from a checkpoint"
+            f"the {type(optimizer).__name__} has stepped already; initialize first, then load its state from a "
+            "checkpoint"
         )
     found = set()
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in owner:
                 raise ValueError(
-                    f"param_groups[{number}].params[{position}] of the {_kind(optimizer)}, of shape "
+                    f"param_groups[{number}].params[{position}] of the {type(optimizer).__name__}, of shape "
                     f"{tuple(parameter.shape)}, is a parameter of no model here; initialize its model with it"
                 )
             found.add(owner[id(parameter)])
     if not found:
-        raise ValueError(f"the {_kind(optimizer)} has no parameters; give one that has a model's")
+        raise ValueError(f"the {type(optimizer).__name__} has no parameters; give one that has a model's")
     return found
-
-
-def _kind(given: object) -> str:
-    return type(given).__name__

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -26,7 +25,15 @@ class Pipelined(Plugin):
         if strategy.schedule is None:
             return model
         several = isinstance(model, nn.ModuleList)
-        cut = [_cut(each, strategy) for each in (model.children() if several else [model])]
+        rank = strategy.groups.rank("pipeline")
+        cut: list[nn.Module] = []
+        for whole in model.children() if several else [model]:
+            if not isinstance(whole, Stages | nn.Sequential):
+                raise ValueError(
+                    f"a {type(whole).__name__} cannot be cut into pipeline stages; give an nn.Sequential, what "
+                    "Strategy.build(layers) makes of a list of layers, or par_train.Stages of your own"
+                )
+            cut.append(whole if isinstance(whole, Stages) else build_stages(whole, strategy.schedule, rank))
         model = nn.ModuleList(cut) if several else cut[0]
         if optimizer is not None:
             leave_foreign_(optimizer, model)
@@ -43,7 +50,13 @@ class Device(Plugin):
         del optimizer
         if any(parameter.is_meta for parameter in model.parameters()):
             initialize(model, strategy.options.seed, device=strategy.device)
-        _check_cut(model, strategy)
+        ranks = strategy.groups.size("tensor")
+        for name, parameter in model.named_parameters():  # ranks must not each count a copy that nobody calls one
+            if ranks > 1 and not hasattr(parameter, "par_sharding"):
+                raise ValueError(
+                    f"{name!r} says nothing of the {ranks} ranks of its tensor group; make its layer with "
+                    "Strategy.layers, or say how it is cut with par_groups.set_sharding"
+                )
         return model.to(strategy.device)
 
     def setup_dataloader(self, dataloader: Any, strategy: Setup) -> Any:
@@ -74,13 +87,18 @@ class Zero(Plugin):
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """The parameters come to lie in flat buffers."""
         options = strategy.options
-        packed = _trained(model, optimizer)
+        if optimizer is None:
+            packed = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        else:
+            packed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if not packed and (options.stage < 3 or not any(True for _ in model.parameters())):
             return model
         precision = precision_of(options.precision)
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:
-            _cast_(model, dtype, set() if precision.rounded else packed)
+            for tensor in (*model.parameters(), *model.buffers()):  # par-zero casts what is trained
+                if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
         group = strategy.groups["data"]
         return shard(model, optimizer, group=group, **{"param_dtype": dtype, **options.zero_keywords})[0]
@@ -104,39 +122,3 @@ class Precision(Plugin):
         if given is not model:
             raise ValueError(f"under {options.precision!r} an nn.Linear alone is replaced; put it in an nn.Sequential")
         return found
-
-
-def _cut(model: nn.Module, strategy: Setup) -> Stages:
-    if isinstance(model, Stages):
-        return model
-    if not isinstance(model, nn.Sequential) or strategy.schedule is None:
-        raise ValueError(
-            f"a {type(model).__name__} cannot be cut into pipeline stages; give an nn.Sequential, what "
-            "Strategy.build(layers) makes of a list of layers, or par_train.Stages of your own"
-        )
-    return build_stages(model, strategy.schedule, strategy.groups.rank("pipeline"))
-
-
-def _trained(model: nn.Module, optimizer: Optimizer | None) -> set[nn.Parameter]:
-    """The parameters that are packed below stage 3."""
-    if optimizer is None:
-        return {parameter for parameter in model.parameters() if parameter.requires_grad}
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _cast_(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]) -> None:
-    """Casts what par-zero does not, which is what is not trained, and buffers."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor not in trained and tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-
-
-def _check_cut(model: nn.Module, strategy: Setup) -> None:
-    """Ranks of a tensor group must not each count a parameter that nobody has told them is cut, or a copy."""
-    ranks = strategy.groups.size("tensor")
-    for name, parameter in model.named_parameters():
-        if ranks > 1 and not hasattr(parameter, "par_sharding"):
-            raise ValueError(
-                f"{name!r} says nothing of the {ranks} ranks of its tensor group; make its layer with Strategy.layers, "
-                "or say how it is cut with par_groups.set_sharding"
-            )

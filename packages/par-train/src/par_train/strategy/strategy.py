@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from os import PathLike
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -22,6 +21,7 @@ from ..data.place import placed
 from ..plan.inputs import Job
 from ..plan.strategy_plan import StrategyPlan, plan_of
 from .execute import Criterion, Execution
+from .files import PathLike as Path
 from .files import load_object, load_run, newest_step, save_object, save_run
 from .handlers import DEFAULT, kinds_of
 from .initialize import paired, wire
@@ -31,8 +31,6 @@ from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Device, Pipelined, Precision, Tied, Zero
 from .setup import Setup
 from .stages import Layers, build_stages
-
-Path = str | PathLike[str]
 
 
 class Strategy(Setup):
@@ -137,8 +135,6 @@ class Strategy(Setup):
         check_support(plugins, self.device.type, options.precision)
         return plugins
 
-    # What a trainer asks
-
     @property
     def steps(self) -> int:
         """Optimizer steps, of all optimizers together. Setting it goes on with the random numbers of another run."""
@@ -195,7 +191,9 @@ class Strategy(Setup):
         loaders: dict[int, GlobalDataLoader] = {}
         try:
             pairs = paired(objects)
-            loaders = {id(given): self._shared_out(given) for given in objects if isinstance(given, DataLoader)}
+            replica, replicas, seed = self.groups.rank("data"), self.groups.size("data"), self.options.seed
+            for given in (given for given in objects if isinstance(given, DataLoader)):
+                loaders[id(given)] = GlobalDataLoader(given, replica=replica, replicas=replicas, seed=seed)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
@@ -215,12 +213,6 @@ class Strategy(Setup):
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
-
-    def _shared_out(self, loader: DataLoader[Any]) -> GlobalDataLoader:
-        groups = self.groups
-        return GlobalDataLoader(
-            loader, replica=groups.rank("data"), replicas=groups.size("data"), seed=self.options.seed
-        )
 
     def _reseed(self) -> None:
         """Randomness is a function of seed, step and place, so that a run that goes on draws what it would have."""
@@ -287,7 +279,7 @@ class Strategy(Setup):
             ValueError: A model or an optimizer that is not from here.
             StopIteration: The iterator has ended.
         """
-        if not forward_only and not any(model is one for one in self._pair_of(optimizer).models):
+        if not forward_only and not any(model is own for own in self._pair_of(optimizer).models):
             raise ValueError(
                 f"this {type(optimizer).__name__} does not train this {type(model).__name__}; give those that "
                 "initialize() returned together"
@@ -436,8 +428,6 @@ class Strategy(Setup):
     def _living_loaders(self) -> list[GlobalDataLoader]:
         """The data loaders of `initialize` that somebody still has, in order."""
         return [loader for reference in self._loaders if (loader := reference()) is not None]
-
-    # The end
 
     def close(self) -> None:
         """Ends the groups, and torch.distributed if it was started here; a second call does nothing."""
