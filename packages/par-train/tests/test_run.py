@@ -84,14 +84,14 @@ def test_the_checkpoint_is_a_model(reference):
 
 
 def stop(command, name, number, *arguments):
-    """Starts a run, sends its launcher a signal in the fourth step, and waits for its end."""
+    """Starts a run, sends its launcher a signal in the fourth step, and waits for its end, after the fifth."""
     process = command.train(name, *arguments, TEST_HOLD="3")
     command.wait_for_steps(name, 3)
     process.send_signal(number)
     done = command.finish(process)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count(f"par-train: {number.name}: saved after step") == 1, done.stderr
-    assert len(read_lines(command.folder / name)) == 4
+    assert len(read_lines(command.folder / name)) == 5  # the ranks agree on it with the loss of the next step
     return process, done
 
 
@@ -104,7 +104,7 @@ def test_sigterm_saves_and_resume_is_exact(command, reference, ranks_of):
         file.write('{"step": 99, "loss": 1.0}\n')  # after the checkpoint: to be forgotten
     again = command.finish(command.train("terminated", "--resume=auto"))
     assert again.returncode == 0, again.stderr
-    assert "goes on after step 4" in again.stdout
+    assert "goes on after step 5" in again.stdout
     assert weights(folder) == weights(reference[0])
     exact = ("step", "loss", "validation_loss", "learning_rate", "tokens", "gradient_norm")
     expected = [{key: line.get(key) for key in exact} for line in read_lines(reference[0])]
@@ -197,8 +197,8 @@ def test_a_closed_terminal_saves(command, ranks_of):
     assert (done.returncode, done.stderr) == (0, "")
     assert_no_ranks(ranks_of, process.pid)
     folder = command.folder / "hung-up"
-    assert len(read_lines(folder)) == 4
-    assert inspect(folder / "checkpoint").step == 4
+    assert len(read_lines(folder)) == 5
+    assert inspect(folder / "checkpoint").step == 5
     assert (folder / "loss.png").exists()
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from par_checkpoint import inspect as checkpoint_of
 from par_train import Plugin, Strategy, StrategyOptions, register_gradient_handler
 from par_train.strategy.handlers import HANDLERS
 
@@ -223,7 +224,7 @@ def test_a_loss_whose_parameters_checkpointing_hides_is_only_warned_of():
 
 
 @pytest.mark.ranks(1)
-def test_loaders_are_not_kept():
+def test_loaders_are_not_kept(tmp_path):
     """Neither those that were initialized, nor iterators of others, such as one for each evaluation."""
     with Strategy() as strategy:
         model = nn.Linear(2, 2)
@@ -238,6 +239,8 @@ def test_loaders_are_not_kept():
         del loaders, loader
         gc.collect()
         assert [reference() for reference in kept] == [None, None]
+        strategy.checkpoint(tmp_path, step=1)  # the position is saved all the same
+        assert checkpoint_of(tmp_path / "step-00000001").extra["loaders"] == [{"samples": 6}]
 
 
 def test_help_lists_every_option_with_its_default():

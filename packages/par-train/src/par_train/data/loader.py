@@ -57,7 +57,7 @@ class GlobalDataLoader:
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.device: torch.device | str = "cpu"
-        self.samples = 0  # that all ranks together have consumed since training began
+        self.position = Position()
         self.epoch = 0
         mine = partial(_share_of, replica=replica, replicas=replicas)
         streamed = isinstance(loader.dataset, IterableDataset)
@@ -76,6 +76,11 @@ class GlobalDataLoader:
             yield placed(item.samples, self.device, non_blocking=self._plain.pin_memory)
             item = self._take() if self.epoch == epoch else None
 
+    @property
+    def samples(self) -> int:
+        """Samples that all ranks together have consumed since training began."""
+        return self.position.samples
+
     def state_dict(self) -> dict[str, int]:
         """The position. It holds under another number of replicas and workers."""
         return {"samples": self.samples}
@@ -90,7 +95,7 @@ class GlobalDataLoader:
         if not isinstance(samples, int) or samples < 0:
             raise ValueError(f"the position is {samples!r} samples; it must be a whole number of at least 0")
         self.epoch, self._batches = self._source.seek(samples)
-        self.samples = samples
+        self.position.samples = samples
 
     def _take(self) -> "_Batch | None":
         """The next batch; between two epochs, None once."""
@@ -100,8 +105,14 @@ class GlobalDataLoader:
         if item is None:
             self.epoch, self._batches = self.epoch + 1, None
         else:
-            self.samples += item.size
+            self.position.samples += item.size
         return item
+
+
+class Position:
+    """How many samples all ranks together have consumed: what is left of a loader that nobody uses any more."""
+
+    samples = 0
 
 
 class _Batch(NamedTuple):

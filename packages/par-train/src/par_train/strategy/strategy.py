@@ -16,7 +16,7 @@ from par_groups import ProcessGroups, Topology, agree, check_alike, launch, toge
 from par_pipeline import Pipeline, build_stage, schedule
 from par_precision import MixedOptimizer
 
-from ..data.loader import GlobalDataLoader
+from ..data.loader import GlobalDataLoader, Position
 from ..data.place import placed
 from ..plan.inputs import Job
 from ..plan.strategy_plan import StrategyPlan, plan_of
@@ -121,7 +121,7 @@ class Strategy(Setup):
         self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
         self._place = self.groups.rank_seed(("data", "pipeline"), seed)
         self._pairs: list[Pair] = []
-        self._loaders: list[ReferenceType[GlobalDataLoader]] = []  # those that nobody else keeps have no position
+        self._loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []  # the position outlives its loader
         self._executions: dict[nn.Module, Execution] = {}
         self._batches: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
         self._checked: set[Optimizer] = set()
@@ -206,7 +206,7 @@ class Strategy(Setup):
                 with together(f"plugin {plugin.name!r}", None):
                     wired[number] = plugin.setup_dataloader(wired[number], self)
         self._pairs += pairs
-        self._loaders += [ref(loader) for loader in loaders.values()]
+        self._loaders += [(ref(loader), loader.position) for loader in loaders.values()]
         self._reseed()
         results = tuple(wired[id(given)] for given in objects)
         return results[0] if len(results) == 1 else results
@@ -391,7 +391,8 @@ class Strategy(Setup):
         Returns:
             A handle for each model.
         """
-        state = {"steps": self._steps, "loaders": [loader.state_dict() for loader in self._living_loaders()]}
+        positions = [{"samples": position.samples} for _, position in self._loaders]
+        state = {"steps": self._steps, "loaders": positions}
         keywords = {"async_": async_} if options is None else {"async_": async_, "options": options}
         return save_run(self._pairs, state, root, step, keep_last, keywords)
 
@@ -418,16 +419,13 @@ class Strategy(Setup):
         """
         step = newest_step(self._pairs, root) if step is None else step
         if step is not None:
-            loaders = self._living_loaders()
-            state = load_run(self._pairs, len(loaders), root, step)
+            state = load_run(self._pairs, len(self._loaders), root, step)
             self.steps = state["steps"]
-            for loader, saved in zip(loaders, state["loaders"], strict=True):
-                loader.load_state_dict(saved)
+            for (reference, position), saved in zip(self._loaders, state["loaders"], strict=True):
+                position.samples = saved["samples"]
+                if (loader := reference()) is not None:
+                    loader.load_state_dict(saved)
         return step
-
-    def _living_loaders(self) -> list[GlobalDataLoader]:
-        """The data loaders of `initialize` that somebody still has, in order."""
-        return [loader for reference in self._loaders if (loader := reference()) is not None]
 
     def close(self) -> None:
         """Ends the groups, and torch.distributed if it was started here; a second call does nothing."""
