@@ -1,6 +1,11 @@
+import base64
 import json
+import quopri
+import reprlib
 import threading
 from json.decoder import JSONDecoder
+
+import torch
 
 from par_testing import modules_called
 
@@ -29,3 +34,19 @@ def test_other_packages_are_left_out_and_nothing_is_recorded_afterwards():
         pass
     json.loads("[1]")
     assert names == later == []
+
+
+def test_only_functions_that_are_handed_a_tensor_or_its_bytes_count():
+    tensor = torch.arange(16.0)
+    text = tensor.numpy().tobytes().decode("latin1")
+    with modules_called("json", "base64", "quopri", handed=tensor) as names:
+        json.dumps(text)  # text is neither a tensor nor bytes
+        base64.b64encode(tensor.numpy().tobytes())
+        quopri.encodestring(b"other bytes")
+    assert names == ["base64"]
+    with modules_called("reprlib", handed=tensor) as names:
+        reprlib.Repr().repr([tensor.view(4, 4)])  # a view, in a list
+    assert names == ["reprlib"]
+    with modules_called("reprlib", handed=tensor) as names:
+        reprlib.Repr().repr([torch.zeros(3)])
+    assert names == []
