@@ -66,7 +66,7 @@ def levels(parts: Mapping[str, object], imports: set[tuple[str, str]]) -> list[l
 def draw_package(parts: Parts, imports: set[tuple[str, str]], path: Path) -> None:
     """Boxes in rows; an arrow leads from a part to what it imports, unless a longer way leads there, too."""
     rows = levels(parts, imports)
-    heights = [max(1 + (len(parts[part]) + 1) // 2 for part in row) * LINE + 0.25 for row in rows]
+    heights = [max(box_height(parts[part]) for part in row) for row in rows]
     widths = [[box_width(part, parts[part]) for part in row] for row in rows]
     gap = 0.3
     width = max(sum(row) + gap * (len(row) - 1) for row in widths) + 0.4
@@ -81,7 +81,8 @@ def draw_package(parts: Parts, imports: set[tuple[str, str]], path: Path) -> Non
     for row, row_widths, row_height in zip(rows, widths, heights, strict=True):
         left = (width - sum(row_widths) - gap * (len(row) - 1)) / 2
         for part, part_width in zip(row, row_widths, strict=True):
-            boxes[part] = (left, top - row_height, part_width, row_height)
+            part_height = box_height(parts[part])
+            boxes[part] = (left, top - (row_height + part_height) / 2, part_width, part_height)
             left += part_width + gap
         top -= row_height + 0.55
     for importer, imported in sorted(imports):
@@ -105,6 +106,11 @@ def box_width(part: str, modules: list[str]) -> float:
     columns = modules[: (len(modules) + 1) // 2], modules[(len(modules) + 1) // 2 :]
     inner = sum(0.079 * max(map(len, column)) + 0.15 for column in columns if column)
     return max(0.095 * len(part) + 0.3, inner + 0.15)
+
+
+def box_height(modules: list[str]) -> float:
+    """Inches that a part's name, and its modules in two columns, take from top to bottom."""
+    return (1 + (len(modules) + 1) // 2) * LINE + 0.25
 
 
 def draw_part(axes: Axes, box: tuple[float, float, float, float], part: str, modules: list[str]) -> None:

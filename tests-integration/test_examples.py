@@ -1,4 +1,4 @@
-"""The runnable examples in every README run in a world of one rank."""
+"""The examples in every README, and those of every page in docs, run in a world of one rank."""
 
 import os
 import re
@@ -15,6 +15,12 @@ EXAMPLES = [
     for path in READMES
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
+TUTORIAL = ROOT / "docs" / "tutorials" / "add-your-own-parallelism.md"  # which test_own_parallelism.py runs
+PAGES = [
+    pytest.param("".join(blocks), id=str(path.relative_to(ROOT / "docs")))
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if path != TUTORIAL and (blocks := re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+]
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -25,13 +31,31 @@ def test_the_first_readme_has_an_example_of_every_package():
     assert [name for name in packages if f"from {name} import" not in examples] == []
 
 
+def test_every_page_on_a_concept_has_an_example():
+    concepts = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs" / "concepts").glob("*.md")}
+    assert concepts - {page.id for page in PAGES} == {"concepts/matrix.md"}  # whose content is results
+
+
+@pytest.mark.ranks(1, timeout=120, init=False)
+@pytest.mark.filterwarnings("default")  # a reader sees them, and the example goes on
+@pytest.mark.parametrize("code", PAGES)
+def test_the_examples_of_a_page_run_one_after_the_other(code, tmp_path):
+    as_a_reader_starts(tmp_path)
+    exec(compile(code, "page.md", "exec"), {"__name__": "__main__"})
+
+
+def as_a_reader_starts(folder):
+    """In a folder of its own, and with no launcher."""
+    os.chdir(folder)
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+
+
 @pytest.mark.ranks(1, timeout=120, init=False)
 @pytest.mark.filterwarnings("default")  # a reader sees them, and the example goes on
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_a_readme_example_runs(code, tmp_path):
-    os.chdir(tmp_path)
-    for name in LAUNCHED:
-        os.environ.pop(name, None)  # as a reader runs it: no launcher was there
+    as_a_reader_starts(tmp_path)
     if "runs/gpt" in code:  # what the reader has after the command above the example
         command = [sys.executable, "-m", "par_train", "run", "--train.steps", "2", "--data.patterns", "d*.py"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

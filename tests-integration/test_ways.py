@@ -1,0 +1,38 @@
+"""A reader who follows a call opens few modules: what docs/rooms.md promises, and draws."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+# Modules that a tensor passes through, and modules that have a part in the call at all.
+MOST = {
+    "save": (12, 33),
+    "load": (10, 36),
+    "zero-step": (11, 11),
+    "pipeline-step": (16, 16),
+    "strategy-step": (31, 31),
+}
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_passes_through_few_modules(tmp_path):
+    sys.path.insert(0, str(DOCS))
+    import ways
+
+    world = dist.group.WORLD
+    taken = {
+        **ways.files(str(tmp_path)),
+        "zero-step": ways.zero_step(world),
+        "pipeline-step": ways.pipeline_step(world),
+        "strategy-step": ways.strategy_step(),
+    }
+    assert taken.keys() == MOST.keys() == ways.TITLES.keys()
+    if dist.get_rank() != 0:  # the pictures show the first rank
+        return
+    for name, (called, handed) in taken.items():
+        assert 0 < len(handed) <= MOST[name][0], (name, handed)
+        assert len(called) <= MOST[name][1], (name, called)
