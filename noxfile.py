@@ -229,8 +229,9 @@ def lowest_versions(session: nox.Session, package: str) -> str:
 
 
 def workers() -> list[str]:
-    """Pytest workers, where there are cores for them; multi-rank tests stay in one worker."""
-    return ["-n", "auto", "--dist", "loadgroup"] if (os.cpu_count() or 1) > 4 else []
+    """Workers of pytest: one a core, up to four. A file's tests stay together, since they share what is slow to make."""
+    cores = min(os.cpu_count() or 1, 4)
+    return ["-n", str(cores), "--dist", "loadfile"] if cores > 1 else []
 
 
 def benchmarks() -> list[str]:

@@ -23,7 +23,7 @@ def test_a_module_that_ranks_cannot_import_fails_its_tests(run_inner):
 
 def test_run_with_xdist():
     pytest.importorskip("xdist")
-    arguments = command("spread.py", "-n", "2", "--dist", "loadgroup")
+    arguments = command("spread.py", "-n", "2", "--dist", "load")
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     assert "4 passed" in done.stdout, done.stdout + done.stderr
 
@@ -35,15 +35,3 @@ def test_unittest_is_refused():
 
 def test_marker_is_documented(request):
     assert any(line.startswith("ranks(n, timeout=60") for line in request.config.getini("markers"))
-
-
-@pytest.mark.ranks(1)
-def test_rank_tests_carry_the_group():
-    pass
-
-
-def test_group_of_rank_tests(request):
-    items = {item.originalname: item for item in request.session.items if item.path == request.path}
-    if (item := items.get("test_rank_tests_carry_the_group")) is None:
-        pytest.skip("run by itself")
-    assert [mark.args for mark in item.iter_markers("xdist_group")] == [("ranks",)]

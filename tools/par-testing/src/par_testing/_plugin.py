@@ -34,8 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
         'ranks(n, timeout=60, backend="gloo", init=True, dies=()): run the test body on every one of n ranks; '
         "a list of sizes runs the test once for each",
     )
-    if not config.pluginmanager.has_plugin("xdist"):
-        config.addinivalue_line("markers", "xdist_group(name): used by pytest-xdist, if it is installed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -47,13 +45,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Puts all rank tests on one worker of pytest-xdist (--dist loadgroup), so that worlds never overlap."""
-    if item.get_closest_marker("ranks") is None:
-        return
-    if isinstance(item, TestCaseFunction):
+    """Refuses what cannot run on ranks."""
+    if item.get_closest_marker("ranks") is not None and isinstance(item, TestCaseFunction):
         raise pytest.UsageError(f"{item.nodeid}: unittest runs its methods itself; write a rank test as a function")
-    if item.get_closest_marker("xdist_group") is None:
-        item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.hookimpl(tryfirst=True)

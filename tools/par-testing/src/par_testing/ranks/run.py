@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import pytest
 
-from .._alone import alone
 from .._options import RanksOptions
+from .._turn import turn
 from ..report.outcome import Ending, Outcome
 from ..report.report import describe_failure
 from .body import body_of, warning_filters_of
@@ -33,7 +33,7 @@ def run_on_ranks(item: pytest.Function, options: RanksOptions, size: int, contex
         environment=dict(os.environ),
         filters=warning_filters_of(item),
     )
-    with alone(item.config.rootpath):
+    with turn(item.config.rootpath, size):
         ended = run_world(context, world)
     failures = [outcome for outcome in ended.outcomes if outcome.failed]
     given_up = [outcome for outcome in ended.outcomes if outcome.ending in (Ending.SKIPPED, Ending.XFAILED)]

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from par_testing._alone import alone
+from par_testing._turn import turn
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from par_testing._alone import alone
+from par_testing._turn import turn
 print("ready", flush=True)
-with alone(Path(sys.argv[1])):
+with turn(Path(sys.argv[1]), int(sys.argv[2])):
     print(time.monotonic(), flush=True)
     sys.stdin.read()
     print(time.monotonic(), flush=True)
@@ -24,8 +24,8 @@ def start_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     workers = []
 
-    def start():
-        command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    def start(ranks):
+        command = [sys.executable, "-c", WORKER, str(tmp_path), str(ranks)]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         workers.append(worker)
         assert worker.stdout.readline() == "ready\n"
@@ -37,17 +37,25 @@ def start_worker(tmp_path, monkeypatch):
         worker.communicate()
 
 
-def test_workers_take_turns(start_worker):
-    first = start_worker()
+@pytest.mark.parametrize(("one", "other"), [(4, 4), (4, 2), (1, 8)])
+def test_a_large_world_is_alone(start_worker, one, other):
+    first = start_worker(one)
     first_begin = float(first.stdout.readline())
-    second = start_worker()
+    second = start_worker(other)
     time.sleep(0.2)
     first_end = float(first.communicate()[0])
     second_begin = float(second.communicate()[0].splitlines()[0])
     assert first_begin < first_end < second_begin
 
 
+def test_small_worlds_overlap(start_worker):
+    first, second = start_worker(1), start_worker(2)
+    float(first.stdout.readline())
+    second_begin = float(second.stdout.readline())  # while the first one still runs
+    assert second_begin < float(first.communicate()[0])
+
+
 def test_no_lock_without_xdist(monkeypatch, tmp_path):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    with alone(tmp_path), alone(tmp_path):
+    with turn(tmp_path, 8), turn(tmp_path, 8):
         pass
