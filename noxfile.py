@@ -229,7 +229,7 @@ def lowest_versions(session: nox.Session, package: str) -> str:
 
 
 def workers() -> list[str]:
-    """Workers of pytest: one a core, up to four. A file's tests stay together, since they share what is slow to make."""
+    """Workers of pytest: one a core, up to four. The tests of a file stay together: they share what is slow to make."""
     cores = min(os.cpu_count() or 1, 4)
     return ["-n", str(cores), "--dist", "loadfile"] if cores > 1 else []
 
