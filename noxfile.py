@@ -30,7 +30,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def storms(session: nox.Session) -> None:
-    """What is left out of `tests`: kills and signals by the wall clock, terminals; minutes, before a release."""
+    """Tests that `tests` leaves out: kills and signals by the wall clock, terminals; minutes, before a release."""
     install_workspace(session, "test", "integration")
     session.run("pytest", "-m", "storm", *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
 

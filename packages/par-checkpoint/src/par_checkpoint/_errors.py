@@ -21,7 +21,7 @@ def corrupt(where: str, what: str) -> CorruptError:
 
 
 def corrupt_block(file: str, number: int, begin: int, tensors: Sequence[str]) -> str:
-    """What is said of a block that is not what was written."""
+    """The error for a block that is not what was written."""
     text = f"block {number} of {file!r} (from byte {begin}) is corrupt: its checksum is wrong"
     if not tensors:
         return text

@@ -294,7 +294,7 @@ def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets
 
 
 def _report(outline: Outline, stored: Sequence[str], announced: Sequence[_Announced]) -> Report:
-    """What is missing or too much, of all ranks together.
+    """Lists what is missing or too much, of all ranks together.
 
     Args:
         outline: What the checkpoint holds.

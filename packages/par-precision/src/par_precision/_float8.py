@@ -210,7 +210,7 @@ class _Scaled(NamedTuple):
         return _Scaled(self.values.t(), self.unit)
 
     def turned(self) -> "_Scaled":
-        """The same matrix in the other order of memory."""
+        """Lays a matrix out in the other order of memory."""
         return _Scaled(self.values.t().contiguous().t(), self.unit)
 
 

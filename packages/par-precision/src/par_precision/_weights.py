@@ -17,7 +17,7 @@ from .rounding.step import StochasticStep, stochastic_step_
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What is done to gradients before the optimizer sees them.
+    """The change that gradients go through before the optimizer sees them.
 
     Args:
         factor: A scalar that they are multiplied with. None leaves them.

@@ -6,7 +6,7 @@ from torch.utils import _pytree
 
 
 def tree_leaves(value: Any) -> list[Any]:
-    """What is in nested containers, in order. `torch.utils._pytree.tree_leaves` exists since torch 2.2.
+    """Lists what nested containers hold, in order. `torch.utils._pytree.tree_leaves` exists since torch 2.2.
 
     It is needed because a batch may nest tensors in containers that their packages have registered with torch, such as
     the outputs of transformers' models; torch.export's public registry has no function that reads them.

@@ -27,7 +27,7 @@ class Engine:
         module: The module.
         optimizer: The optimizer of its parameters, or None.
         chunks: The chunks that hold the parameters.
-        stage: Of what a rank keeps its share alone.
+        stage: The ZeRO stage: of what a rank keeps its share alone.
         groups: The ranks that share.
         units: The modules that are gathered by themselves, at stage 3.
     """

@@ -27,7 +27,7 @@ def join_(into: torch.Tensor, runs: Iterable[torch.Tensor]) -> None:
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers of their size: every dtype copies alike, float8 and NaN payloads included."""
+    """Views elements as integers of their size: every dtype copies alike, float8 and NaN payloads included."""
     return tensor.view(_INTEGER[tensor.element_size()])
 
 

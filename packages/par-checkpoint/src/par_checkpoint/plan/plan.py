@@ -286,7 +286,7 @@ class Planner:
         return self._plan
 
     def _main_holder(self, shares: Sequence[_Share], block: Block) -> int:
-        """Of the ranks that hold about as much of the block as any, the one with the fewest bytes so far."""
+        """Chooses, of the ranks that hold about as much of the block as any, the one with the fewest bytes so far."""
         if self._is_alone:
             return 0
         ranks = _joined([share.overlap.ranks for share in shares])
@@ -298,7 +298,7 @@ class Planner:
         return self._least_busy(ranks.masked_select(2 * weights >= weights.max()))
 
     def _least_busy(self, ranks: torch.Tensor, before: int = -1) -> int:
-        """Of some ranks the one that has what comes before the block, else the one with the fewest bytes so far."""
+        """Chooses the rank that has what comes before the block, else the one with the fewest bytes so far."""
         if ranks.numel() <= _FEW:
             few = ranks.tolist()
             return before if before in few else min(few, key=self._load_of.__getitem__)

@@ -255,13 +255,13 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """What is equal for tensors that share a storage."""
+    """A key that is equal for tensors that share a storage."""
     local = local_of(tensor)
     return id(tensor) if local.device.type == "meta" else local.untyped_storage().data_ptr()
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """What is equal for tensors that are tied: the same elements of the same storage."""
+    """A key that is equal for tied tensors, which have the same elements of one storage."""
     local = memory_of(tensor)
     if local.device.type == "meta" or local.numel() == 0:
         return id(tensor)

@@ -26,7 +26,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """What is saved of an optimizer.
+    """The part of an optimizer that is saved.
 
     Args:
         entries: Its tensors, named "<parameter>.<slot>".
@@ -114,7 +114,7 @@ class Naming:
 
 
 def optimizer_state(optimizer: Optimizer, naming: Naming) -> OptimizerState:
-    """What is saved of an optimizer; nothing is copied.
+    """Reads what is to be saved of an optimizer; nothing is copied.
 
     Raises:
         ValueError: A tensor without a name, a slot that cannot be cut like its parameter, or state under a strange key.

@@ -224,7 +224,7 @@ def sync(path: Path) -> None:
 
 
 def scan(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if it is not there."""
+    """Lists a folder's entries; none if it is not there."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)

@@ -18,7 +18,7 @@ class ReadableFolder(Protocol):
 
     @property
     def url(self) -> str:
-        """Its name for messages."""
+        """The folder's name for messages."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""

@@ -92,7 +92,7 @@ def _wrong(folder: Folder, *, deep: bool) -> list[str]:
 
 
 def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:
-    """What is wrong with single files where all of them together make no sense."""
+    """Finds what is wrong with single files where all of them together make no sense."""
     try:
         manifest = decode_manifest(folder.read(MANIFEST))
     except (CheckpointError, OSError):
@@ -108,7 +108,7 @@ def _wrong_one_by_one(folder: Folder, *, deep: bool) -> list[str]:
 
 
 def _wrong_config(folder: Folder, manifest: Manifest) -> list[str]:
-    """What is wrong with the model's config, which people edit: it has no checksum, but must be there and be JSON."""
+    """Checks the model's config, which people edit: it has no checksum, but must be there and be JSON."""
     sizes = folder.sizes()
     wrong = [
         f"{folder.url}/{name} is missing, but was saved with the weights: bring it back, or copy that of another step"

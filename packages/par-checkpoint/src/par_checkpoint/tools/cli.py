@@ -173,7 +173,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a dtype that can be compared."""
+    """Casts values to a dtype that can be compared."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     if tensor.is_floating_point():

@@ -18,7 +18,7 @@ class Buffer:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, size: int) -> torch.Tensor:
-        """Its first bytes; what was in them is lost."""
+        """The buffer's first bytes; what was in them is lost."""
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # gone before the larger one comes
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -291,7 +291,7 @@ def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], d
 
 
 def _problem(topology: Topology, declared: Sequence[Axes | Channels]) -> str | None:
-    """What is wrong on this rank alone, or None; it is raised only when all ranks have heard of it."""
+    """Finds what is wrong on this rank alone, or None; it is raised only when all ranks have heard of it."""
     running = dist.get_world_size()
     if topology.world_size != running:
         size = topology.world_size

@@ -106,7 +106,7 @@ def check(x: Any, takes: Mark | None, who: str) -> Any:
 
 
 def mark(x: Tensor, carried: Mark) -> Tensor:
-    """The same tensor with a mark on it."""
+    """Puts a mark on a tensor, and gives it back."""
     marked = x.as_subclass(LaidOut)
     marked.par_mark = carried
     return marked

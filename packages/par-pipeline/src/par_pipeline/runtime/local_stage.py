@@ -59,7 +59,7 @@ class LocalStage:
         self._saved[microbatch] = Saved(leaves, edges, wanted if self._keeps_outputs else [])
 
     def outputs(self, microbatch: int) -> list[Tensor]:
-        """What is kept of a microbatch's outputs."""
+        """The outputs of a microbatch that are kept."""
         return self._saved[microbatch].outputs
 
     def has_outputs(self, microbatch: int) -> bool:

@@ -143,7 +143,7 @@ def _links(placement: Placement, microbatches: int, costs: StageCosts) -> dict[s
 
 @dataclass(slots=True)
 class _Messages:
-    """What is under way between stages.
+    """The messages that are under way between stages.
 
     Args:
         arrival: When a message that is sent arrives; it leaves this table when it is taken.

@@ -104,7 +104,7 @@ class _Borders:
 
 
 def _twin(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """The same model in which the named modules can be replaced: what is above them is made anew, all else shared."""
+    """Makes a model in which named modules can be replaced: what is above them is made anew, all else is shared."""
     twin = _shallow(model)
     made = {"": twin}
     for name in names:

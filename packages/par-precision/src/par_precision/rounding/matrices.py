@@ -26,7 +26,7 @@ SPREAD = 0x9E3779B1
 
 
 class Matrix(NamedTuple):
-    """What is rounded at once.
+    """A matrix of elements that are rounded at once.
 
     Args:
         target: (rows, columns), bf16 or fp16; contiguous and of any shape if there are no steps.

@@ -207,7 +207,7 @@ class _StandIn:
             self._optimizer.state[self.tensor] = {**self._state, **{slot: next(copies) for slot in self._before}}
 
     def results(self) -> Iterator[Rounding]:
-        """What is to be rounded: the parameter, and its moments, into their own tensors if these are there."""
+        """Lists what is to be rounded: the parameter, and its moments, into their own tensors if these are there."""
         self._result = dict(self._optimizer.state.get(self.tensor, {}))
         if not self._copies:
             return

@@ -40,7 +40,7 @@ def _round_matrix_(matrix: Matrix) -> None:
 
 
 def _folded(matrix: Matrix) -> tuple[Matrix, tuple[int, int]]:
-    """The same elements with a single row as several, and the steps, also where there were none."""
+    """Folds a single row into several, and the steps, also where there were none."""
     target, source, first, steps, keys = matrix
     if steps is not None and (target.shape[0] > 1 or target.shape[1] % _ROW):
         return matrix, steps

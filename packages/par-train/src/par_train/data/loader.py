@@ -39,7 +39,7 @@ class GlobalDataLoader:
         loader: What to load and how; its batch size is global. Workers, collation, pinning and so on are kept.
         replica: The rank in the data group.
         replicas: The size of the data group.
-        seed: The same on all ranks; another seed, another order.
+        seed: Seed of the order, equal on all ranks; another seed, another order.
 
     Attributes:
         device: Where its batches are brought to; the CPU, which leaves them where the loader put them, unless it is

@@ -24,7 +24,7 @@ class Start:
     Args:
         text: What to train on.
         state: What to go on from; None starts anew.
-        lock: Of the output folder, on rank 0.
+        lock: The lock of the output folder, on rank 0.
     """
 
     text: Text

@@ -53,9 +53,9 @@ def save_checkpoint(
     Args:
         path: Its folder.
         model: This rank's part.
-        optimizer: Of the model.
-        options: Of the run.
-        state: The same on every rank.
+        optimizer: The model's optimizer.
+        options: The run's options.
+        state: Progress of the run, equal on every rank.
     """
     config = {"format": _FORMAT, "par_train": __version__, "options": dataclasses.asdict(options)}
     extra = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}

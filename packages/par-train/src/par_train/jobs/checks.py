@@ -48,7 +48,7 @@ def check_config(options: Options, world_size: int) -> Topology:
 
 
 def _check_heads(options: Options, topology: Topology) -> None:
-    """That heads can be shared out, where a mode gives each rank some."""
+    """Checks that heads can be shared out, where a mode gives each rank some."""
     tensor = options.parallel.get("tensor")
     if isinstance(tensor, Mapping) and "kv_heads" in tensor:
         raise UserError("parallel.tensor has kv_heads, but every head of this GPT has its own keys and values; drop it")
@@ -60,7 +60,7 @@ def _check_heads(options: Options, topology: Topology) -> None:
 
 
 def _check_schedule(options: Options, topology: Topology) -> None:
-    """That there is a schedule of that name, for these stages, layers and batches."""
+    """Checks that there is a schedule of that name, for these stages, layers and batches."""
     ranks = topology.size("pipeline")
     if ranks == 1:
         return

@@ -25,7 +25,7 @@ class GPT(nn.Module):
     Args:
         options: Width, layers, heads, context, and whether tables are tied.
         layers: The layers of a tensor mode; None for one device.
-        seed: Of the weights, which are the same in every mode; None leaves zeros, for weights that are loaded next.
+        seed: Seed of the weights, which are the same in every mode; None leaves zeros, where weights are loaded next.
         device: Where the weights lie; default: the CPU.
         parts: The runs of blocks that this rank has; the one with the first block has the embeddings, the one with the
             last block the classifier. Default: all, in one part.

@@ -16,7 +16,7 @@ class Part(nn.Module):
 
     Args:
         model: What this rank has of the GPT; not a child, so that its other parts are not this one's.
-        run: Of blocks.
+        run: The range of blocks.
     """
 
     def __init__(self, model: GPT, run: range) -> None:
@@ -37,11 +37,11 @@ def gpt_stages(
     """What a pipeline rank has of a GPT, as one model and as stages.
 
     Args:
-        options: Of the whole GPT.
-        layers: Of the tensor mode.
+        options: Sizes of the whole GPT.
+        layers: The layer set of the tensor mode.
         schedule: Says which stages the rank has.
         rank: In the pipeline.
-        seed: Of the weights.
+        seed: Seed of the weights.
         device: Where they lie.
     """
     cuts = partition(options.layers, schedule.stages)

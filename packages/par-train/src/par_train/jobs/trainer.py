@@ -34,7 +34,7 @@ class StepResult:
 
     Args:
         loss: Mean over the global batch, in nats a byte.
-        gradient_norm: Of the averaged gradient, before clipping.
+        gradient_norm: Norm of the averaged gradient, before clipping.
         skipped: Whether it was not finite, so that nothing was changed.
         signal: The signal that one of the ranks got, else 0.
     """
@@ -49,8 +49,8 @@ class Trainer:
     """Trains a GPT on the text; the ranks of a tensor group hold one replica, which computes its share of each batch.
 
     Args:
-        options: The same on every rank.
-        text: The same on every rank.
+        options: Options of the run, equal on every rank.
+        text: The text to train on, equal on every rank.
         groups: Who works together; "data" averages gradients, "tensor" shares the layers.
         device: Where this rank computes.
     """
@@ -145,7 +145,7 @@ class Trainer:
 
     @property
     def schedule(self) -> Schedule | None:
-        """Of the pipeline, if there is one."""
+        """The pipeline's schedule, if there is a pipeline."""
         return self.strategy.schedule
 
     @property

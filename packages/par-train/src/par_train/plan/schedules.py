@@ -8,8 +8,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, *, zero: int) -> Sch
 
     Args:
         name: That par-pipeline, or a wheel, knows.
-        ranks: Of the pipeline.
-        microbatches: Of a batch.
+        ranks: Number of ranks of the pipeline.
+        microbatches: Number of microbatches in a batch.
         zero: The ZeRO stage.
 
     Raises:

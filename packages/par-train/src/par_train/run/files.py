@@ -45,7 +45,7 @@ class RunFiles:
 
     @property
     def predicted(self) -> Path:
-        """The same step, simulated with the measured costs of its parts."""
+        """The picture of a pipeline's last step as simulated with the measured costs of its parts."""
         return self.folder / "pipeline-predicted.png"
 
     @property

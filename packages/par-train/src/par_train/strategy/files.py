@@ -93,7 +93,7 @@ def _folders(pairs: Sequence[Pair], root: PathLike, keep_last: int | None) -> li
 
 
 def _parts(pair: Pair) -> dict[str, Any]:
-    """What is saved of a pair."""
+    """Lists what is saved of a pair."""
     scaling = [pair.optimizer.scaling] if isinstance(pair.optimizer, MixedOptimizer) else []
     return {"model": pair.module, "optimizer": pair.optimizer, "scheduler": [*scaling, *pair.schedulers] or None}
 

@@ -17,7 +17,7 @@ class Pair:
     Args:
         models: Mostly one; several share the optimizer.
         optimizer: None: the model is only run.
-        schedulers: Of the optimizer.
+        schedulers: The lr schedulers of the optimizer.
         sizes: What this rank has of the models, once that is known.
     """
 

@@ -47,8 +47,8 @@ class Stages(nn.Module):
         """Makes tied parameters alike, and their records copies of each other. Before anything is sharded. Collective.
 
         Args:
-            groups: Of the strategy.
-            optimizer: Of the parameters.
+            groups: The strategy's groups.
+            optimizer: The optimizer that holds the parameters.
             prefix: What comes before their names, where the optimizer has several models.
         """
         group, replicas = groups["pipeline"], groups["data"]
@@ -65,7 +65,7 @@ class Stage(nn.Module):
 
     Args:
         whole: The rank's part; not a child, so that its other stages are not this one's.
-        number: Of the stage.
+        number: Number of the stage.
     """
 
     def __init__(self, whole: Stages, number: int) -> None:
@@ -91,7 +91,7 @@ def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | N
         layers: All of them; those that are only described are built where they run.
         schedule: Says how many stages there are, and which this rank has.
         rank: In the pipeline.
-        seed: Of the random weights of layers that are built here.
+        seed: Seed of the weights of layers that are built here.
     """
     made = build_stage(layers, schedule, rank, seed=seed)
     children = {name: child for part in made for name, child in part._modules.items() if child is not None}

@@ -53,7 +53,7 @@ def make_chunks(
         members: The parameters.
         place_of: Where each parameter belongs; at stage 3 a unit's parameters of one kind are one chunk.
         records: The parameters' records, before they are cut.
-        stage: Of what a rank keeps its share alone.
+        stage: The ZeRO stage: of what a rank keeps its share alone.
         group: The ranks that share.
         options: The size of a chunk, dtypes, and whether parameters may be cut.
     """

@@ -56,7 +56,7 @@ class Chunk:
         members: The parameters.
         layout: Where they lie in the buffer.
         rank: Which share is this rank's.
-        stage: Of what this rank keeps its share alone.
+        stage: The ZeRO stage: of what this rank keeps its share alone.
         packed: (size) The parameters' values, in the dtype of the optimizer.
         dtype: Dtype of the parameters in use.
         reduce_dtype: Dtype of gradients while they are summed.
@@ -67,7 +67,7 @@ class Chunk:
             while they are used.
         own: The parameters that this rank's optimizer updates, elements `updated` of `flat`: a view of it, or, where
             parameters are sharded, memory of their own.
-        master: The same elements as the optimizer holds them: `own` itself, or a copy in another dtype.
+        master: The elements as the optimizer holds them: `own` itself, or a copy in another dtype.
         gradient: (size) The gradients of this rank; where gradients are sharded, from the first one to their reduction.
         slices: The tensors of the optimizer that hold `master`.
         number: Its place in the order in which gradients are expected; -1 if it gets none.
