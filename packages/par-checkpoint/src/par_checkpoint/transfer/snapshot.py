@@ -123,7 +123,7 @@ def _streams(local: Local) -> list[torch.cuda.Stream]:
 
 
 def _enough(memory: torch.Tensor | None, size: int, *, pinned: bool) -> torch.Tensor:
-    """Finds memory of that many bytes, the given one if it is enough; its pages exist, so a copy meets no page faults."""
+    """Finds memory of so many bytes, the given one if it is enough; its pages exist, so copies meet no page faults."""
     if memory is not None and memory.numel() >= size and (memory.is_pinned() or not pinned):
         return memory
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).fill_(1)
