@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TEST_TOOLS = "tools/par-testing"
+WHEELS: dict[str, str] = {}  # what this call of nox has built so far, by package
 CONSTRAINTS = ["-c", "constraints.txt"]
 
 
@@ -208,11 +209,14 @@ def siblings(package: str) -> list[str]:
 
 
 def build_wheels(session: nox.Session, *packages: str) -> list[str]:
-    """Wheels of these packages, in the session's own folder."""
+    """Wheels of these packages; each is built once, by the first of this call's sessions that needs it."""
     folder = Path(session.create_tmp()) / "wheels"
     shutil.rmtree(folder, ignore_errors=True)
-    session.run("pip", "wheel", "-q", "--no-deps", "-w", str(folder), *(f"./packages/{each}" for each in packages))
-    return [str(next(folder.glob(f"{each.replace('-', '_')}-*.whl"))) for each in packages]
+    if missing := [package for package in packages if package not in WHEELS]:
+        session.run("pip", "wheel", "-q", "--no-deps", "-w", str(folder), *(f"./packages/{name}" for name in missing))
+        for name in missing:
+            WHEELS[name] = str(next(folder.glob(f"{name.replace('-', '_')}-*.whl")))
+    return [WHEELS[package] for package in packages]
 
 
 def lowest_versions(session: nox.Session, package: str) -> str:

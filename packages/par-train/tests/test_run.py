@@ -249,6 +249,7 @@ def test_a_rank_that_fails_ends_the_job(command, ranks_of):
     assert_no_ranks(ranks_of, process.pid)
 
 
+@pytest.mark.storm
 def test_a_killed_launcher_leaves_no_ranks(command, ranks_of):
     process = command.train("killed", TEST_HOLD="2")
     command.wait_for_steps("killed", 2)
@@ -276,6 +277,7 @@ def test_a_launcher_that_is_killed_at_the_start_leaves_no_ranks(command, ranks_o
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.storm
 def test_a_killed_torchrun_leaves_no_ranks(command):
     process = command.torchrun("orphans", TEST_HOLD="2")
     command.wait_for_steps("orphans", 2)
