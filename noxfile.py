@@ -24,23 +24,19 @@ CONSTRAINTS = ["-c", "constraints.txt"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that CI tests, in one environment. Arguments go to pytest."""
-    install_workspace(session, "test", "integration")
-    # Where Python may not write bytecode, every command that a test starts would compile all packages again.
-    session.run("pytest", *workers(), *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
+    run_suite(session, *workers(), *session.posargs)
 
 
 @nox.session
 def storms(session: nox.Session) -> None:
     """Tests that `tests` leaves out: kills and signals by the wall clock, terminals; minutes, before a release."""
-    install_workspace(session, "test", "integration")
-    session.run("pytest", "-m", "storm", *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
+    run_suite(session, "-m", "storm", *session.posargs)
 
 
 @nox.session(python=PYTHONS)
 def interpreters(session: nox.Session) -> None:
     """Every test on another Python. On Linux, torch for it may bring gigabytes of CUDA's libraries."""
-    install_workspace(session, "test", "integration")
-    session.run("pytest", *workers(), *session.posargs, env={"PYTHONDONTWRITEBYTECODE": ""})
+    run_suite(session, *workers(), *session.posargs)
 
 
 @nox.session
@@ -117,8 +113,7 @@ def other_torch(session: nox.Session) -> None:
     if not session.posargs:
         session.error("name the release of torch, such as `nox -s other-torch -- 2.11.0`")
     release, *arguments = session.posargs
-    install_workspace(session, "test", "integration", pins=[f"torch=={release}"])
-    session.run("pytest", *workers(), *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
+    run_suite(session, *workers(), *arguments, pins=[f"torch=={release}"])
 
 
 @nox.session
@@ -170,6 +165,13 @@ def bench(session: nox.Session) -> None:
     install_workspace(session, "test")
     for script in [f"tools/bench/{name}.py" for name in session.posargs] or benchmarks():
         session.run("python", script)
+
+
+def run_suite(session: nox.Session, *arguments: str, pins: Sequence[str] = CONSTRAINTS) -> None:
+    """Runs pytest over everything, in an environment that has all packages."""
+    install_workspace(session, "test", "integration", pins=pins)
+    # Where Python may not write bytecode, every command that a test starts would compile all packages again.
+    session.run("pytest", *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
 
 
 def install_workspace(session: nox.Session, *groups: str, pins: Sequence[str] = CONSTRAINTS) -> None:
