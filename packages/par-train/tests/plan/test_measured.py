@@ -63,8 +63,9 @@ def assert_state(run, more=0, apart=0, kept=0):
     job, memory = run.trainer.options, run.predicted.memory
     whole = run.predicted.parameters * NUMBERS[job.precision].weight
     gathered = whole - apart if job.zero == 3 else 0  # all of one unit; of several, all but what is `apart`
-    excess = run.grown - (memory.state + memory.buffers - gathered + kept)
-    assert -SLACK < excess < SLACK + more, (excess, memory)
+    expected = memory.state + memory.buffers - gathered + kept
+    low, high = expected - SLACK, expected + SLACK + more
+    assert low < run.wait_for_bytes(low, high) < high, memory
 
 
 def step(run):
