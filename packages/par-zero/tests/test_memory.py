@@ -1,12 +1,11 @@
 """The bytes that live on a rank after a step are what `memory` says. Each case has a world of its own to count in."""
 
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_testing import live_bytes
 from par_zero import memory, shard
 
 WIDTH, BLOCKS = 128, 4
@@ -18,16 +17,8 @@ BF16 = {"param_dtype": torch.bfloat16}
 BF16_FP32_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def live_bytes():
-    """Of all tensors there are, each storage once."""
-    gc.collect()
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-def grown(stage, options):
-    """Bytes that a model, its gradients and its optimizer have after two steps."""
+def assert_grown(expected, stage, options):
+    """Asserts how many bytes a model, its gradients and its optimizer have after two steps."""
     before = live_bytes()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
@@ -38,7 +29,7 @@ def grown(stage, options):
         optimizer.zero_grad()
         model(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
         optimizer.step()
-    return live_bytes() - before
+    assert abs(live_bytes(lambda total: abs(total - before - expected) < SLACK) - before - expected) < SLACK
 
 
 @pytest.mark.ranks([2, 4])
@@ -46,7 +37,7 @@ def grown(stage, options):
 @pytest.mark.parametrize("options", [FP32, BF16_FP32_SUMS], ids=["fp32", "bf16, fp32 sums"])
 def test_a_step_leaves_as_many_bytes_as_the_formula_says(stage, options):
     expected = memory(stage, PARAMETERS, dist.get_world_size(), chunk=CHUNK, **options).total
-    assert abs(grown(stage, options) - expected) < SLACK
+    assert_grown(expected, stage, options)
 
 
 @pytest.mark.ranks(4)
@@ -55,4 +46,4 @@ def test_bf16_gradients_are_cast_for_the_optimizer_until_they_are_dropped(stage)
     ranks = dist.get_world_size()
     expected = memory(stage, PARAMETERS, ranks, chunk=CHUNK, **BF16)
     cast = PARAMETERS * 4 / (ranks if stage else 1)
-    assert abs(grown(stage, BF16) - (expected.total + cast)) < SLACK
+    assert_grown(expected.total + cast, stage, BF16)

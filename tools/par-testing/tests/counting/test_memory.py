@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from par_testing import saved_bytes
+from par_testing import live_bytes, saved_bytes
 
 
 def test_each_storage_is_counted_once_and_parameters_are_left_out():
@@ -17,3 +17,29 @@ def test_what_is_not_saved_does_not_count():
     with torch.no_grad():
         assert saved_bytes(lambda: x * x) == 0
     assert saved_bytes(lambda: x * x) == 20
+
+
+def test_live_bytes_count_each_storage_once():
+    before = live_bytes()
+    kept = [torch.zeros(100)]
+    kept.append(kept[0][10:])
+    assert live_bytes() - before == 400
+
+
+def test_live_bytes_are_counted_again_until_they_are_as_expected():
+    before, late, counts = live_bytes(), [torch.zeros(100)], []
+
+    def expected(total):
+        counts.append(total - before)
+        if len(counts) == 3:  # as if another thread had its turn at last
+            late.clear()
+        return total == before
+
+    assert live_bytes(expected) == before
+    assert counts == [400, 400, 400, 0]
+
+
+def test_live_bytes_of_what_leaks_are_returned_when_patience_ends():
+    before = live_bytes()
+    leaked = torch.zeros(100)
+    assert live_bytes(lambda total: total == before, patience=0.05) - before == leaked.nbytes

@@ -1,5 +1,7 @@
-"""Bytes that autograd keeps between forward and backward."""
+"""Bytes of the tensors that are alive, and of those that autograd keeps between forward and backward."""
 
+import gc
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -27,3 +29,24 @@ def saved_bytes(run: Callable[[], object], ignore: Iterable[Tensor] = ()) -> int
         total = sum(storages.values())
     del kept
     return total
+
+
+def live_bytes(expected: Callable[[int], bool] = lambda _: True, *, patience: float = 5.0) -> int:
+    """Bytes of all tensors that Python knows, each storage counted once.
+
+    Args:
+        expected: Whether a number of bytes is what the test expects. While it is not, the tensors are counted again:
+            gloo's thread drops a finished collective, and with it the tensors that it held, only when the thread gets
+            its turn again, so that the first count may have a tensor too many on a busy machine. What leaks never goes.
+        patience: After how many seconds the last count is returned, whatever it is.
+    """
+    limit = time.monotonic() + patience
+    while True:
+        gc.collect()
+        tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        total: int = sum(storages.values())
+        if expected(total) or time.monotonic() >= limit:
+            return total
+        del tensors
+        time.sleep(0.01)
