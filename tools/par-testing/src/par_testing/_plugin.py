@@ -13,6 +13,8 @@ from ._options import RanksOptions, ranks
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
+    from .commands.warm import WarmPython
+
 _SIZE = "ranks"  # the parameter by which a list of world sizes goes into a test's name
 _CONTEXT = pytest.StashKey["ForkServerContext"]()
 
@@ -62,6 +64,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     size = pyfuncitem.callspec.params[_SIZE] if options.listed else options.sizes[0]
     run_on_ranks(pyfuncitem, options, cast("int", size), _context_of(pyfuncitem.session))
     return True
+
+
+@pytest.fixture(scope="session")
+def warm_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "WarmPython":
+    """Starts commands of Python as forks of a process that has imported torch: see `WarmPython.start`."""
+    from .commands.warm import WarmPython  # noqa: PLC0415  # imports torch
+
+    return WarmPython(_context_of(request.session), tmp_path_factory.mktemp("commands"))
 
 
 def _options_of(item: pytest.Item) -> RanksOptions | None:
