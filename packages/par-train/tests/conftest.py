@@ -6,12 +6,21 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("par", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("par")
+
+
+def pytest_configure(config):
+    """Has what the command imports, beside torch, imported where ranks and warm commands are forked."""
+    drawing = ("matplotlib.figure", "matplotlib.backends.backend_agg")
+    for module in ("par_train.jobs.gpt_run", "torch.distributed.run", *drawing):
+        config.addinivalue_line("ranks_preload", module)
+
 
 SMALL = ["--model.width=16", "--model.layers=1", "--model.heads=2", "--model.context=16", "--train.batch_size=6"]
 SMALL += ["--train.steps=40", "--train.warmup_steps=4", "--train.validate_every=10", "--ranks=3", "--device=cpu"]
@@ -38,7 +47,7 @@ def may_go_on():
 
 def slow_or_failing(order, position, count):
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
-    while "TEST_HOLD" in os.environ and position >= count * int(os.environ["TEST_HOLD"]) > 0 and not may_go_on():
+    while "TEST_HOLD" in os.environ and position >= count * int(os.environ["TEST_HOLD"]) and not may_go_on():
         time.sleep(0.01)
     if position and os.environ.get("TEST_FAILING_RANK") == os.environ.get("RANK"):
         raise RuntimeError("the fault of the test")
@@ -70,20 +79,29 @@ par_train.jobs.text.read_text = other_text
 
 @dataclass(frozen=True)
 class Command:
-    """Starts `par-train` in a folder of the test's own."""
+    """Starts `par-train` in a folder of the test's own.
+
+    Args:
+        folder: The folder.
+        warm: The fixture `warm_python`, which forks the command and its ranks, in a tenth of the time; None starts new
+            processes.
+    """
 
     folder: Path
+    warm: Any = None
 
     def start(self, *arguments, **variables):
         return self.start_python("-m", "par_train", *arguments, **variables)
 
-    def start_python(self, *arguments, **variables):
-        command = [sys.executable, *arguments]
+    def start_python(self, *arguments, ranks=4, **variables):
         path = f"{self.folder / 'faults'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+        if self.warm is not None:
+            return self.warm.start(arguments, folder=self.folder, environment=environment, first=FAULTS, ranks=ranks)
         return subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -108,7 +126,7 @@ class Command:
     def torchrun(self, output, *arguments, **variables):
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone", "--max-restarts=1"]
         flags = ["run", "--data.folder=text", f"--output={output}", *SMALL, *arguments]
-        return self.start_python(*torchrun, "-m", "par_train", *flags, **variables)
+        return self.start_python(*torchrun, "-m", "par_train", *flags, ranks=6, **variables)
 
     def wait_for_steps(self, output, count, timeout=60):
         metrics, deadline = self.folder / output / "metrics.jsonl", time.monotonic() + timeout
@@ -125,7 +143,8 @@ def write_text(folder):
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory):
+def new_command(tmp_path_factory):
+    """The command in new processes, for what a fork leaves out: imports, flags, streams, signals that come early."""
     folder = tmp_path_factory.mktemp("command")
     write_text(folder / "text")
     (folder / "faults").mkdir()
@@ -133,15 +152,24 @@ def command(tmp_path_factory):
     return Command(folder)
 
 
+@pytest.fixture(scope="session")
+def command(new_command, warm_python):
+    return Command(new_command.folder, warm_python)
+
+
 def ranks_of(launcher):
-    """The process ids of the ranks that a launcher started, wherever they hang in the process tree by now."""
+    """The process ids of the ranks that a launcher started, wherever they hang in the process tree by now.
+
+    A rank that was started has the launcher in its command line, one that was forked has it in its short name.
+    """
     found = []
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            words, name = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "comm").read_text().strip()
         except OSError:  # it has ended in between
             continue
-        if b"par_train.jobs.rank" in words and str(launcher).encode() in words:
+        started = b"par_train.jobs.rank" in words and str(launcher).encode() in words
+        if started or (name == f"rank of {launcher}" and words != [b""]):  # a zombie has no command line
             found.append(int(entry.name))
     return found
 

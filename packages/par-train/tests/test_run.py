@@ -39,11 +39,11 @@ def assert_no_ranks(ranks_of, launcher, within=0.0):
 
 
 @pytest.fixture(scope="module")
-def reference(command):
+def reference(new_command):
     """A run that nobody interrupted."""
-    done = command.finish(command.train("reference"))
+    done = new_command.finish(new_command.train("reference"))
     assert done.returncode == 0, done.stderr
-    return command.folder / "reference", done
+    return new_command.folder / "reference", done
 
 
 def test_files_and_words(reference):
@@ -62,19 +62,21 @@ def test_files_and_words(reference):
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_without_standard_streams_that_ignores_hang_ups_trains_all_the_same(command, ranks_of):
+def test_a_run_without_standard_streams_that_ignores_hang_ups_trains_all_the_same(new_command, ranks_of):
     """As with `nohup` and `<&- >&- 2>&-`, where files would get the numbers of the streams."""
     again = "os.execv(sys.executable, [sys.executable, '-m', 'par_train', *sys.argv[1:]])"
     code = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.closerange(0, 3); {again}"
-    go = command.folder / "streamless-go"
-    process = command.train_after(code, "streamless", "--train.steps=4", TEST_HOLD="2", TEST_GO=str(go))
-    command.wait_for_steps("streamless", 2)
+    go = new_command.folder / "streamless-go"
+    process = new_command.train_after(
+        code, "streamless", "--train.steps=4", "--ranks=2", TEST_HOLD="2", TEST_GO=str(go)
+    )
+    new_command.wait_for_steps("streamless", 2)
     for each in (process.pid, *ranks_of(process.pid)):
         os.kill(each, signal.SIGHUP)
     go.touch()
-    assert command.finish(process).returncode == 0
-    assert [line["step"] for line in read_lines(command.folder / "streamless")] == [1, 2, 3, 4]
-    assert verify(command.folder / "streamless" / "checkpoint") == []
+    assert new_command.finish(process).returncode == 0
+    assert [line["step"] for line in read_lines(new_command.folder / "streamless")] == [1, 2, 3, 4]
+    assert verify(new_command.folder / "streamless" / "checkpoint") == []
 
 
 def test_the_checkpoint_is_a_model(reference):
@@ -119,13 +121,13 @@ def assert_ended_by_sigkill(done, rank):
     assert words[1] == f"par-train: rank {rank} was ended by SIGKILL"
 
 
-def test_a_killed_rank_is_named(command, ranks_of):
-    process = command.train("headless", TEST_HOLD="3")
-    command.wait_for_steps("headless", 3)
+def test_a_killed_rank_is_named(new_command, ranks_of):
+    process = new_command.train("headless", TEST_HOLD="3")
+    new_command.wait_for_steps("headless", 3)
     victim = max(ranks_of(process.pid))
     environment = Path(f"/proc/{victim}/environ").read_bytes().split(b"\0")
     os.kill(victim, signal.SIGKILL)
-    done = command.finish(process)
+    done = new_command.finish(process)
     assert done.returncode == 1
     rank = next(int(each.removeprefix(b"RANK=")) for each in environment if each.startswith(b"RANK="))
     assert_ended_by_sigkill(done, rank)
@@ -150,20 +152,20 @@ def test_killed_in_the_middle_of_a_save(command, reference, ranks_of):
 
 
 @pytest.mark.storm
-def test_killed_at_any_moment_and_gone_on_with_under_another_topology(command, reference, ranks_of):
+def test_killed_at_any_moment_and_gone_on_with_under_another_topology(new_command, reference, ranks_of):
     moment = random.Random().uniform(0, 2)
-    process = command.train("random", "--train.checkpoint_every=2", TEST_SLEEP="0.05")
-    command.wait_for_steps("random", 3)
+    process = new_command.train("random", "--train.checkpoint_every=2", TEST_SLEEP="0.05")
+    new_command.wait_for_steps("random", 3)
     time.sleep(moment)
     process.kill()
-    command.finish(process)
+    new_command.finish(process)
     assert_no_ranks(ranks_of, process.pid, within=20)
     cut = ["--ranks=2", "--parallel.tensor.mode=1d", "--parallel.tensor.size=2"]
-    again = command.finish(command.train("random", "--resume=auto", *cut))
+    again = new_command.finish(new_command.train("random", "--resume=auto", *cut))
     assert again.returncode == 0, (moment, again.stderr)
     left = re.search(r"goes on after step (\d+)", again.stdout)
     assert left is not None, (moment, again.stdout)
-    assert_losses_of_the_reference(command, "random", reference, left_after=int(left[1]))
+    assert_losses_of_the_reference(new_command, "random", reference, left_after=int(left[1]))
 
 
 def test_torchrun_starts_ranks_again_and_they_go_on(command, reference):
@@ -184,19 +186,19 @@ def test_ctrl_c_saves_and_one_rank_goes_on(command, reference, ranks_of):
 
 
 @pytest.mark.storm
-def test_a_closed_terminal_saves(command, ranks_of):
+def test_a_closed_terminal_saves(new_command, ranks_of):
     """All that is printed from then on fails, which must not matter."""
     mine, terminal = pty.openpty()
     move = f"import os, signal; os.login_tty(os.open({os.ttyname(terminal)!r}, os.O_RDWR)); "
     move += "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # whoever starts the tests may ignore it, as nohup does
-    process = command.train_after(move, "hung-up", TEST_HOLD="3")
-    command.wait_for_steps("hung-up", 3)
+    process = new_command.train_after(move, "hung-up", TEST_HOLD="3")
+    new_command.wait_for_steps("hung-up", 3)
     os.close(terminal)
     os.close(mine)
-    done = command.finish(process)
+    done = new_command.finish(process)
     assert (done.returncode, done.stderr) == (0, "")
     assert_no_ranks(ranks_of, process.pid)
-    folder = command.folder / "hung-up"
+    folder = new_command.folder / "hung-up"
     assert len(read_lines(folder)) == 5
     assert inspect(folder / "checkpoint").step == 5
     assert (folder / "loss.png").exists()
@@ -250,21 +252,21 @@ def test_a_rank_that_fails_ends_the_job(command, ranks_of):
 
 
 @pytest.mark.storm
-def test_a_killed_launcher_leaves_no_ranks(command, ranks_of):
-    process = command.train("killed", TEST_HOLD="2")
-    command.wait_for_steps("killed", 2)
+def test_a_killed_launcher_leaves_no_ranks(new_command, ranks_of):
+    process = new_command.train("killed", TEST_HOLD="2")
+    new_command.wait_for_steps("killed", 2)
     assert len(ranks_of(process.pid)) == 3
     process.kill()
     process.wait(timeout=10)
     assert_no_ranks(ranks_of, process.pid, within=20)
-    command.finish(process)
-    assert par_train.load_model(command.folder / "killed" / "checkpoint")
+    new_command.finish(process)
+    assert par_train.load_model(new_command.folder / "killed" / "checkpoint")
 
 
 @pytest.mark.storm
-def test_a_launcher_that_is_killed_at_the_start_leaves_no_ranks(command, ranks_of):
+def test_a_launcher_that_is_killed_at_the_start_leaves_no_ranks(new_command, ranks_of):
     """There is nothing to save yet, and so nothing to wait for."""
-    process = command.train("unborn", TEST_SLEEP="50")
+    process = new_command.train("unborn", TEST_SLEEP="50")
     deadline = time.monotonic() + 20
     while len(ranks_of(process.pid)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -272,15 +274,15 @@ def test_a_launcher_that_is_killed_at_the_start_leaves_no_ranks(command, ranks_o
     process.kill()
     process.wait(timeout=10)
     assert_no_ranks(ranks_of, process.pid, within=10)
-    done = command.finish(process)
+    done = new_command.finish(process)
     assert "par-train: the launcher is gone; stopped before training began\n" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.storm
-def test_a_killed_torchrun_leaves_no_ranks(command):
-    process = command.torchrun("orphans", TEST_HOLD="2")
-    command.wait_for_steps("orphans", 2)
+def test_a_killed_torchrun_leaves_no_ranks(new_command):
+    process = new_command.torchrun("orphans", TEST_HOLD="2")
+    new_command.wait_for_steps("orphans", 2)
     ranks = children_of(process.pid)
     assert len(ranks) == 3
     process.kill()
@@ -291,7 +293,7 @@ def test_a_killed_torchrun_leaves_no_ranks(command):
     assert [rank for rank in ranks if is_alive(rank)] == []
     _, err = process.communicate()
     assert "SIGTERM: saved after step" in err, err
-    assert par_train.load_model(command.folder / "orphans" / "checkpoint")
+    assert par_train.load_model(new_command.folder / "orphans" / "checkpoint")
 
 
 def children_of(parent):
@@ -346,7 +348,7 @@ def test_a_signal_whose_save_fails_is_no_success(command, ranks_of):
 def test_a_signal_before_training_leaves_the_run_that_was_to_be_replaced(command, reference, ranks_of):
     folder = command.folder / "kept"
     shutil.copytree(reference[0], folder)
-    process = command.train("kept", "--overwrite", TEST_SLEEP="2")
+    process = command.train("kept", "--overwrite", TEST_HOLD="0")
     deadline = time.monotonic() + 20
     while len(ranks_of(process.pid)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -374,7 +376,7 @@ def test_a_corrupt_checkpoint_is_one_line(command, reference):
     assert done.stderr.count("\n") == 1, done.stderr
 
 
-def test_torchrun_ranks_that_see_another_text_all_leave(command):
+def test_torchrun_ranks_that_see_another_text_all_leave(new_command):
     """Also that the command joins ranks that torchrun started."""
     flags = [
         "run",
@@ -385,7 +387,7 @@ def test_torchrun_ranks_that_see_another_text_all_leave(command):
         "--device=cpu",
     ]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "par_train"]
-    done = command.finish(command.start_python(*torchrun, *flags, TEST_OTHER_TEXT="1"))
+    done = new_command.finish(new_command.start_python(*torchrun, *flags, TEST_OTHER_TEXT="1"))
     assert done.returncode != 0
     assert done.stderr.count("par-train: error: data.folder holds another text on ranks [1] than on rank 0") == 1
-    assert not (command.folder / "other" / "metrics.jsonl").exists()
+    assert not (new_command.folder / "other" / "metrics.jsonl").exists()

@@ -308,22 +308,26 @@ def test_batches_that_end_before_the_run_are_named(tmp_path):
         pass
 
 
-def start(folder, *arguments, ranks=2):
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if ranks > 1 else []
-    return subprocess.Popen(
-        [sys.executable, *torchrun, str(EXAMPLE), str(folder), "--log-every=1", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def start(warm_python, tmp_path):
+    """Starts the example with one rank, or with two by torchrun."""
+
+    def start_example(folder, *arguments, ranks=2):
+        words = [*(TORCHRUN if ranks > 1 else []), str(EXAMPLE), str(folder), "--log-every=1", *arguments]
+        return warm_python.start(words, folder=tmp_path, environment=ENVIRONMENT, ranks=ranks if ranks > 1 else 0)
+
+    return start_example
 
 
 def finish(process):
     try:
         _, err = process.communicate(timeout=60)
     finally:
-        process.kill()
+        process.kill()  # its ranks follow it
     assert "own_loop.py" not in err, err  # in no traceback, and in no report of torchrun's
     return process.returncode, err
 
@@ -338,13 +342,14 @@ def wait_for_steps(folder, count):
 ENDLESS = "--steps=1000000"  # only a signal ends it
 
 
-def test_the_example_leaves_on_signals_and_goes_on_with_one_rank(tmp_path):
+def test_the_example_leaves_on_signals_and_goes_on_with_one_rank(tmp_path, start):
     folder = tmp_path / "run"
     process = start(folder, ENDLESS, "--zero=1")
     wait_for_steps(folder, 3)
-    second = subprocess.run([sys.executable, EXAMPLE, folder], capture_output=True, text=True, check=False)
+    second = start(folder, ranks=1)
+    _, err = second.communicate(timeout=60)
     assert second.returncode == 1
-    assert "is being written by another run (process " in second.stderr
+    assert "is being written by another run (process " in err
     process.send_signal(signal.SIGTERM)  # torchrun hands it on
     _, err = finish(process)
     step = lines_of(folder)[-1]["step"]
@@ -362,7 +367,13 @@ def test_the_example_leaves_on_signals_and_goes_on_with_one_rank(tmp_path):
 
 
 def test_the_ranks_of_a_killed_torchrun_save_and_leave(tmp_path):
-    process = start(tmp_path, ENDLESS)
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, EXAMPLE, tmp_path, "--log-every=1", ENDLESS],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_for_steps(tmp_path, 3)
     process.kill()
     _, err = process.communicate(timeout=60)  # until the ranks, which have its pipes, have ended
