@@ -1,6 +1,8 @@
 """What the tests share: every mode that a world can run, and the comparison of a layer with the same on one device."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +61,27 @@ def modes(configs: list[dict[str, Any]] | None = None) -> Iterator[Mode]:
             yield Mode(tensor, layer_set("auto", groups), groups)
 
 
-def every_mode() -> Iterator[Mode]:
-    """Every mode that this world can run, live, one after another."""
-    return modes(MODES[dist.get_world_size()])
+def every_config() -> list[dict[str, Any]]:
+    """The config of every mode that this world can run."""
+    return MODES[dist.get_world_size()]
+
+
+def run_checks(checks: Iterable[Callable[[Mode], None]], configs: list[dict[str, Any]] | None = None) -> None:
+    """Calls every check in every mode of this world, which is started once for them all.
+
+    A world of 8 ranks and the groups of its modes take half a second of computing, most checks a tenth.
+
+    Args:
+        checks: Functions of a mode. A failure bears a note that names the check and the mode.
+        configs: The modes; default: the typical ones.
+    """
+    for mode in modes(configs):
+        for check in checks:
+            try:
+                check(mode)
+            except BaseException as error:  # pytest.fail raises one that is no Exception
+                error.add_note(f"{check.__name__} in the mode {mode.tensor}")
+                raise
 
 
 def numbers(*shape: int, seed: int = 5, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -112,12 +132,22 @@ def _assert_close(here: Tensor | None, there: Tensor | None, what: str, exact: f
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter put together from the shards of the world: each element from the one rank that owns it."""
     ranks = range(dist.get_world_size())
-    state = {}
+    shapes = {name: sharding_of(parameter).shape for name, parameter in model.named_parameters()}
+    everything = torch.zeros(sum(map(math.prod, shapes.values())), dtype=next(model.parameters()).dtype)
+    pieces = everything.split([math.prod(shape) for shape in shapes.values()])
+    state = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
     for name, parameter in model.named_parameters():
-        sharding = sharding_of(parameter)
-        state[name] = torch.zeros(sharding.shape, dtype=parameter.dtype)
-        for box in sharding.boxes:
+        for box in sharding_of(parameter).boxes:
             if box.owns(dist.get_rank(), ranks):
                 state[name][box.slices] = box.of(parameter.detach())
-        dist.all_reduce(state[name])  # over the world
+    dist.all_reduce(everything)  # over the world
     return state
+
+
+@contextmanager
+def simulated(world: int, tensor: dict[str, Any], rank: int = 0) -> Iterator[Mode]:
+    """A mode as one rank of a world on the fake backend knows it: for what needs no numbers of other ranks."""
+    dist.init_process_group("fake", rank=rank, world_size=world)
+    with ProcessGroups(Topology.from_config({"tensor": {"size": world, **tensor}}, world)) as groups:
+        yield Mode(tensor, layer_set("auto", groups), groups)
+    dist.destroy_process_group()

@@ -6,7 +6,7 @@ from torch.nn import functional
 from par_groups import ProcessGroups, Split, Topology, register_mode
 from par_layers import Cut, Layout, Rules, copy_to, layer_set, reduce_from, register_layer_set
 
-from .helpers import assert_layer_equals_one_device, integers, modes, numbers
+from .helpers import assert_layer_equals_one_device, integers, modes, numbers, run_checks
 
 
 def groups_of(**parallel):
@@ -109,43 +109,48 @@ def test_a_mode_of_our_own():
 
 
 @pytest.mark.ranks([4, 8])
-def test_split_and_gather_are_each_others_way_back():
-    for mode in modes():
-        for shape in ((8, 4, 16), (8, 4, 3, 16), *([] if mode.by_sequence else [(8, 16)])):
-            x = numbers(*shape).requires_grad_()
-            local, layout = mode.layers.split(x), mode.layers.rules.residual
-            assert local.numel() * mode.layers.grid.size(layout.tokens + layout.features) == x.numel()
-            whole = mode.layers.gather(local)
-            assert torch.equal(whole, x)
-            upstream = numbers(*shape, seed=7)
-            whole.backward(upstream)
-            assert torch.equal(x.grad, upstream)
+def test_what_is_between_layers_in_the_typical_modes():
+    run_checks(
+        [
+            check_split_and_gather_are_each_others_way_back,
+            check_split_cuts_ids_as_embeddings_do,
+            check_the_first_token_is_there_on_every_rank_of_its_batch,
+        ]
+    )
 
 
-@pytest.mark.ranks([4, 8])
-def test_split_cuts_ids_as_embeddings_do():
-    for mode in modes():
-        ids = integers(9, 8, 4)
-        expected = mode.layers.split(ids.unsqueeze(-1).expand(8, 4, 16).double())[..., 0]
-        assert torch.equal(mode.layers.split(ids).double(), expected)
+def check_split_and_gather_are_each_others_way_back(mode):
+    for shape in ((8, 4, 16), (8, 4, 3, 16), *([] if mode.by_sequence else [(8, 16)])):
+        x = numbers(*shape).requires_grad_()
+        local, layout = mode.layers.split(x), mode.layers.rules.residual
+        assert local.numel() * mode.layers.grid.size(layout.tokens + layout.features) == x.numel()
+        whole = mode.layers.gather(local)
+        assert torch.equal(whole, x)
+        upstream = numbers(*shape, seed=7)
+        whole.backward(upstream)
+        assert torch.equal(x.grad, upstream)
 
 
-@pytest.mark.ranks([4, 8])
-def test_the_first_token_is_there_on_every_rank_of_its_batch():
-    for mode in modes():
-        x = numbers(8, 4, 16).requires_grad_()
-        token = mode.layers.first_token(mode.layers.split(x))
-        layout = Layout(batch=mode.layers.rules.residual.batch, features=mode.layers.rules.residual.features)
-        whole = token
-        for axes, dim in reversed(mode.layers._cuts(layout, 2)):
-            parts = [torch.empty_like(whole) for _ in range(mode.groups.size(axes))]
-            dist.all_gather(parts, whole.detach().contiguous(), mode.layers.grid.group(axes))
-            whole = torch.cat(parts, dim)
-        assert torch.equal(whole, x[:, 0])
-        token.sum().backward()
-        expected = torch.zeros_like(x)
-        expected[:, 0] = 1
-        assert torch.equal(x.grad, expected)
+def check_split_cuts_ids_as_embeddings_do(mode):
+    ids = integers(9, 8, 4)
+    expected = mode.layers.split(ids.unsqueeze(-1).expand(8, 4, 16).double())[..., 0]
+    assert torch.equal(mode.layers.split(ids).double(), expected)
+
+
+def check_the_first_token_is_there_on_every_rank_of_its_batch(mode):
+    x = numbers(8, 4, 16).requires_grad_()
+    token = mode.layers.first_token(mode.layers.split(x))
+    layout = Layout(batch=mode.layers.rules.residual.batch, features=mode.layers.rules.residual.features)
+    whole = token
+    for axes, dim in reversed(mode.layers._cuts(layout, 2)):
+        parts = [torch.empty_like(whole) for _ in range(mode.groups.size(axes))]
+        dist.all_gather(parts, whole.detach().contiguous(), mode.layers.grid.group(axes))
+        whole = torch.cat(parts, dim)
+    assert torch.equal(whole, x[:, 0])
+    token.sum().backward()
+    expected = torch.zeros_like(x)
+    expected[:, 0] = 1
+    assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.ranks(2)

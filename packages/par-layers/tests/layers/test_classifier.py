@@ -6,9 +6,7 @@ from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import filled, integers, modes, numbers, whole_state
-
-SIZES = [4, 8]
+from ..helpers import filled, integers, numbers, run_checks, whole_state
 
 
 class Tied(nn.Module):
@@ -29,10 +27,21 @@ def gathered(mode, logits, vocabulary):
     return mode.layers.gather(logits, inner=True)[..., :vocabulary]
 
 
-@pytest.mark.ranks(SIZES)
-def test_vocabulary_logits_equal_one_device():
-    cases = [(tied, vocabulary) for tied in (False, True) for vocabulary in (16, 13)]
-    for mode, (tied, vocabulary) in ((mode, case) for mode in modes() for case in cases):
+@pytest.mark.ranks([4, 8])
+def test_the_typical_modes():
+    run_checks(
+        [
+            check_vocabulary_logits_equal_one_device,
+            check_padded_logits_are_minus_infinity_and_no_part_of_the_state,
+            check_the_vocabulary_of_gpt2,
+            check_whole_logits_of_few_classes_equal_one_device,
+            check_a_shared_table_has_one_parameter_and_the_classifiers_shape,
+        ]
+    )
+
+
+def check_vocabulary_logits_equal_one_device(mode):
+    for tied, vocabulary in ((False, 13), (True, 13), (True, 16)):
         ids = integers(vocabulary, 8, 4)
         whole = filled(Tied(layer_set(None), 16, vocabulary, tied))
         parallel = filled(Tied(mode.layers, 16, vocabulary, tied))
@@ -46,38 +55,33 @@ def test_vocabulary_logits_equal_one_device():
         assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=reason)
 
 
-@pytest.mark.ranks([4, 8])
-def test_padded_logits_are_minus_infinity_and_no_part_of_the_state():
-    for mode in modes():
-        for tied in (False, True):
-            model = filled(Tied(mode.layers, 16, 13, tied))
-            logits = mode.layers.gather(model(integers(13, 8, 4)), inner=True)
-            assert logits.shape[-1] > 13
-            assert (logits[..., 13:] == -torch.inf).all()
-            assert logits[..., :13].isfinite().all()
-            assert sharding_of(model.head.weight).shape == (13, 16)
+def check_padded_logits_are_minus_infinity_and_no_part_of_the_state(mode):
+    for tied in (False, True):
+        model = filled(Tied(mode.layers, 16, 13, tied))
+        logits = mode.layers.gather(model(integers(13, 8, 4)), inner=True)
+        assert logits.shape[-1] > 13
+        assert (logits[..., 13:] == -torch.inf).all()
+        assert logits[..., :13].isfinite().all()
+        assert sharding_of(model.head.weight).shape == (13, 16)
 
 
-@pytest.mark.ranks(4)
-def test_the_vocabulary_of_gpt2():
+def check_the_vocabulary_of_gpt2(mode):
+    if mode.tensor["mode"] not in ("1d", "2d") or mode.by_sequence:
+        return  # the ids are too few
     vocabulary, ids = 50257, torch.tensor([[0, 50256], [12565, 50255], [1, 2], [3, 4]])
-    for mode in modes():
-        if mode.by_sequence:
-            continue  # the ids are too few
-        for tied in (False, True):
-            model = filled(Tied(mode.layers, 4, vocabulary, tied))
-            one = filled(Tied(layer_set(None), 4, vocabulary, tied))
-            loss = mode.layers.cross_entropy(model(ids), ids, classes=vocabulary)
-            expected = layer_set(None).cross_entropy(one(ids), ids, classes=vocabulary)
-            torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
-        parts = 4 if mode.tensor["mode"] == "1d" else mode.groups.size("row")
-        assert model.table.weight.shape[0] == -(-vocabulary // parts)  # rounded up
+    for tied in (False, True):
+        model = filled(Tied(mode.layers, 4, vocabulary, tied))
+        one = filled(Tied(layer_set(None), 4, vocabulary, tied))
+        loss = mode.layers.cross_entropy(model(ids), ids, classes=vocabulary)
+        expected = layer_set(None).cross_entropy(one(ids), ids, classes=vocabulary)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    parts = 4 if mode.tensor["mode"] == "1d" else mode.groups.size("row")
+    assert model.table.weight.shape[0] == -(-vocabulary // parts)  # rounded up
 
 
-@pytest.mark.ranks(SIZES)
-def test_whole_logits_of_few_classes_equal_one_device():
+def check_whole_logits_of_few_classes_equal_one_device(mode):
     x, target = numbers(8, 16), integers(5, 8)
-    for mode, bias in ((mode, bias) for mode in modes() for bias in (True, False)):
+    for bias in (True, False):
         whole, parallel = (filled(layers.Classifier(16, 5, bias)) for layers in (layer_set(None), mode.layers))
         mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
         expected = layer_set(None).cross_entropy(whole(other), target, classes=5)
@@ -93,14 +97,12 @@ def test_whole_logits_of_few_classes_equal_one_device():
         assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-10, atol=1e-10, reason=reason)
 
 
-@pytest.mark.ranks(4)
-def test_a_shared_table_has_one_parameter_and_the_classifiers_shape():
-    for mode in modes():
-        model = Tied(mode.layers, 16, 13)
-        assert model.head.weight is model.table.weight
-        filled(model)
-        assert model.head.weight is model.table.weight
-        assert list(whole_state(model)) == ["table.weight"]
-        with pytest.raises(ValueError, match=r"the shared table is \(13, 16\), the classifier \(14, 16\)"):
-            mode.layers.VocabClassifier(16, 14, tied=model.table)
-        assert "vocabulary=13, tied=True" in repr(model.head)
+def check_a_shared_table_has_one_parameter_and_the_classifiers_shape(mode):
+    model = Tied(mode.layers, 16, 13)
+    assert model.head.weight is model.table.weight
+    filled(model)
+    assert model.head.weight is model.table.weight
+    assert list(whole_state(model)) == ["table.weight"]
+    with pytest.raises(ValueError, match=r"the shared table is \(13, 16\), the classifier \(14, 16\)"):
+        mode.layers.VocabClassifier(16, 14, tied=model.table)
+    assert "vocabulary=13, tied=True" in repr(model.head)

@@ -37,7 +37,7 @@ def test_a_right_model_runs_as_without_debugging():
         with ProcessGroups(topology) as groups:
             losses = []
             for debug in (False, True):
-                model = GPT(layer_set("auto", groups, debug=debug), 30, 16, 4, 2, 12, tied=True)
+                model = GPT(layer_set("auto", groups, debug=debug), 30, 16, 4, 1, 12, tied=True)
                 initialize(model, seed=3)
                 loss = model.loss(ids, ids)
                 loss.backward()

@@ -30,7 +30,7 @@ def test_in_parts_it_is_the_same_loss_with_the_same_gradients():
         with ProcessGroups(Topology.from_config({"tensor": {"size": world, **tensor}}, world)) as groups:
             layers = layer_set("auto", groups)
             results = []
-            for chunks in (None, 1, 3, 8):
+            for chunks in (None, 2, 8):  # 8 are more than a rank's tokens, where they are cut along the sequence
                 classifier, hidden = made(layers), layers.split(whole).detach().requires_grad_()
                 if chunks is None:
                     loss = layers.cross_entropy(classifier(hidden), target, classes=VOCABULARY, label_smoothing=0.1)

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from par_layers import layer_set, scatter_to
 
-from ..helpers import integers, modes, numbers
+from ..helpers import integers, numbers, run_checks
 
 
 def cut(mode, logits):
@@ -30,28 +30,35 @@ def assert_equal_to_torch(mode, logits, target, exact=1e-10, **options):
 
 
 @pytest.mark.ranks([4, 8])
-def test_cross_entropy_equals_torch():
-    for mode, classes in ((mode, classes) for mode in modes() for classes in (16, 13, 5)):
+def test_the_typical_modes():
+    run_checks(
+        [
+            check_cross_entropy_equals_torch,
+            check_a_batch_without_targets_gives_what_torch_gives,
+            check_a_loss_of_zero_counts_in_the_mean,
+            check_large_logits_do_not_overflow,
+            check_bfloat16_logits,
+            check_a_wrong_target_or_smoothing_is_refused_on_every_rank,
+            check_accuracy_equals_one_device_also_where_logits_tie,
+            check_every_rank_has_the_same_loss,
+        ]
+    )
+
+
+def check_cross_entropy_equals_torch(mode):
+    for classes in (16, 13, 5):
         logits, target = 3 * numbers(8, 4, classes), integers(classes, 8, 4)
         ignoring, zero_ignored = target.clone(), target.clone()
         ignoring[0], ignoring[5, 2:] = -100, -100
         zero_ignored[3, 1:] = 0
         assert_equal_to_torch(mode, logits, target)
-        assert_equal_to_torch(mode, logits, target, label_smoothing=0.1)
-        assert_equal_to_torch(mode, logits, ignoring, label_smoothing=1.0)
-        assert_equal_to_torch(mode, logits, ignoring)
         assert_equal_to_torch(mode, logits, ignoring, label_smoothing=0.3)
-        assert_equal_to_torch(mode, logits, zero_ignored, ignore_index=0)
-        assert_equal_to_torch(mode, logits[:, 0], target[:, 0])
-
-
-@pytest.mark.ranks([4, 8])
-def test_edges():
-    for mode in modes():
-        check_a_batch_without_targets_gives_what_torch_gives(mode)
-        check_a_loss_of_zero_counts_in_the_mean(mode)
-        check_large_logits_do_not_overflow(mode)
-        check_bfloat16_logits(mode)
+    # The rest does not ask how the classes are padded; padding there is, of 5.
+    assert_equal_to_torch(mode, logits, target, label_smoothing=0.1)
+    assert_equal_to_torch(mode, logits, ignoring, label_smoothing=1.0)
+    assert_equal_to_torch(mode, logits, ignoring)
+    assert_equal_to_torch(mode, logits, zero_ignored, ignore_index=0)
+    assert_equal_to_torch(mode, logits[:, 0], target[:, 0])
 
 
 def check_a_batch_without_targets_gives_what_torch_gives(mode):
@@ -90,47 +97,41 @@ def check_bfloat16_logits(mode):
     torch.testing.assert_close(mine.grad.double().sum(-1), torch.zeros(8, 4).double(), rtol=0, atol=2**-9)
 
 
-@pytest.mark.ranks([4, 8])
-def test_a_wrong_target_or_smoothing_is_refused_on_every_rank():
+def check_a_wrong_target_or_smoothing_is_refused_on_every_rank(mode):
     logits, target = numbers(8, 4, 13), integers(13, 8, 4)
-    for mode in modes():
-        local = cut(mode, logits)
-        for wrong in (13, -1, 50):
-            target[7, 3] = wrong
-            for function in (mode.layers.cross_entropy, mode.layers.accuracy):
-                with pytest.raises(ValueError, match=f"target {wrong} is no class: classes are 0 to 12"):
-                    function(local, target, classes=13)
-        target[7, 3] = 0
-        for smoothing in (-0.1, 1.1):
-            with pytest.raises(ValueError, match=f"label_smoothing is {smoothing}"):
-                mode.layers.cross_entropy(local, target, classes=13, label_smoothing=smoothing)
+    local = cut(mode, logits)
+    for wrong in (13, -1, 50):
+        target[7, 3] = wrong
+        for function in (mode.layers.cross_entropy, mode.layers.accuracy):
+            with pytest.raises(ValueError, match=f"target {wrong} is no class: classes are 0 to 12"):
+                function(local, target, classes=13)
+    target[7, 3] = 0
+    for smoothing in (-0.1, 1.1):
+        with pytest.raises(ValueError, match=f"label_smoothing is {smoothing}"):
+            mode.layers.cross_entropy(local, target, classes=13, label_smoothing=smoothing)
 
 
-@pytest.mark.ranks([4, 8])
-def test_accuracy_equals_one_device_also_where_logits_tie():
+def check_accuracy_equals_one_device_also_where_logits_tie(mode):
     target = integers(13, 8, 4)
     target[0, :2] = -100
     tied = numbers(8, 4, 13).round()  # several classes share the largest logit
     assert (tied == tied.amax(-1, keepdim=True)).sum() > 40
-    for mode in modes():
-        for logits in (numbers(8, 4, 13), tied, torch.zeros(8, 4, 13)):
-            counted = target != -100
-            expected = ((logits.argmax(-1) == target) & counted).sum() / counted.sum()
-            found = mode.layers.accuracy(cut(mode, logits), target, classes=13)
-            assert found == expected
-        whole = mode.layers.split(numbers(8, 13)) if mode.layers.rules.residual.features == () else None
-        if whole is not None:
-            expected = (numbers(8, 13).argmax(-1) == target[:, 3]).double().mean()
-            assert mode.layers.accuracy(whole, target[:, 3], classes=13) == expected
+    for logits in (numbers(8, 4, 13), tied, torch.zeros(8, 4, 13)):
+        counted = target != -100
+        expected = ((logits.argmax(-1) == target) & counted).sum() / counted.sum()
+        found = mode.layers.accuracy(cut(mode, logits), target, classes=13)
+        assert found == expected
+    whole = mode.layers.split(numbers(8, 13)) if mode.layers.rules.residual.features == () else None
+    if whole is not None:
+        expected = (numbers(8, 13).argmax(-1) == target[:, 3]).double().mean()
+        assert mode.layers.accuracy(whole, target[:, 3], classes=13) == expected
 
 
-@pytest.mark.ranks(4)
-def test_every_rank_has_the_same_loss():
-    for mode in modes():
-        loss = mode.layers.cross_entropy(cut(mode, numbers(8, 4, 13)), integers(13, 8, 4), classes=13)
-        losses = [torch.zeros_like(loss) for _ in range(4)]
-        dist.all_gather(losses, loss)
-        assert len({each.item() for each in losses}) == 1
+def check_every_rank_has_the_same_loss(mode):
+    loss = mode.layers.cross_entropy(cut(mode, numbers(8, 4, 13)), integers(13, 8, 4), classes=13)
+    losses = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss)
+    assert len({each.item() for each in losses}) == 1
 
 
 def test_on_one_device_it_is_torch():

@@ -11,7 +11,7 @@ from par_groups import ProcessGroups, Topology, set_sharding, sharding_of
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 
-from ..helpers import filled, integers, modes, numbers
+from ..helpers import filled, integers, modes, numbers, run_checks
 
 WORLDS = [4, 8]
 
@@ -45,20 +45,30 @@ def assert_keeps(model, change):
 # What torch does to modules
 
 
-@pytest.mark.ranks(WORLDS)
-def test_to_empty_and_then_initialize_is_initialize():
-    for mode in modes():
-        expected = make(mode.layers)
-        initialize(expected, seed=3)
-        model = make(mode.layers)
-        before = dict(model.named_parameters())
-        assert_keeps(model, lambda model: model.to_empty(device="cpu"))
-        for name, parameter in model.named_parameters():
-            assert parameter is before[name]
-            parameter.data.fill_(777.0)
-        initialize(model, seed=3)
-        for here, there in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(here, there)
+@pytest.mark.ranks([4, 8])
+def test_the_typical_modes():
+    run_checks(
+        [
+            check_to_empty_and_then_initialize_is_initialize,
+            check_load_state_dict_assigns_tensors_that_take_over_the_records,
+            check_a_deep_copy_computes_by_itself,
+            check_a_deep_copy_of_a_model_has_one_table_of_its_own,
+        ]
+    )
+
+
+def check_to_empty_and_then_initialize_is_initialize(mode):
+    expected = make(mode.layers)
+    initialize(expected, seed=3)
+    model = make(mode.layers)
+    before = dict(model.named_parameters())
+    assert_keeps(model, lambda model: model.to_empty(device="cpu"))
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name]
+        parameter.data.fill_(777.0)
+    initialize(model, seed=3)
+    for here, there in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(here, there)
 
 
 def test_to_empty_leaves_a_shared_parameter_shared():
@@ -69,13 +79,11 @@ def test_to_empty_leaves_a_shared_parameter_shared():
     assert model["again"].weight is model["column"].weight
 
 
-@pytest.mark.ranks(WORLDS)
-def test_load_state_dict_assigns_tensors_that_take_over_the_records():
-    for mode in modes():
-        state = filled(make(mode.layers)).state_dict()
-        model = make(mode.layers)
-        assert_keeps(model, lambda model, state=state: model.load_state_dict(state, assign=True) and model)
-        assert all(torch.equal(each, state[name]) for name, each in model.named_parameters())
+def check_load_state_dict_assigns_tensors_that_take_over_the_records(mode):
+    state = filled(make(mode.layers)).state_dict()
+    model = make(mode.layers)
+    assert_keeps(model, lambda model, state=state: model.load_state_dict(state, assign=True) and model)
+    assert all(torch.equal(each, state[name]) for name, each in model.named_parameters())
 
 
 @pytest.mark.ranks(2)
@@ -89,18 +97,16 @@ def test_conversions_and_loads_that_swap():
         assert_keeps(model, lambda model: model.to(device="meta"))
 
 
-@pytest.mark.ranks(WORLDS)
-def test_a_deep_copy_computes_by_itself():
-    for mode in modes():
-        model, x = filled(make(mode.layers)), mode.layers.split(numbers(8, 4, 16))
-        model["row"].weight.requires_grad_(False)
-        expected = model["row"](model["column"](x))
-        assert_keeps(model, copy.deepcopy)
-        copied = copy.deepcopy(model)
-        assert not copied["row"].weight.requires_grad
-        for parameter in model.parameters():
-            parameter.data.zero_()
-        assert torch.equal(copied["row"](copied["column"](x)), expected)
+def check_a_deep_copy_computes_by_itself(mode):
+    model, x = filled(make(mode.layers)), mode.layers.split(numbers(8, 4, 16))
+    model["row"].weight.requires_grad_(False)
+    expected = model["row"](model["column"](x))
+    assert_keeps(model, copy.deepcopy)
+    copied = copy.deepcopy(model)
+    assert not copied["row"].weight.requires_grad
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(copied["row"](copied["column"](x)), expected)
 
 
 @pytest.mark.ranks(2)
@@ -117,17 +123,15 @@ def test_a_deep_copy_shares_the_layer_set_and_not_what_is_the_users():
         assert layer.notes == {"seen": [1]}
 
 
-@pytest.mark.ranks(WORLDS)
-def test_a_deep_copy_of_a_model_has_one_table_of_its_own():
+def check_a_deep_copy_of_a_model_has_one_table_of_its_own(mode):
     ids = integers(13, 8, 8)
-    for mode in modes():
-        model = filled(GPT(mode.layers, 13, 16, 4, 1, 12, tied=True))
-        expected = model.loss(ids, ids)
-        copied = copy.deepcopy(model)
-        assert copied.head.weight is copied.tokens.weight
-        assert copied.head.weight is not model.head.weight
-        assert records(copied) == records(model)
-        assert torch.equal(copied.loss(ids, ids), expected)
+    model = filled(GPT(mode.layers, 13, 16, 4, 1, 12, tied=True))
+    expected = model.loss(ids, ids)
+    copied = copy.deepcopy(model)
+    assert copied.head.weight is copied.tokens.weight
+    assert copied.head.weight is not model.head.weight
+    assert records(copied) == records(model)
+    assert torch.equal(copied.loss(ids, ids), expected)
 
 
 def test_a_model_of_one_device_can_be_pickled():

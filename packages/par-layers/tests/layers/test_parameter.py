@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology, check_owned, sharding_of
@@ -8,7 +7,7 @@ from par_layers import constant, initialize, layer_set, normal, uniform
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import TYPICAL, filled, modes
+from ..helpers import TYPICAL, filled, run_checks
 
 
 class Everything(nn.Module):
@@ -25,54 +24,56 @@ class Everything(nn.Module):
 
 
 @pytest.mark.ranks([4, 8])
-def test_weights_are_the_same_bits_in_every_mode():
+def test_the_typical_modes():
+    run_checks(
+        [
+            check_weights_are_the_same_bits_in_every_mode,
+            check_a_parameter_keeps_its_identity_and_its_record,
+            check_local_parts_add_up_and_padding_is_zero,
+            check_the_tensor_group_owns_every_element_once,
+        ]
+    )
+
+
+def check_weights_are_the_same_bits_in_every_mode(mode):
     whole = filled(Everything(layer_set(None)), torch.bfloat16)
-    for mode in modes():
-        parallel = filled(Everything(mode.layers), torch.bfloat16)
-        assert_equal_to_one_device(parallel, whole)
+    parallel = filled(Everything(mode.layers), torch.bfloat16)
+    assert_equal_to_one_device(parallel, whole)
+
+
+def check_a_parameter_keeps_its_identity_and_its_record(mode):
+    model = Everything(mode.layers)
+    before = {name: (parameter, sharding_of(parameter)) for name, parameter in model.named_parameters()}
+    assert all(parameter.is_meta for parameter, _ in before.values())
+    model.linear.weight.requires_grad_(False)
+    filled(model)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert sharding_of(parameter) is before[name][1]
+        assert parameter.device.type == "cpu"
+        assert parameter.dtype == torch.float64
+        assert parameter.requires_grad == (parameter is not model.linear.weight)
+
+
+def check_local_parts_add_up_and_padding_is_zero(mode):
+    for parameter in filled(Everything(mode.layers)).parameters():
+        covered = torch.zeros_like(parameter)
+        for box in sharding_of(parameter).boxes:
+            box.of(covered).add_(1)
+        assert covered.max() <= 1
+        assert not parameter[covered == 0].any()
+
+
+def check_the_tensor_group_owns_every_element_once(mode):
+    records = [(name, sharding_of(each)) for name, each in Everything(mode.layers).named_parameters()]
+    check_owned(records)
+    check_owned(records, mode.groups["tensor"])
 
 
 @pytest.mark.ranks(8)
-def test_a_parameter_keeps_its_identity_and_its_record():
-    for mode in modes():
-        model = Everything(mode.layers)
-        before = {name: (parameter, sharding_of(parameter)) for name, parameter in model.named_parameters()}
-        assert all(parameter.is_meta for parameter, _ in before.values())
-        model.linear.weight.requires_grad_(False)
-        filled(model)
-        for name, parameter in model.named_parameters():
-            assert parameter is before[name][0]
-            assert sharding_of(parameter) is before[name][1]
-            assert parameter.device.type == "cpu"
-            assert parameter.dtype == torch.float64
-            assert parameter.requires_grad == (parameter is not model.linear.weight)
-
-
-@pytest.mark.ranks([4, 8])
-def test_local_parts_add_up_and_padding_is_zero():
-    for mode in modes():
-        for parameter in filled(Everything(mode.layers)).parameters():
-            covered = torch.zeros_like(parameter)
-            for box in sharding_of(parameter).boxes:
-                box.of(covered).add_(1)
-            assert covered.max() <= 1
-            assert not parameter[covered == 0].any()
-
-
-@pytest.mark.ranks([4, 8])
-def test_the_tensor_group_owns_every_element_once():
-    for mode in modes():
-        records = [(name, sharding_of(each)) for name, each in Everything(mode.layers).named_parameters()]
-        check_owned(records)
-        check_owned(records, mode.groups["tensor"])
-
-
-@pytest.mark.ranks([4, 8])
 def test_data_parallel_replicas_are_copies():
-    world = dist.get_world_size()
-    for tensor in [*TYPICAL[world // 2], *([{"mode": "1d", "kv_heads": 2}] if world == 8 else [])]:
-        config = {"tensor": {"size": world // 2, **tensor}}
-        with ProcessGroups(Topology.from_config(config, world)) as groups:
+    for tensor in [*TYPICAL[4], {"mode": "1d", "kv_heads": 2}]:
+        with ProcessGroups(Topology.from_config({"tensor": {"size": 4, **tensor}}, 8)) as groups:
             model = Everything(layer_set("auto", groups))
             records = [(name, sharding_of(each)) for name, each in model.named_parameters()]
             check_owned(records)
