@@ -2,7 +2,7 @@
 
 import pytest
 
-from .helpers import modes
+from .helpers import simulated
 
 OF_1D = [
     (lambda layers: layers.ColumnLinear(16, 18), "18 units of 1 features .* by 4 ranks .*; use 20 features$"),
@@ -55,25 +55,25 @@ OF_A_CUBE = [
 ]
 
 
-def assert_refused(mode, cases):
-    for make, message in cases:
-        with pytest.raises(ValueError, match=message):
-            make(mode.layers)
+def assert_refused(world, tensor, cases):
+    for rank in (0, world - 1):
+        with simulated(world, tensor, rank) as mode:
+            for make, message in cases:
+                with pytest.raises(ValueError, match=message):
+                    make(mode.layers)
 
 
-@pytest.mark.ranks(4)
-def test_sizes_in_1d_and_on_a_square():
-    for mode in modes([{"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}]):
-        assert_refused(mode, OF_1D)
-    for mode in modes([{"mode": "1d", "kv_heads": 1}, {"mode": "1d", "kv_heads": 2}]):
-        assert_refused(mode, WITH_COPIES)
-    for mode in modes([{"mode": "2d"}, {"mode": "2.5d", "depth": 1}]):
-        assert_refused(mode, OF_A_SQUARE)
+@pytest.mark.ranks(1, init=False)
+def test_sizes_in_1d():
+    for options in ({}, {"sequence_parallel": True}):
+        assert_refused(4, {"mode": "1d", **options}, OF_1D)
+    for heads in (1, 2):
+        assert_refused(4, {"mode": "1d", "kv_heads": heads}, WITH_COPIES)
 
 
-@pytest.mark.ranks(8)
-def test_sizes_on_squares_with_depth_and_on_a_cube():
-    for mode in modes([{"mode": "2.5d", "depth": 2}]):
-        assert_refused(mode, OF_A_SQUARE)
-    for mode in modes([{"mode": "3d"}]):
-        assert_refused(mode, OF_A_CUBE)
+@pytest.mark.ranks(1, init=False)
+def test_sizes_on_squares_and_on_a_cube():
+    assert_refused(4, {"mode": "2d"}, OF_A_SQUARE)
+    for world, depth in ((4, 1), (8, 2)):
+        assert_refused(world, {"mode": "2.5d", "depth": depth}, OF_A_SQUARE)
+    assert_refused(8, {"mode": "3d"}, OF_A_CUBE)

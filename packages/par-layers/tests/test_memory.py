@@ -1,24 +1,25 @@
 """What autograd keeps, by mode: shapes alone matter, so one rank of each world is simulated on the fake backend."""
 
 import weakref
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from par_groups import ProcessGroups, Topology
-from par_layers import initialize, layer_set
+from par_layers import initialize
 from par_layers.examples.gpt import Block
 from par_testing import saved_bytes
+
+from .helpers import simulated
 
 B, S, H = 16, 16, 32
 
 
 def kept(world, tensor, make, features, *, inner=False, frozen=False):
     """Bytes that rank 0 of a world saves in the forward of a layer; `frozen` are its weights, else nothing."""
-    with simulated(world, tensor) as layers:
+    with simulated(world, tensor) as mode:
+        layers = mode.layers
         module = make(layers)
         initialize(module, seed=0)
         module.requires_grad_(not frozen)
@@ -26,15 +27,6 @@ def kept(world, tensor, make, features, *, inner=False, frozen=False):
         sizes = [layers.grid.size(axes) for axes in (layout.batch, layout.sequence, layout.features)]
         x = torch.randn(B // sizes[0], S // sizes[1], features // sizes[2], requires_grad=True)
         return saved_bytes(lambda: module(x), module.parameters())
-
-
-@contextmanager
-def simulated(world, tensor):
-    """The layers of rank 0 of a world on the fake backend."""
-    dist.init_process_group("fake", rank=0, world_size=world)
-    with ProcessGroups(Topology.from_config({"tensor": {"size": world, **tensor}}, world)) as groups:
-        yield layer_set("auto", groups)
-    dist.destroy_process_group()
 
 
 def block(layers):
@@ -87,10 +79,10 @@ def test_frozen_weights_save_no_activation():
 @pytest.mark.ranks(1, init=False)
 def test_an_input_without_gradient_saves_no_weight():
     for world, tensor in MODES:
-        with simulated(world, tensor) as layers:
-            column = layers.ColumnLinear(H, 4 * H, bias=False)
+        with simulated(world, tensor) as mode:
+            column = mode.layers.ColumnLinear(H, 4 * H, bias=False)
             initialize(column, seed=0)
-            x = layers.split(torch.randn(B, S, H))
+            x = mode.layers.split(torch.randn(B, S, H))
             with torch.autocast("cpu", torch.bfloat16):  # what is saved of the weight is a copy, so that it counts
                 assert saved_bytes(lambda: column(x), column.parameters()) == 2 * x.numel()  # noqa: B023
 
@@ -109,8 +101,8 @@ class Flight:
 def test_the_partial_sums_of_summas_backward_do_not_grow_with_the_square():
     peaks = []
     for q in (4, 6):
-        with simulated(q * q, {"mode": "2d"}) as layers:
-            column = layers.ColumnLinear(4 * q, 4 * q, bias=False)
+        with simulated(q * q, {"mode": "2d"}) as mode:
+            column = mode.layers.ColumnLinear(4 * q, 4 * q, bias=False)
             initialize(column, seed=0)
             y = column(torch.ones(2, 3, 4, requires_grad=True))
             partials, alive = [], []
