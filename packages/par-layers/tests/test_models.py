@@ -7,12 +7,12 @@ from par_layers import PartialGradients, layer_set
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from .helpers import every_mode, filled, integers, modes, numbers
+from .helpers import every_config, filled, integers, modes, numbers, run_checks
 
 SIZES = [1, 2, 4, 8]
 
 
-def gpt(layers, dtype=torch.float64, depth=2, **options):
+def gpt(layers, dtype=torch.float64, depth=1, **options):
     return filled(GPT(layers, 30, 16, 4, depth, 12, **options), dtype)
 
 
@@ -23,61 +23,62 @@ def tokens():
     return ids, target
 
 
-def assert_loss_and_gradients_equal(mode, parallel, whole, *batch, **options):
-    torch.manual_seed(1)  # of dropout
-    expected = whole.loss(*batch, **options)
-    torch.manual_seed(1)
-    loss = parallel.loss(*batch, **options)
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0, msg=lambda text: f"{mode.tensor}: {text}")
-    expected.backward()
-    loss.backward()
+def assert_loss_and_gradients_equal(mode, parallel, whole, *microbatches, **options):
+    """The losses of the microbatches, and their gradients, which partial sums are added up of once."""
+    for batch in microbatches:
+        torch.manual_seed(1)  # of dropout
+        expected = whole.loss(*batch, **options)
+        torch.manual_seed(1)
+        loss = parallel.loss(*batch, **options)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0, msg=lambda text: f"{mode.tensor}: {text}")
+        expected.backward()
+        loss.backward()
     PartialGradients(parallel, mode.groups).handle_gradient()
     reason = f"fp64 sums in another order: {mode.tensor}"
     assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-9, atol=1e-12, reason=reason)
 
 
 @pytest.mark.ranks(SIZES)
-def test_gpt_gradients_equal_one_device():
-    cases = [{}, {"tied": True, "dropout": 0.2}]
-    for mode, options in ((mode, options) for mode in every_mode() for options in cases):
-        parallel, whole = gpt(mode.layers, **options), gpt(layer_set(None), **options)
-        assert_loss_and_gradients_equal(mode, parallel, whole, *tokens(), label_smoothing=0.1)
+def test_gradients_equal_one_device():
+    run_checks([check_a_gpt, check_two_steps_of_a_tied_gpt_with_dropout, check_a_vit], every_config())
+
+
+def check_a_gpt(mode):
+    parallel, whole = gpt(mode.layers), gpt(layer_set(None))
+    assert_loss_and_gradients_equal(mode, parallel, whole, tokens(), label_smoothing=0.1)
+
+
+def check_two_steps_of_a_tied_gpt_with_dropout(mode):
+    """The first one of two microbatches."""
+    parallel, whole = (gpt(layers, tied=True, dropout=0.2) for layers in (mode.layers, layer_set(None)))
+    ids, target = tokens()
+    first, second = (ids, target), (ids.flip(0), target.flip(0))
+    assert_loss_and_gradients_equal(mode, parallel, whole, first, second)
+    for model in (parallel, whole):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+    assert_loss_and_gradients_equal(mode, parallel, whole, first)
+
+
+def check_a_vit(mode):
+    batch = numbers(8, 3, 2, 14), integers(5, 8)  # 7 patches and the class token
+    parallel, whole = (filled(ViT(layers, 2, 8, 16, 4, 1, 5)) for layers in (mode.layers, layer_set(None)))
+    assert_loss_and_gradients_equal(mode, parallel, whole, batch)
 
 
 @pytest.mark.ranks(4)
 def test_gpt_with_fewer_key_heads_than_ranks():
     one_d = {"mode": "1d", "kv_heads": 2}
     for mode in modes([one_d, {**one_d, "sequence_parallel": True}]):
-        parallel, whole = gpt(mode.layers, key_heads=2), gpt(layer_set(None), key_heads=2)
-        assert_loss_and_gradients_equal(mode, parallel, whole, *tokens())
+        parallel, whole = (gpt(layers, depth=2, key_heads=2) for layers in (mode.layers, layer_set(None)))
+        assert_loss_and_gradients_equal(mode, parallel, whole, tokens())
 
 
-@pytest.mark.ranks(SIZES)
-def test_vit_gradients_equal_one_device():
-    images, target = numbers(8, 3, 2, 14), integers(5, 8)  # 7 patches and the class token
-    for mode in every_mode():
-        parallel, whole = (filled(ViT(layers, 2, 8, 16, 4, 2, 5)) for layers in (mode.layers, layer_set(None)))
-        assert_loss_and_gradients_equal(mode, parallel, whole, images, target)
-
-
-@pytest.mark.ranks([4, 8])
-def test_several_microbatches_take_one_sum():
-    ids, target = tokens()
-    for mode in modes():
-        parallel, whole = gpt(mode.layers, depth=1), gpt(layer_set(None), depth=1)
-        for _ in range(3):
-            whole.loss(ids, target).backward()
-            parallel.loss(ids, target).backward()
-        PartialGradients(parallel, mode.groups).handle_gradient()
-        reason = f"fp64 sums in another order: {mode.tensor}"
-        assert_equal_to_one_device(parallel, whole, gradients=True, rtol=1e-9, atol=1e-12, reason=reason)
-
-
-def train(model, groups=None):
-    """The losses of ten steps."""
+def train(model, steps, groups=None):
+    """The losses of some steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(10):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = model.loss(*tokens())
         loss.backward()
@@ -90,24 +91,35 @@ def train(model, groups=None):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """Ten steps on one device, in the pytest process: the losses in fp32, and in fp64 also the parameters."""
-    model = gpt(layer_set(None), depth=1)
-    losses = train(model)
-    without_key_biases(model)
-    return train(gpt(layer_set(None), torch.float32, depth=1)), losses, model.state_dict()
+    """Steps on one device, in the pytest process: by the number of steps, losses and parameters in fp64; in fp32."""
+    in_fp64 = {}
+    for steps in (3, 10):
+        model = gpt(layer_set(None))
+        losses = train(model, steps)
+        without_key_biases(model)
+        in_fp64[steps] = losses, model.state_dict()
+    return in_fp64, train(gpt(layer_set(None), torch.float32), 3)
 
 
-@pytest.mark.ranks([4, 8])
-def test_ten_steps_track_one_device(one_device):
-    losses_fp32, losses_fp64, parameters = one_device
-    assert losses_fp64[-1] < 0.8 * losses_fp64[0]
+@pytest.mark.ranks(4)
+def test_several_steps_of_adam_track_one_device(one_device):
+    in_fp64, losses_in_fp32 = one_device
     for mode in modes():
-        assert train(gpt(mode.layers, torch.float32, depth=1), mode.groups) == pytest.approx(losses_fp32, rel=1e-5)
-        model = gpt(mode.layers, depth=1)
-        assert train(model, mode.groups) == pytest.approx(losses_fp64, rel=1e-10)
+        steps = 10 if mode.by_sequence else 3  # three show what one step leaves behind for the next
+        losses, parameters = in_fp64[steps]
+        model = gpt(mode.layers)
+        assert train(model, steps, mode.groups) == pytest.approx(losses, rel=1e-10)
         without_key_biases(model)
         reason = f"Adam divides rounding by its own size: {mode.tensor}"
         assert_equal_to_one_device(model, parameters, rtol=1e-8, atol=1e-8, reason=reason)
+        if mode.tensor["mode"] == "2d":
+            in_fp32 = train(gpt(mode.layers, torch.float32), 3, mode.groups)
+            assert in_fp32 == pytest.approx(losses_in_fp32, rel=1e-5)
+
+
+def test_ten_steps_learn(one_device):
+    losses, _ = one_device[0][10]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @torch.no_grad()
