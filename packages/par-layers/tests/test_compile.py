@@ -1,53 +1,55 @@
 import pytest
 import torch
 
-from par_groups import ProcessGroups, Topology
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import GPT
+
+from .helpers import run_checks
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the tracer does it itself
 @pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_1d_model_and_its_loss_are_one_graph_that_computes_the_same(sequence_parallel):
-    parallel = {"tensor": {"size": 2, "mode": "1d", "sequence_parallel": sequence_parallel}}
-    with ProcessGroups(Topology.from_config(parallel, 2)) as groups:
-        model = GPT(layer_set("auto", groups), 13, 16, 4, 1, 8, tied=True)
-        initialize(model, seed=0, dtype=torch.float64)
-        ids = torch.arange(16).view(2, 8) * 5 % 13
-        results = []
-        for run in (model.loss, torch.compile(model.loss, fullgraph=True, backend="aot_eager")):
-            loss = run(ids, ids.roll(-1, 1), 0.1)
-            loss.backward()
-            results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-            model.zero_grad()
-        for eager, compiled in zip(*results, strict=True):
-            torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)  # a graph may sum in another order
+def test_a_1d_model_and_losses_are_one_graph_that_computes_the_same():
+    """In one world: the first thing that a process compiles takes as long as two more."""
+    check_the_losses_of_one_device()
+    run_checks([check_a_model_and_its_loss, check_a_loss_in_chunks_and_the_accuracy])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.ranks(2, timeout=180)
-def test_a_loss_in_chunks_and_the_accuracy_are_one_graph_in_1d():
-    parallel = {"tensor": {"size": 2, "mode": "1d"}}
-    with ProcessGroups(Topology.from_config(parallel, 2)) as groups:
-        layers = layer_set("auto", groups)
-        head = layers.VocabClassifier(16, 13)
-        initialize(head, seed=0)
-        torch.manual_seed(0)
-        hidden, target = torch.randn(2, 8, 16), torch.arange(16).view(2, 8) % 13
-
-        def loss(hidden):
-            return layers.linear_cross_entropy(hidden, head, target, classes=13, chunks=2)
-
-        def accuracy(hidden):
-            return layers.accuracy(head(hidden), target, classes=13)
-
-        for function in (loss, accuracy):
-            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-            torch.testing.assert_close(compiled(hidden), function(hidden), rtol=1e-6, atol=0)  # fp32, another order
+def check_a_model_and_its_loss(mode):
+    model = GPT(mode.layers, 13, 16, 4, 1, 8, tied=True)
+    initialize(model, seed=0, dtype=torch.float64)
+    ids = torch.arange(16).view(2, 8) * 5 % 13
+    results = []
+    for run in (model.loss, torch.compile(model.loss, fullgraph=True, backend="aot_eager")):
+        loss = run(ids, ids.roll(-1, 1), 0.1)
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        model.zero_grad()
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)  # a graph may sum in another order
 
 
-def test_the_losses_of_one_device_are_one_graph():
+def check_a_loss_in_chunks_and_the_accuracy(mode):
+    if mode.by_sequence:
+        return
+    layers = mode.layers
+    head = layers.VocabClassifier(16, 13)
+    initialize(head, seed=0)
+    torch.manual_seed(0)
+    hidden, target = torch.randn(2, 8, 16), torch.arange(16).view(2, 8) % 13
+
+    def loss(hidden):
+        return layers.linear_cross_entropy(hidden, head, target, classes=13, chunks=2)
+
+    def accuracy(hidden):
+        return layers.accuracy(head(hidden), target, classes=13)
+
+    for function in (loss, accuracy):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(hidden), function(hidden), rtol=1e-6, atol=0)  # fp32, another order
+
+
+def check_the_losses_of_one_device():
     layers, logits = layer_set(None), torch.randn(2, 8, 13)
     target = torch.arange(16).view(2, 8) % 13
     for function in (layers.cross_entropy, layers.accuracy):
