@@ -11,7 +11,7 @@ from .helpers import filled, integers, modes, whole_state
 
 SQUARES = [{"mode": "2d"}, {"mode": "2.5d", "depth": 1}, {"mode": "2.5d", "depth": 4}]
 ONE_D = [{"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}]
-OTHERS = {2: ONE_D, 4: ONE_D + SQUARES, 8: [*ONE_D, {"mode": "2.5d", "depth": 2}, {"mode": "3d"}]}
+OTHERS = {4: ONE_D + SQUARES, 8: [ONE_D[1], {"mode": "2.5d", "depth": 2}, {"mode": "3d"}]}
 
 
 class Model(nn.Module):

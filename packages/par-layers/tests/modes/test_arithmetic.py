@@ -1,5 +1,3 @@
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from par_layers import PartialGradients, layer_set
 from par_layers.examples import GPT, ViT
 from par_layers.modes.arithmetic import in_autocast_dtype
 
-from ..helpers import assert_layer_equals_one_device, filled, integers, modes, numbers
+from ..helpers import assert_layer_equals_one_device, filled, integers, modes, numbers, run_checks
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -36,11 +34,6 @@ LINEARS = [  # and whether they lead to the inner layout
 # Half precision: whole models
 
 
-def half_precisions():
-    """bf16 in every typical mode, fp16 in those of four ranks."""
-    return ROUNDING if dist.get_world_size() == 4 else [torch.bfloat16]
-
-
 def gpt(layers, **options):
     return filled(GPT(layers, 30, 16, 4, 1, 12, **options), torch.float32)
 
@@ -58,16 +51,17 @@ def assert_equal_up_to_rounding(mode, parallel, whole, dtype):
     One device's own gradients are up to 5 roundings off fp64; ours may be off by as much in the other direction.
     """
     of_whole = dict(whole.named_parameters())
-    for name, parameter in parallel.named_parameters():
+    names = [name for name, _ in parallel.named_parameters()]
+    squares = torch.zeros(len(names), dtype=torch.float64)  # of the differences, each element's from one of its owners
+    for number, (name, parameter) in enumerate(parallel.named_parameters()):
         expected = of_whole[name].grad
         assert parameter.grad.dtype == expected.dtype == parameter.dtype
-        mine = torch.zeros_like(expected)
-        sharding = sharding_of(parameter)
-        for box in sharding.boxes:
+        for box in sharding_of(parameter).boxes:
             if box.owns(dist.get_rank(), range(dist.get_world_size())):
-                mine[box.slices] = box.of(parameter.grad)
-        dist.all_reduce(mine)
-        off = (mine.double() - expected.double()).norm() / expected.double().norm()
+                squares[number] += (box.of(parameter.grad).double() - expected[box.slices].double()).square().sum()
+    dist.all_reduce(squares)
+    for name, square in zip(names, squares, strict=True):
+        off = square.sqrt() / of_whole[name].grad.double().norm()
         assert off < 10 * ROUNDING[dtype], f"{mode.tensor}: the gradient of {name} is off by {off:.1e}"
 
 
@@ -87,97 +81,106 @@ def check_model(mode, parallel, whole, batch, dtype, *, autocast=True):
 
 
 @pytest.mark.ranks([4, 8])
-def test_gpt_under_autocast_equals_one_device_under_autocast():
-    for mode in modes():
-        for dtype, options in product(half_precisions(), ({}, {"tied": True, "dropout": 0.2})):
-            parallel, whole = gpt(mode.layers, **options), gpt(layer_set(None), **options)
-            check_model(mode, parallel, whole, tokens(), dtype)
+def test_models_in_half_precision_are_as_exact_as_on_one_device():
+    run_checks(
+        [
+            check_gpt_under_autocast,
+            check_vit_under_autocast,
+            check_gpt_with_all_weights_in_half_precision,
+        ]
+    )
 
 
-@pytest.mark.ranks(4)
-def test_the_loss_in_parts_is_the_same_under_autocast():
-    x, target = numbers(8, 8, 16, dtype=torch.float32), tokens()[1]
-    for mode in modes():
-        results = []
-        for in_parts in (False, True):
-            head = filled(mode.layers.VocabClassifier(16, 30), x.dtype)
-            local = mode.layers.split(x).detach().requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16):
-                if in_parts:
-                    loss = mode.layers.linear_cross_entropy(local, head, target, classes=30, chunks=2)
-                else:
-                    loss = mode.layers.cross_entropy(head(local), target, classes=30)
-            loss.backward()
-            results.append((loss.detach(), local.grad, head.weight.grad))
-        for whole, part in zip(*results, strict=True):
-            assert whole.dtype == part.dtype == torch.float32
-            assert (whole - part).norm() < 2**-8 * whole.norm()  # weight gradients are rounded a part at a time
+def check_gpt_under_autocast(mode):
+    options = {"tied": True, "dropout": 0.2}
+    check_model(mode, gpt(mode.layers, **options), gpt(layer_set(None), **options), tokens(), torch.bfloat16)
+    if dist.get_world_size() == 4:
+        check_model(mode, gpt(mode.layers), gpt(layer_set(None)), tokens(), torch.float16)
 
 
-@pytest.mark.ranks([4, 8])
-def test_vit_under_autocast_equals_one_device_under_autocast():
+def check_vit_under_autocast(mode):
     batch = numbers(8, 3, 2, 14, dtype=torch.float32), integers(5, 8)
-    for mode in modes():
-        parallel, whole = (
-            filled(ViT(layers, 2, 8, 16, 4, 1, 5), torch.float32) for layers in (mode.layers, layer_set(None))
-        )
-        check_model(mode, parallel, whole, batch, torch.bfloat16)
+    parallel, whole = (
+        filled(ViT(layers, 2, 8, 16, 4, 1, 5), torch.float32) for layers in (mode.layers, layer_set(None))
+    )
+    check_model(mode, parallel, whole, batch, torch.bfloat16)
 
 
-@pytest.mark.ranks([4, 8])
-def test_gpt_with_all_weights_in_half_precision_equals_one_device():
-    for mode in modes():
-        for dtype in half_precisions():
-            parallel, whole = gpt(mode.layers, tied=True).to(dtype), gpt(layer_set(None), tied=True).to(dtype)
-            check_model(mode, parallel, whole, tokens(), dtype, autocast=False)
+def check_gpt_with_all_weights_in_half_precision(mode):
+    dtype = {4: torch.float16, 8: torch.bfloat16}[dist.get_world_size()]
+    parallel, whole = gpt(mode.layers, tied=True).to(dtype), gpt(layer_set(None), tied=True).to(dtype)
+    check_model(mode, parallel, whole, tokens(), dtype, autocast=False)
 
 
 # Half precision: layers
 
 
 @pytest.mark.ranks([1, 4, 8])
-def test_layers_under_autocast_have_the_dtypes_and_numbers_of_one_device():
+def test_layers_in_half_precision_and_with_a_linear_of_the_users():
+    run_checks(
+        [
+            check_layers_under_autocast_have_the_dtypes_and_numbers_of_one_device,
+            check_autocast_leaves_fp64_alone,
+            check_the_loss_in_parts_is_the_same_under_autocast,
+            check_weight_gradients_that_are_put_off_under_autocast,
+            check_a_linear_of_the_users_is_refused_where_products_take_several_ranks,
+        ]
+    )
+
+
+def check_layers_under_autocast_have_the_dtypes_and_numbers_of_one_device(mode):
     dtype = torch.bfloat16
     exact = 16 * ROUNDING[dtype]  # gradients of biases are sums of 32 numbers around 1, each rounded
-    for mode in modes():
-        for given in (torch.float32, dtype):  # also of the weights
-            x = numbers(8, 4, 16, dtype=given)
-            with torch.autocast("cpu", dtype):  # backward too
-                for make, inner in LINEARS:
-                    assert_layer_equals_one_device(mode, make, x, inner=inner, exact=exact)
-                    assert filled(make(mode.layers), given)(mode.layers.split(x)).dtype == dtype
-                logits = filled(mode.layers.Classifier(16, 5), given)(mode.layers.split(x))
-                assert logits.dtype == dtype
-                for norm in (mode.layers.LayerNorm(16), mode.layers.RMSNorm(16)):
-                    assert filled(norm, given)(mode.layers.split(x)).dtype == torch.float32
-                assert_layer_equals_one_device(mode, lambda layers: layers.LayerNorm(16), x, exact=exact)
-                assert_layer_equals_one_device(mode, lambda layers: layers.RMSNorm(16), x, exact=exact)
+    for given, linears in ((torch.float32, LINEARS), (dtype, LINEARS[-1:])):  # also of the weights
+        x = numbers(8, 4, 16, dtype=given)
+        with torch.autocast("cpu", dtype):  # backward too
+            for make, inner in linears:
+                assert_layer_equals_one_device(mode, make, x, inner=inner, exact=exact)
+                assert filled(make(layer_set(None)), given)(x).dtype == dtype
+            logits = filled(mode.layers.Classifier(16, 5), given)(mode.layers.split(x))
+            assert logits.dtype == dtype
+            for make in (lambda layers: layers.LayerNorm(16), lambda layers: layers.RMSNorm(16)):
+                assert_layer_equals_one_device(mode, make, x, exact=exact)
+                assert filled(make(layer_set(None)), given)(x).dtype == torch.float32
 
 
-@pytest.mark.ranks(4)
-def test_autocast_leaves_fp64_alone():
+def check_autocast_leaves_fp64_alone(mode):
     with torch.autocast("cpu", torch.bfloat16):
-        for mode in modes():
-            for make, inner in LINEARS:
-                assert_layer_equals_one_device(mode, make, numbers(8, 4, 16), inner=inner)
+        assert_layer_equals_one_device(mode, lambda layers: MLP(layers, 16), numbers(8, 4, 16))
 
 
-@pytest.mark.ranks([1, 4, 8])
-def test_weight_gradients_that_are_put_off_under_autocast():
+def check_the_loss_in_parts_is_the_same_under_autocast(mode):
+    x, target = numbers(8, 8, 16, dtype=torch.float32), tokens()[1]
+    results = []
+    for in_parts in (False, True):
+        head = filled(mode.layers.VocabClassifier(16, 30), x.dtype)
+        local = mode.layers.split(x).detach().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            if in_parts:
+                loss = mode.layers.linear_cross_entropy(local, head, target, classes=30, chunks=2)
+            else:
+                loss = mode.layers.cross_entropy(head(local), target, classes=30)
+        loss.backward()
+        results.append((loss.detach(), local.grad, head.weight.grad))
+    for whole, part in zip(*results, strict=True):
+        assert whole.dtype == part.dtype == torch.float32
+        assert (whole - part).norm() < 2**-8 * whole.norm()  # weight gradients are rounded a part at a time
+
+
+def check_weight_gradients_that_are_put_off_under_autocast(mode):
     x = numbers(8, 4, 16, dtype=torch.float32)
-    for mode in modes():
-        for make in (lambda layers: layers.ColumnLinear(16, 24), lambda layers: layers.VocabClassifier(16, 32)):
-            later, plain, late = [], filled(make(mode.layers), x.dtype), filled(make(mode.layers), x.dtype)
-            late.weight_grad_hook = later.append
-            with torch.autocast("cpu", torch.bfloat16):
-                for layer in (plain, late):
-                    layer(mode.layers.split(x)).float().square().sum().backward()
-            (closure,) = later
-            assert closure.weight is late.weight
-            for times, listened in ((1, True), (2, True), (3, False)):
-                closure(listened=listened)
-                assert late.weight.grad.dtype == torch.float32
-                assert torch.equal(late.weight.grad, sum([plain.weight.grad] * times))
+    for make in (lambda layers: layers.ColumnLinear(16, 24), lambda layers: layers.VocabClassifier(16, 32)):
+        later, plain, late = [], filled(make(mode.layers), x.dtype), filled(make(mode.layers), x.dtype)
+        late.weight_grad_hook = later.append
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in (plain, late):
+                layer(mode.layers.split(x)).float().square().sum().backward()
+        (closure,) = later
+        assert closure.weight is late.weight
+        for times, listened in ((1, True), (2, True), (3, False)):
+            closure(listened=listened)
+            assert late.weight.grad.dtype == torch.float32
+            assert torch.equal(late.weight.grad, sum([plain.weight.grad] * times))
 
 
 @pytest.mark.parametrize(("device", "autocast"), [("cpu", False), ("meta", False), ("meta", True)])
@@ -219,13 +222,13 @@ def replaced(module, linear):
     return module
 
 
-@pytest.mark.ranks([1, 4])
+@pytest.mark.ranks([1, 2])
 def test_a_linear_of_the_users_has_its_weights_gradients_and_collectives_around_it():
     x = numbers(8, 4, 16)
     for mode in modes([{"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}]):
         for make, inner in LINEARS:
             scaled, in_a_module = Counted(3.0), Counted(3.0)
-            for linear in (Counted(), scaled, Module(in_a_module)):
+            for linear in (scaled, Module(in_a_module)):
                 assert_layer_equals_one_device(
                     mode,
                     lambda layers: replaced(make(layers), linear),  # noqa: B023
@@ -276,14 +279,12 @@ def test_a_linear_of_the_users_computes_its_weight_gradient_in_backward_whatever
         torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.ranks([4, 8])
-def test_a_linear_of_the_users_is_refused_where_products_take_several_ranks():
-    for mode in modes():
-        name, layers = mode.tensor["mode"], mode.layers
-        if name != "1d":
-            for make in (layers.Linear, layers.ColumnLinear, layers.RowLinear):
-                layer = filled(replaced(make(16, 32), Counted()))
-                with pytest.raises(ValueError, match=f"`linear` .*Counted.* mode .*{name}.*; use mode 1d"):
-                    layer(layers.split(numbers(8, 4, 16)))
-                layer.linear = None
-                assert layer(layers.split(numbers(8, 4, 16))).isfinite().all()
+def check_a_linear_of_the_users_is_refused_where_products_take_several_ranks(mode):
+    name, layers = mode.tensor["mode"], mode.layers
+    if name != "1d" and mode.groups.size("tensor") > 1:
+        for make in (layers.Linear, layers.ColumnLinear, layers.RowLinear):
+            layer = filled(replaced(make(16, 32), Counted()))
+            with pytest.raises(ValueError, match=f"`linear` .*Counted.* mode .*{name}.*; use mode 1d"):
+                layer(layers.split(numbers(8, 4, 16)))
+            layer.linear = None
+            assert layer(layers.split(numbers(8, 4, 16))).isfinite().all()
