@@ -7,8 +7,11 @@ import pytest
 from .conftest import command
 
 
-def test_run_without_rank_tests_imports_no_torch(run_inner):
-    assert run_inner("plain.py", expect=0)["test_torch_is_not_imported"].kind == "passed"
+def test_run_without_rank_tests_imports_no_torch_and_computes_in_one_thread(run_inner, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cases = run_inner("plain.py", expect=0)
+    assert cases["test_torch_is_not_imported"].kind == "passed"
+    assert cases["test_libraries_compute_in_one_thread"].kind == "passed"
 
 
 def test_wrong_marker_is_an_error_of_collection(run_inner):

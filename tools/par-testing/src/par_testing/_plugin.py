@@ -3,6 +3,7 @@
 Loaded in every run of pytest, so nothing here imports torch before there is a test that needs it.
 """
 
+import os
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -27,6 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type="linelist",
         default=[],
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Has libraries compute in one thread, as ranks do, unless the environment says otherwise.
+
+    Tensors of tests are small: more threads would only wait for each other, and burn the cores on which other workers
+    test. Thread pools are sized when libraries are loaded, which a conftest may do.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
