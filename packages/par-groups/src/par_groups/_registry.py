@@ -5,10 +5,11 @@ the first look-up of that name loads it.
 """
 
 import difflib
+import sys
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class Registry(Generic[T]):
 
     @cached_property
     def _points(self) -> EntryPoints:
-        return entry_points(group=self.group)
+        return _points_on(tuple(sys.path)).select(group=self.group)
 
     def _load(self, point: EntryPoint) -> None:
         before = self._entries.get(point.name)
@@ -70,6 +71,16 @@ class Registry(Generic[T]):
 
     def _clash(self, name: str, first: str, second: str) -> ValueError:
         return ValueError(f"the {self.kind} {name!r} is registered twice, by {first} and by {second}; rename one")
+
+
+@cache
+def _points_on(path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - the cache is for this path
+    """All entry points of what is installed on `path`, which is `sys.path`.
+
+    Every registry looks for its own group, and one search serves them all: it reads two files of every installed
+    distribution, 25 ms where there are a hundred.
+    """
+    return cast("EntryPoints", entry_points())  # Python 3.11 has another class for all groups, with the same select
 
 
 def owner_of(entry: object) -> str:
