@@ -19,8 +19,10 @@ from par_train import GlobalDataLoader, Strategy
 
 from ._cases import Case
 
-STEPS = 20
-LONGEST = 33  # steps of one process; others follow it for as many as they take
+STEPS = {"cover": 6, "full": 20}
+"""Steps of a curve, by what `--matrix` says: six go over the end of an epoch and the growth of the scale of fp16."""
+PART = {"cover": 2, "full": 3}
+"""Steps from one checkpoint to the next: the loss of the second is the first that shows moments and learning rate."""
 VOCABULARY, WIDTH, HEADS, BLOCKS, CONTEXT = 29, 32, 4, 4, 16  # the vocabulary is padded wherever it is cut
 BATCH, SAMPLES = 8, 44  # the last batch of an epoch is left out
 SEED, CLIP_NORM = 0, 0.5
@@ -57,9 +59,9 @@ def tolerance(precision: str) -> tuple[float, float]:
     return eps, 16 * eps
 
 
-def gpt(layers: LayerSet, *, tied: bool = False) -> nn.Sequential:
-    """Six layers, so that stages of a pipeline are cut unevenly."""
-    parts = GPT(layers, VOCABULARY, WIDTH, HEADS, BLOCKS, CONTEXT, tied=tied)
+def gpt(layers: LayerSet, *, tied: bool = False, blocks: int = BLOCKS) -> nn.Sequential:
+    """Six layers, so that stages of a pipeline are cut unevenly; or two more than `blocks`."""
+    parts = GPT(layers, VOCABULARY, WIDTH, HEADS, blocks, CONTEXT, tied=tied)
     first = OrderedDict(tokens=parts.tokens, positions=parts.positions)
     last = OrderedDict(norm=parts.norm, head=parts.head)
     return nn.Sequential(nn.Sequential(first), *parts.blocks, nn.Sequential(last))
@@ -88,20 +90,22 @@ def endless(batches: GlobalDataLoader) -> Iterator[Any]:
 
 
 def precision_options(precision: str) -> dict[str, Any]:
-    """The scale of fp16 grows once within the steps."""
-    return {"scale": DynamicScale(init=2.0**10, interval=12)} if precision.startswith("fp16") else {}
+    """The scale of fp16 grows once, after four steps."""
+    return {"scale": DynamicScale(init=2.0**10, interval=4, max=2.0**11)} if precision.startswith("fp16") else {}
 
 
 @functools.cache
-def one_process(precision: str, device: str, *, tied: bool) -> Curve:
+def one_process(precision: str, steps: int, device: str, *, tied: bool) -> Curve:
     """What all others follow. To be left as it is."""
-    return train_alone(precision, LONGEST, device, tied=tied)[0]
+    return train_alone(precision, steps, device, tied=tied)[0]
 
 
-def train_alone(precision: str, steps: int, device: str, *, tied: bool) -> tuple[Curve, nn.Module]:
+def train_alone(
+    precision: str, steps: int, device: str, *, tied: bool, blocks: int = BLOCKS
+) -> tuple[Curve, nn.Module]:
     """Trains without a strategy: in fp32 in torch's own way, else with par-precision."""
     layers = layer_set(None)
-    model: Any = gpt(layers, tied=tied)
+    model: Any = gpt(layers, tied=tied, blocks=blocks)
     initialize(model, SEED)
     model.to(device)
     optimizer: Any = adamw(model)
@@ -145,16 +149,16 @@ def strategy_of(case: Case, precision: str, device: str, **further: Any) -> Stra
 class Run:
     """Training under a strategy, as its README shows it."""
 
-    def __init__(self, strategy: Strategy, *, tied: bool = False) -> None:
+    def __init__(self, strategy: Strategy, *, tied: bool = False, blocks: int = BLOCKS) -> None:
         self.strategy = strategy
-        model = gpt(strategy.layers, tied=tied)
+        model = gpt(strategy.layers, tied=tied, blocks=blocks)
         optimizer = adamw(model)
         self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
             model, optimizer, loader(), warm_up(optimizer)
         )
         self.batches = endless(batches)
 
-    def train(self, steps: int = STEPS) -> Curve:
+    def train(self, steps: int) -> Curve:
         curve = Curve([], [])
         for _ in range(steps):
             loss = self.backward()

@@ -4,9 +4,9 @@ import pytest
 
 from ._cases import PRECISIONS, case
 from ._results import note
-from ._training import Run, one_process, strategy_of, tolerance
+from ._training import PART, Run, one_process, strategy_of, tolerance
 
-PART = 3  # steps from one checkpoint to the next; an epoch has five
+STEPS = 3  # before and after the checkpoint of a run that goes on as it was; an epoch has five
 CHAINS = [
     [
         case(2, zero=3),
@@ -49,17 +49,25 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
-def expected(chain, precision, device):
-    return one_process(precision, device, tied=chain[0].tied)
+def part(extent):
+    return PART[extent]
 
 
 @pytest.fixture
-def begun(chain, precision, device, tmp_path):
+def expected(chain, precision, part, device):
+    """The curve of one process, in parts: from one checkpoint to the next."""
+    parts = len(chain) + 2
+    whole = one_process(precision, parts * part, device, tied=chain[0].tied)
+    return [whole.part(number * part, part) for number in range(parts)]
+
+
+@pytest.fixture
+def begun(chain, precision, part, device, tmp_path):
     """The folder of a run of one process, after its first part."""
     alone = case(tied=chain[0].tied)
     with strategy_of(alone, precision, device) as strategy:
-        Run(strategy, tied=alone.tied).train(PART)
-        strategy.checkpoint(tmp_path, step=PART)
+        Run(strategy, tied=alone.tied).train(part)
+        strategy.checkpoint(tmp_path, step=part)
     return tmp_path
 
 
@@ -67,14 +75,14 @@ def test_a_run_that_goes_on_under_another_configuration_each_time_follows_one_pr
     chain, precision, device, begun, expected, results
 ):
     most_loss, most_norm = tolerance(precision)
-    saved = "one rank"
+    saved, part = "one rank", len(expected[0].losses)
     for done, each in enumerate([*chain, chain[0]], 1):
         with strategy_of(each, precision, device) as strategy:
             run = Run(strategy, tied=each.tied)
-            assert strategy.resume(begun) == done * PART
-            curve = run.train(PART)
-            strategy.checkpoint(begun, step=(done + 1) * PART)
-            loss, norm = curve.distance(expected.part(done * PART, PART))
+            assert strategy.resume(begun) == done * part
+            curve = run.train(part)
+            strategy.checkpoint(begun, step=(done + 1) * part)
+            loss, norm = curve.distance(expected[done])
             note(results, kind="resume", case=each.name, saved=saved, precision=precision, loss=loss, norm=norm)
         assert loss < most_loss, f"{saved} -> {each.name}"
         assert norm < most_norm, f"{saved} -> {each.name}"
@@ -88,10 +96,10 @@ def test_under_the_same_configuration_it_goes_on_as_if_it_had_never_stopped(prec
         folder = tmp_path / str(number)
         with strategy_of(each, precision, device) as strategy:
             run = Run(strategy)
-            run.train(PART)
-            strategy.checkpoint(folder, step=PART)
-            expected = run.train(PART)
+            run.train(STEPS)
+            strategy.checkpoint(folder, step=STEPS)
+            expected = run.train(STEPS)
         with strategy_of(each, precision, device) as strategy:
             run = Run(strategy)
             strategy.resume(folder)
-            assert run.train(PART) == expected, each.name
+            assert run.train(STEPS) == expected, each.name
