@@ -10,6 +10,7 @@ from par_groups import ProcessGroups, Topology
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 from par_precision import mixed
+from par_testing import for_each
 from par_zero import shard
 
 CASES = {
@@ -21,7 +22,7 @@ DISTANCE = {"fp32": 1e-5, "bf16": 0.02, "bf16-amp": 0.02, "fp16": 0.004}
 
 
 def gpt(layers, *, tied):
-    model = GPT(layers, 29, 32, 4, 2, 12, tied=tied)
+    model = GPT(layers, 29, 32, 4, 1, 12, tied=tied)
     initialize(model, seed=0)
     return model
 
@@ -47,7 +48,7 @@ class Loss(torch.nn.Module):
 
 def train(module, optimizer, partial=None, *, ranks=1, rank=0):
     norms, losses = [], []
-    for step in range(4):
+    for step in range(3):
         loss = module(data(step).chunk(ranks)[rank])
         optimizer.backward(loss)
         if partial is not None:
@@ -58,15 +59,16 @@ def train(module, optimizer, partial=None, *, ranks=1, rank=0):
     return norms, losses
 
 
+@for_each(precision=DISTANCE)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("precision", DISTANCE)
 @pytest.mark.ranks(4, timeout=120)
 def test_cut_models_train_as_on_one_device(precision, case):
     axes, tensor = CASES[case]
     world = 4
+    odd = (list(DISTANCE).index(precision) + list(CASES).index(case)) % 2 == 1
     topology = Topology.from_config({"data": world // tensor, **axes}, world)
     with ProcessGroups(topology) as groups:
-        for tied in (False, True):
+        for tied in (False, True) if precision == "fp32" else (odd,):  # each of both in every precision and mode
             reference = Loss(gpt(layer_set(None), tied=tied))
             expected = train(*mixed(reference, adamw(reference), precision, clip_norm=0.5))
             module = Loss(gpt(layer_set("auto", groups), tied=tied))
@@ -76,7 +78,7 @@ def test_cut_models_train_as_on_one_device(precision, case):
             assert losses == pytest.approx(expected[1], rel=DISTANCE[precision])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@for_each(stage=(0, 1, 2, 3))
 @pytest.mark.ranks(4, timeout=120)
 def test_cut_and_sharded_models_train_as_on_one_device(stage):
     topology = Topology.from_config({"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, 4)

@@ -9,14 +9,13 @@ from torch import nn
 
 from par_groups import segments_of
 from par_precision import DynamicScale, clip_grad_norm_, grad_norm, mixed
-from par_testing import count_collectives
+from par_testing import count_collectives, for_each
 from par_zero import shard, summon
 
 STAGES = (0, 1, 2, 3)
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DISTANCE = {"fp32": 1e-5, "bf16-amp": 0.02, "fp16-amp": 0.005, "bf16": 0.03, "fp16": 0.005}
 """Sums in another order; and a unit in the last place of half-precision gradients, which are summed by ranks."""
-stages = pytest.mark.parametrize("stage", STAGES)
 
 
 def model(seed=0):
@@ -58,29 +57,27 @@ def train(module, optimizer, steps, *, ranks=1, rank=0):
     return norms, losses
 
 
-@stages
+@for_each(stage=STAGES)
 @pytest.mark.parametrize("precision", DISTANCE)
 @pytest.mark.ranks(2, timeout=120)
 def test_training_under_zero_follows_one_device(stage, precision):
-    for fused in (True, False):
-        reference = model()
-        its, _ = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=0.5), range(5))
-        module, optimizer = made(precision, stage, fused=fused)
-        norms, _ = train(module, optimizer, range(5), ranks=2, rank=dist.get_rank())
-        assert norms == pytest.approx(its, rel=DISTANCE[precision])
-        with summon(module):
-            for name, parameter in module.named_parameters():
-                expected = reference.get_parameter(name).detach()
-                assert parameter.dtype == expected.dtype
-                digits = (
-                    torch.finfo(expected.dtype).eps if precision in WEIGHTS else 0
-                )  # of a weight that rounds otherwise
-                torch.testing.assert_close(
-                    parameter.detach(), expected, rtol=digits, atol=1e-5 + 0.05 * DISTANCE[precision]
-                )
+    fused = (stage + list(DISTANCE).index(precision)) % 2 == 0  # each of both at every stage and in every precision
+    reference = model()
+    its, _ = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=0.5), range(5))
+    module, optimizer = made(precision, stage, fused=fused)
+    norms, _ = train(module, optimizer, range(5), ranks=2, rank=dist.get_rank())
+    assert norms == pytest.approx(its, rel=DISTANCE[precision])
+    digits = torch.finfo(WEIGHTS[precision]).eps if precision in WEIGHTS else 0  # of a weight that rounds otherwise
+    with summon(module):
+        for name, parameter in module.named_parameters():
+            expected = reference.get_parameter(name).detach()
+            assert parameter.dtype == expected.dtype
+            torch.testing.assert_close(
+                parameter.detach(), expected, rtol=digits, atol=1e-5 + 0.05 * DISTANCE[precision]
+            )
 
 
-@stages
+@for_each(stage=STAGES)
 @pytest.mark.ranks(2)
 def test_the_masters_are_zeros_own_fp32_slices(stage):
     module, optimizer = made("bf16", stage)
@@ -91,7 +88,7 @@ def test_the_masters_are_zeros_own_fp32_slices(stage):
     assert optimizer.state_dict()["par_precision"]["masters"] == []
 
 
-@stages
+@for_each(stage=STAGES)
 @pytest.mark.ranks(3)
 def test_the_norm_of_flat_slices_is_exact_and_one_all_reduce(stage):
     """Of three uneven shares with padding, against the same gradients in one piece."""
@@ -111,7 +108,7 @@ def test_the_norm_of_flat_slices_is_exact_and_one_all_reduce(stage):
     assert grad_norm(optimizer, dist.group.WORLD).item() == pytest.approx(0.25, rel=1e-6)  # fp32 gradients
 
 
-@pytest.mark.parametrize("stage", STAGES[1:])
+@for_each(stage=STAGES[1:])
 @pytest.mark.ranks(2)
 def test_an_infinity_in_one_ranks_slice_is_skipped_by_all(stage):
     for precision in ("fp16", "fp16-amp", "bf16"):
