@@ -22,7 +22,7 @@ pytest.importorskip("safetensors")
 
 def gpt(layers, *, tied, seed=0):
     """29 tokens: no mode divides them."""
-    model = GPT(layers, 29, 32, 8, 2, 12, tied=tied)
+    model = GPT(layers, 29, 32, 8, 1, 12, tied=tied)
     initialize(model, seed=seed)
     return model
 
