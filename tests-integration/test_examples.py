@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,13 +49,20 @@ def as_a_reader_starts(folder):
         os.environ.pop(name, None)
 
 
+@pytest.fixture
+def trained(code, warm_python, tmp_path):
+    """What the reader has after the command above the example."""
+    if "runs/gpt" in code:
+        command = ["-m", "par_train", "run", "--train.steps", "2", "--data.patterns", "d*.py"]
+        done = warm_python.start(command, folder=tmp_path, environment=os.environ, ranks=2)
+        _, errors = done.communicate(60)
+        assert done.returncode == 0, errors
+
+
 @pytest.mark.ranks(1, timeout=120, init=False)
 @pytest.mark.filterwarnings("default")  # a reader sees them, and the example goes on
 @pytest.mark.parametrize("code", EXAMPLES)
+@pytest.mark.usefixtures("trained")
 def test_a_readme_example_runs(code, tmp_path):
     as_a_reader_starts(tmp_path)
-    if "runs/gpt" in code:  # what the reader has after the command above the example
-        command = [sys.executable, "-m", "par_train", "run", "--train.steps", "2", "--data.patterns", "d*.py"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})

@@ -33,7 +33,7 @@ TOLERANCE = 1e-5  # relative, fp32: sums over ranks and microbatches in another 
 BFLOAT16 = 1e-2  # relative: gradients that are rounded to 8 bits in each of 20 steps; 1e-3 was seen
 
 SMALL = ["--model.width=32", "--model.layers=2", "--model.heads=4", "--model.context=16"]
-SMALL += ["--train.batch_size=16", "--train.steps=20", "--train.warmup_steps=4", "--data.patterns=d*.py"]
+SMALL += ["--train.batch_size=16", "--train.steps=8", "--train.warmup_steps=4", "--data.patterns=d*.py"]
 SMALL += ["--device=cpu", "--output=run", "--model.tied"]
 
 
@@ -49,15 +49,15 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """The losses of the command as its users start it, on one rank and without the wheel."""
+def one_rank(tmp_path_factory, warm_python):
+    """The losses of the command on one rank and without the wheel."""
     folder = tmp_path_factory.mktemp("one")
-    command = [sys.executable, "-m", "par_train", "run", "--ranks=1", *SMALL]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "par_train", "run", "--ranks=1", *SMALL]
+    done = warm_python.start(command, folder=folder, environment=os.environ, ranks=1)
+    _, errors = done.communicate(60)
+    assert done.returncode == 0, errors
     losses = losses_in(folder)
-    assert len(losses) == 20
+    assert len(losses) == 8
     assert losses[-1] < losses[0]
     return losses
 
