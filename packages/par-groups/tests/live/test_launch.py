@@ -1,11 +1,10 @@
 import os
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from par_groups import launch
 from par_groups.live import launch as _launch
@@ -27,28 +26,30 @@ def test_launch_joins_what_torchrun_describes():
     assert not dist.is_initialized()
 
 
-DIES_ONCE = """
-import os
-import torch, torch.distributed as dist
-from par_groups import launch
-with launch(device="cpu") as environment:
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), 9) if environment.rank == 0 else dist.barrier()
-    os.write(1, f"met {int(value)}\\n".encode())  # in one piece, beside the other rank
-"""
+def dies_once():
+    """The sum over the ranks of ones, which rank 0 does not live to return the first time."""
+    with launch(device="cpu") as environment:
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9) if environment.rank == 0 else dist.barrier()
+        return value.item()
 
 
-def test_ranks_that_torchrun_starts_again_meet_again(tmp_path):
+@pytest.mark.ranks(1, init=False)
+def test_ranks_that_torchrun_starts_again_meet_again():
     """In the store are the addresses of those that have ended."""
-    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
-    command = "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=1 dies_once.py"
-    done = subprocess.run(
-        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    config = LaunchConfig(  # what `torchrun --standalone --nproc-per-node=2 --max-restarts=1` makes, but for the fork
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="dies_once",
+        max_restarts=1,
+        start_method="fork",
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("met 2") == 2
+    assert elastic_launch(config, dies_once)() == {0: 2, 1: 2}
 
 
 @pytest.mark.ranks(2)
