@@ -290,8 +290,7 @@ def test_describe_of_many_ranks_stays_short():
     assert "0 16 32 48 64 80 .. 102384" in text
 
 
-@pytest.mark.parametrize("world", [1, 16, 102_400])
-@pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.parametrize(("world", "ending"), [(1, "svg"), (16, "png"), (102_400, "svg")])
 def test_draw_writes_a_picture(tmp_path, world, ending):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"ranks.{ending}"
