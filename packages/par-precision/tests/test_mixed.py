@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import itertools
 
 import pytest
 import torch
@@ -196,11 +195,12 @@ def test_an_actor_and_a_critic_share_an_optimizer(precision):
 def test_a_module_that_is_compiled_before_its_first_call_trains_and_is_evaluated(precision):
     def trained(*, compiles):
         torch._dynamo.reset()
-        module = nn.Sequential(model(), nn.Dropout(0.0))  # which asks whether it is training
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.0))  # which asks whether it is training
         module, optimizer = mixed(module, adamw(module), precision, clip_norm=1.0)
         called = torch.compile(module, backend="aot_eager") if compiles else module
         losses = []
-        for step in range(3):
+        for step in range(2):
             losses += train(called, optimizer, steps=1, first=step)
             module.eval()
             losses.append(loss_of(called, step).item())
@@ -221,16 +221,17 @@ def test_a_forward_that_raises_leaves_no_autocast_behind():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_gradients_of_microbatches_are_added_in_fp32(precision):
-    """256 equal gradients of 1 and then small ones: half precision would stop counting."""
+    """Gradients of 1: half precision stops counting, bf16 at 256 and fp16 at 2048."""
+    number = {"bf16": 300, "fp16": 2400}[precision]
     for accumulate in (True, False):
         module = nn.Linear(1, 1, bias=False)
         module, optimizer = mixed(
             module, torch.optim.SGD(module.parameters(), lr=0.0), precision, accumulate_fp32=accumulate, scale=1.0
         )
-        for _ in range(2400):
+        for _ in range(number):
             optimizer.backward(module(torch.ones(1, 1)).sum())
         norm = optimizer.step().grad_norm.item()
-        assert (norm == 2400) is accumulate
+        assert (norm == number) is accumulate
         optimizer.zero_grad()
         assert optimizer.step().grad_norm == 0
 
@@ -268,14 +269,15 @@ def sharded(how, mesh):
 @pytest.mark.ranks(2)
 def test_models_of_dtensors_train_as_on_one_device(how):
     mesh = init_device_mesh("cpu", (2,))
-    for precision, fused in itertools.product(["fp32", "bf16", "bf16-amp", "fp16", "bf16-sr"], [True, False]):
+    fused_or_not = [("fp32", True), ("fp32", False), ("bf16", False), ("bf16-amp", True), ("fp16", True)]
+    for precision, fused in [*fused_or_not, ("bf16-sr", True), ("bf16-sr", False)]:
         module, reference = sharded(how, mesh), model()
         plain = [p for p in module.parameters() if not hasattr(p, "placements")]
         if plain and not precision_of(precision).masters:
             continue  # torch's own optimizers refuse a mix; masters are never DTensors
         world = {"group": dist.group.WORLD, "replicas": dist.group.WORLD}
-        losses = train(*mixed(module, adamw(module, fused=fused), precision, clip_norm=1.0, **world), steps=6)
-        expected = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=1.0), steps=6)
+        losses = train(*mixed(module, adamw(module, fused=fused), precision, clip_norm=1.0, **world), steps=3)
+        expected = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=1.0), steps=3)
         distance = 1e-5 if precision == "fp32" else DISTANCE[precision]
         assert losses == pytest.approx(expected, rel=distance), (precision, fused)
 

@@ -328,14 +328,14 @@ def test_names_come_from_the_caller_or_else_from_the_optimizer():
     assert not same(stepped(None), expected)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(4)
 def test_every_cut_steps_like_one_device():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     make = OPTIMIZERS["AdamW foreach"]
-    expected, _ = trained(make)
+    expected, _ = trained(make, steps=2)
     for placement in (Replicate(), Shard(0)):
         parameters = {
             name: nn.Parameter(distribute_tensor(value.detach(), mesh, [placement if value.dim() else Replicate()]))
@@ -344,7 +344,7 @@ def test_every_cut_steps_like_one_device():
         values = list(parameters.values())
         optimizer = make([{"params": values[:2], "lr": 1e-2}, {"params": values[2:]}])
         names = {parameter: name for name, parameter in parameters.items()}
-        for step in range(5):
+        for step in range(2):
             for name, parameter in parameters.items():
                 parameter.grad = distribute_tensor(gradient(name, step), mesh, parameter.placements)
             stochastic_step_(optimizer, step, StochasticStep(names=names, piece=100))
