@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from par_groups import set_sharding, whole
 from par_precision import MixedOptimizer, mixed
+from par_testing import for_each
 
 from .training import adamw, model
 
@@ -169,8 +170,8 @@ def test_a_stage_without_linear_layers_is_no_mistake_where_another_has_them():
         mixed(**without_float8(), group=dist.group.WORLD)
 
 
-@pytest.mark.parametrize("mistake", ["clip_norm NaN", "tf32 on a CPU", "complex parameters", "no optimizer"])
 @pytest.mark.ranks(2)
+@for_each(mistake=["clip_norm NaN", "tf32 on a CPU", "complex parameters", "no optimizer"])
 def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
     make, kind, words = MISTAKES[mistake]
     if dist.get_rank() == 0:

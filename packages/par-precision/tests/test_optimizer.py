@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from par_groups import gradients
 from par_precision import DynamicScale, mixed
-from par_testing import count_collectives
+from par_testing import count_collectives, for_each
 
 from .training import MAKERS, adamw, batch, loss_of, model, train
 
@@ -298,8 +298,8 @@ def test_groups_cannot_be_added_later():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp16-amp", "bf16", "fp32"])
 @pytest.mark.ranks(2)
+@for_each(precision=["fp16", "fp16-amp", "bf16", "fp32"])
 def test_a_loss_that_is_nan_from_the_start_ends_the_run_on_all_ranks(precision):
     """One rank's alone is."""
     module = model()
