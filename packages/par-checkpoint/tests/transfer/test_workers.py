@@ -1,23 +1,9 @@
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
 from par_checkpoint.transfer.workers import Workers
-
-WHILE_IT_ENDS = """
-import threading, time
-from par_checkpoint.transfer.workers import Workers
-
-def late(workers):
-    time.sleep(0.3)  # the main thread is done long since
-    with workers:
-        print(sum(job.result() for job in [workers.submit(lambda: 20), workers.submit(lambda: 3)]))
-
-threading.Thread(target=late, args=(Workers(2, "w"),)).start()
-"""
 
 
 def test_one_worker_keeps_the_order_and_close_waits_for_all():
@@ -40,8 +26,3 @@ def test_an_error_is_its_jobs_alone():
         with pytest.raises(ZeroDivisionError):
             failed.result()
         assert good.result() == 1
-
-
-def test_they_go_on_while_the_interpreter_ends():
-    done = subprocess.run([sys.executable, "-c", WHILE_IT_ENDS], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("23\n", "")
