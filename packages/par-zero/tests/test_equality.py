@@ -73,13 +73,22 @@ def with_fsdp(make_module, make_optimizer, steps, **options):
 
 
 @for_each(kind=OPTIMIZERS)
-@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.ranks(2)
 def test_the_stages_are_bit_equal_and_near_one_process(kind):
-    results = stages_of(uneven, OPTIMIZERS[kind], data(), bucket=100_000)
+    check_stages(OPTIMIZERS[kind])
+
+
+@pytest.mark.ranks([1, 4])
+def test_the_stages_are_bit_equal_and_near_one_process_however_many_ranks_there_are():
+    check_stages(OPTIMIZERS["fused"])  # the most sensitive: its kernels compute the tail of a slice another way
+
+
+def check_stages(make):
+    results = stages_of(uneven, make, data(), bucket=100_000)
     for result in results[1:]:
         assert_same(results[0], result)
     # Mean of means: another order of sums. AdamW divides by the root of tiny squares, which enlarges it.
-    assert_near(results[0], alone(uneven, OPTIMIZERS[kind], joint_data()), rtol=1e-4, atol=2e-5)
+    assert_near(results[0], alone(uneven, make, joint_data()), rtol=1e-4, atol=2e-5)
 
 
 @for_each(kind=("sgd", "foreach", "single"))
@@ -113,7 +122,7 @@ def by_kind(module):
     return [{"params": weights, "lr": 3e-2, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(2)
 def test_param_groups_keep_their_own_settings():
     reference = uneven()
     train(reference, adamw(by_kind(reference)), joint_data())
@@ -255,8 +264,8 @@ def mixed_by_hand(steps, world, *, wide):
 def test_bf16_parameters_have_fp32_masters(wide):
     world = dist.get_world_size()
     reduce_dtype = torch.float32 if wide else None
-    steps = [[batch(step, width=8).bfloat16()] for step in range(4)]
-    expected = mixed_by_hand(4, world, wide=wide)
+    steps = [[batch(step, width=8).bfloat16()] for step in range(2)]
+    expected = mixed_by_hand(2, world, wide=wide)
     for result in stages_of(mlp, sgd, steps, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype):
         assert result["0.0.weight"].dtype == torch.bfloat16
         assert_same(result, expected)

@@ -80,7 +80,7 @@ def test_items_train_in_any_order_and_not_all_in_every_step(make):
     """The count of steps of one that did not run stays: torch passes over it too."""
     reference = both()
     train(reference, make(reference.parameters()), ranks=(0, 1))
-    for held in (None, "item" if make is adamw else "container"):
+    for held in (None, "item") if make is adamw else ("container",):
         weights = []
         for stage in STAGES:
             module, optimizer = sharded(stage, make)
@@ -176,7 +176,7 @@ def test_an_item_that_raised_can_be_reset(stage):
                 loss_of(actor, batch(0, width=8)).backward()
             hook.remove()
             reset(actor)
-        train(module, optimizer)
+        train(module, optimizer, ["ac", "ca"])
         weights.append(whole(module))
     assert_same(*weights)
 
