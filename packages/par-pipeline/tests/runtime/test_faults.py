@@ -92,7 +92,7 @@ def test_a_stage_that_raises_raises_everywhere_and_after_reset_the_next_step_is_
     faults = [
         (op, stage, count) for op in "FB" for stage in (0, schedule.stages - 1) for count in (0, microbatches - 1)
     ]
-    for step, (op, stage, count) in enumerate(faults if ranks == 2 else [faults[i] for i in (1, 2, 4, 7)]):
+    for step, (op, stage, count) in enumerate(faults if ranks == 2 else [faults[i] for i in (1, 7)]):
         if step % 2 == 0:  # with and without shapes that are known from an earlier step
             run.step(x, target=y)
         for each in stages:

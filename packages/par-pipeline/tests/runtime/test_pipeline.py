@@ -83,7 +83,7 @@ def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(na
     stages = stages_of(schedule)
     reference = copied(stages)
     run = pipeline(stages, schedule, ahead=ahead)
-    for number in range(12):
+    for number in range(8):
         clear([*stages, *reference])
         x, y = data(random.choice([3, 4, 40]), seed=number)
         expected = serial(reference, x.tensor_split(3), y.tensor_split(3), order=backward_order(schedule))
