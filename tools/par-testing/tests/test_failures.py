@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def cases(run_inner):
-    return run_inner("failing.py")
+    return run_inner("failing.py elsewhere.py")
 
 
 def test_exception_shows_traceback_values_and_output(cases):
@@ -94,6 +94,11 @@ def test_xfail(cases):
 def test_unpicklable_argument_is_named(cases):
     report = cases["test_unpicklable[lambda]"].report
     assert "the argument 'function' of a rank test cannot be pickled" in report
+
+
+def test_a_module_that_ranks_cannot_import_fails_its_tests(cases):
+    case = cases["test_is_found_out"]
+    assert case.headline == "rank 0 of 1 raised RuntimeError: not in this process"
 
 
 def test_rank_declared_to_die_must(cases):
