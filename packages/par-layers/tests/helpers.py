@@ -32,6 +32,9 @@ MODES: dict[int, list[dict[str, Any]]] = {  # every mode that a world of so many
     ],
     8: [{"mode": "2.5d", "depth": 2}, {"mode": "3d"}],
 }
+PRODUCTS = {**MODES, 4: MODES[4][:3], 8: [{"mode": "3d"}]}
+"""One mode for each way to multiply: 2.5d is 2d's, so what asks nothing about the rest of a layer leaves it out."""
+
 TYPICAL = {**MODES, 4: [tensor for tensor in MODES[4] if tensor["mode"] != "2.5d"]}
 """What most tests run: 2.5d of depth 2 on 8 ranks stands for the others, whose squares or depth are single ranks.
 

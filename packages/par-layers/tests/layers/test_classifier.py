@@ -69,12 +69,10 @@ def check_the_vocabulary_of_gpt2(mode):
     if mode.tensor["mode"] not in ("1d", "2d") or mode.by_sequence:
         return  # the ids are too few
     vocabulary, ids = 50257, torch.tensor([[0, 50256], [12565, 50255], [1, 2], [3, 4]])
-    for tied in (False, True):
-        model = filled(Tied(mode.layers, 4, vocabulary, tied))
-        one = filled(Tied(layer_set(None), 4, vocabulary, tied))
-        loss = mode.layers.cross_entropy(model(ids), ids, classes=vocabulary)
-        expected = layer_set(None).cross_entropy(one(ids), ids, classes=vocabulary)
-        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    model, one = (filled(Tied(layers, 4, vocabulary)) for layers in (mode.layers, layer_set(None)))
+    loss = mode.layers.cross_entropy(model(ids), ids, classes=vocabulary)
+    expected = layer_set(None).cross_entropy(one(ids), ids, classes=vocabulary)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     parts = 4 if mode.tensor["mode"] == "1d" else mode.groups.size("row")
     assert model.table.weight.shape[0] == -(-vocabulary // parts)  # rounded up
 

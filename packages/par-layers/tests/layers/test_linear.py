@@ -10,6 +10,7 @@ from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 
 from ..helpers import (
+    PRODUCTS,
     assert_layer_equals_one_device,
     every_config,
     filled,
@@ -68,7 +69,7 @@ def check_column_row_and_linear(mode):
 
 
 @pytest.mark.ranks([1, 4, 8])
-def test_the_typical_modes():
+def test_every_way_to_multiply():
     run_checks(
         [
             check_inputs_of_two_and_of_four_dims,
@@ -81,7 +82,8 @@ def test_the_typical_modes():
             check_the_hook_gives_the_same_gradient_later,
             check_the_hook_of_a_row_and_of_frozen_weights,
             check_layouts_do_not_depend_on_the_order_of_construction,
-        ]
+        ],
+        PRODUCTS[dist.get_world_size()],
     )
 
 

@@ -9,7 +9,7 @@ from par_layers import PartialGradients, layer_set
 from par_layers.examples import GPT, ViT
 from par_layers.modes.arithmetic import in_autocast_dtype
 
-from ..helpers import assert_layer_equals_one_device, filled, integers, modes, numbers, run_checks
+from ..helpers import PRODUCTS, assert_layer_equals_one_device, filled, integers, modes, numbers, run_checks
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -124,7 +124,8 @@ def test_layers_in_half_precision_and_with_a_linear_of_the_users():
             check_the_loss_in_parts_is_the_same_under_autocast,
             check_weight_gradients_that_are_put_off_under_autocast,
             check_a_linear_of_the_users_is_refused_where_products_take_several_ranks,
-        ]
+        ],
+        PRODUCTS[dist.get_world_size()],
     )
 
 
