@@ -11,9 +11,7 @@ from par_groups import ProcessGroups, Topology, set_sharding, sharding_of
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 
-from ..helpers import filled, integers, modes, numbers, run_checks
-
-WORLDS = [4, 8]
+from ..helpers import PRODUCTS, filled, integers, modes, numbers, run_checks
 
 
 def make(layers):
@@ -46,14 +44,15 @@ def assert_keeps(model, change):
 
 
 @pytest.mark.ranks([4, 8])
-def test_the_typical_modes():
+def test_what_torch_does_to_modules():
     run_checks(
         [
             check_to_empty_and_then_initialize_is_initialize,
             check_load_state_dict_assigns_tensors_that_take_over_the_records,
             check_a_deep_copy_computes_by_itself,
             check_a_deep_copy_of_a_model_has_one_table_of_its_own,
-        ]
+        ],
+        PRODUCTS[dist.get_world_size()],
     )
 
 
