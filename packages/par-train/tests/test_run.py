@@ -49,16 +49,16 @@ def reference(new_command):
 def test_files_and_words(reference):
     folder, done = reference
     lines = read_lines(folder)
-    assert [line["step"] for line in lines] == list(range(1, 41))
-    assert [line["step"] for line in lines if "validation_loss" in line] == [10, 20, 30, 40]
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12, 18, 24]
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert lines[-1]["tokens"] == 40 * 6 * 16
+    assert lines[-1]["tokens"] == 24 * 6 * 16
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     files = [".par-train.lock", "checkpoint", "loss.png", "metrics.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == files
     for word in ("3 ranks", "parameters", "held out", "wrote reference/checkpoint", "wrote reference/loss.png"):
         assert word in done.stdout
-    assert "step 40/40" in done.stderr
+    assert "step 24/24" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -68,7 +68,7 @@ def test_a_run_without_standard_streams_that_ignores_hang_ups_trains_all_the_sam
     code = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.closerange(0, 3); {again}"
     go = new_command.folder / "streamless-go"
     process = new_command.train_after(
-        code, "streamless", "--train.steps=4", "--ranks=2", TEST_HOLD="2", TEST_GO=str(go)
+        code, "streamless", "--train.steps=4", "--ranks=1", TEST_HOLD="2", TEST_GO=str(go)
     )
     new_command.wait_for_steps("streamless", 2)
     for each in (process.pid, *ranks_of(process.pid)):
@@ -368,7 +368,7 @@ def test_a_corrupt_checkpoint_is_one_line(command, reference):
     with (folder / "checkpoint" / "model.safetensors").open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"\xff\x00\xff")
-    done = command.finish(command.train("corrupt", "--resume=auto", "--train.steps=44"))
+    done = command.finish(command.train("corrupt", "--resume=auto", "--train.steps=28"))
     assert done.returncode == 1
     assert done.stderr.startswith("par-train: rank "), done.stderr
     assert "failed: " in done.stderr

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -366,17 +364,21 @@ def test_the_example_leaves_on_signals_and_goes_on_with_one_rank(tmp_path, start
     assert finish(one)[0] == 130
 
 
-def test_the_ranks_of_a_killed_torchrun_save_and_leave(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, *TORCHRUN, EXAMPLE, tmp_path, "--log-every=1", ENDLESS],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_the_ranks_of_a_killed_torchrun_save_and_leave(tmp_path, start, ranks_of):
+    process = start(tmp_path, ENDLESS)
     wait_for_steps(tmp_path, 3)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
     process.kill()
-    _, err = process.communicate(timeout=60)  # until the ranks, which have its pipes, have ended
+    deadline = time.monotonic() + 60
+    try:
+        while ranks_of(process.pid):
+            assert time.monotonic() < deadline, "the ranks did not leave"
+            time.sleep(0.02)
+    finally:
+        for each in ranks_of(process.pid):
+            os.kill(each, signal.SIGKILL)
+    _, err = process.communicate(timeout=10)
     step = lines_of(tmp_path)[-1]["step"]
     assert f"SIGTERM: saved after step {step}" in err, err
     assert steps_of(tmp_path)[-1] == step
