@@ -56,7 +56,7 @@ more tests count what is communicated: each gradient is summed over each axis th
 many microbatches there are; and with any gradient handler left out the run is another one.
 
 The default of `pytest tests-integration` is a cover of these cells: each axis, tensor mode, schedule, ZeRO stage and
-precision, in curves of 6 steps and 2 steps between checkpoints.
+precision, with a GPT of three blocks, in curves of 6 steps and 2 steps between checkpoints.
 """
 
 

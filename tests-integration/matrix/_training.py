@@ -19,13 +19,27 @@ from par_train import GlobalDataLoader, Strategy
 
 from ._cases import Case
 
-STEPS = {"cover": 6, "full": 20}
-"""Steps of a curve, by what `--matrix` says: six go over the end of an epoch and the growth of the scale of fp16."""
-PART = {"cover": 2, "full": 3}
-"""Steps from one checkpoint to the next: the loss of the second is the first that shows moments and learning rate."""
-VOCABULARY, WIDTH, HEADS, BLOCKS, CONTEXT = 29, 32, 4, 4, 16  # the vocabulary is padded wherever it is cut
+VOCABULARY, WIDTH, HEADS, CONTEXT = 29, 32, 4, 16  # the vocabulary is padded wherever it is cut
 BATCH, SAMPLES = 8, 44  # the last batch of an epoch is left out
 SEED, CLIP_NORM = 0, 0.5
+
+
+class Extent(NamedTuple):
+    """How much is computed.
+
+    Attributes:
+        steps: Of a curve: six go over the end of an epoch and the growth of the scale of fp16.
+        part: Steps between checkpoints: the loss of the second is the first that shows moments and learning rate.
+        blocks: Of the GPT, which has two layers more: five or six are cut unevenly into two stages or four.
+    """
+
+    steps: int
+    part: int
+    blocks: int
+
+
+EXTENTS = {"cover": Extent(steps=6, part=2, blocks=3), "full": Extent(steps=20, part=3, blocks=4)}
+"""By what `--matrix` says."""
 
 
 class Curve(NamedTuple):
@@ -59,8 +73,8 @@ def tolerance(precision: str) -> tuple[float, float]:
     return eps, 16 * eps
 
 
-def gpt(layers: LayerSet, *, tied: bool = False, blocks: int = BLOCKS) -> nn.Sequential:
-    """Six layers, so that stages of a pipeline are cut unevenly; or two more than `blocks`."""
+def gpt(layers: LayerSet, blocks: int, *, tied: bool = False) -> nn.Sequential:
+    """As many layers as blocks, one before and one after them."""
     parts = GPT(layers, VOCABULARY, WIDTH, HEADS, blocks, CONTEXT, tied=tied)
     first = OrderedDict(tokens=parts.tokens, positions=parts.positions)
     last = OrderedDict(norm=parts.norm, head=parts.head)
@@ -95,17 +109,15 @@ def precision_options(precision: str) -> dict[str, Any]:
 
 
 @functools.cache
-def one_process(precision: str, steps: int, device: str, *, tied: bool) -> Curve:
+def one_process(precision: str, steps: int, blocks: int, device: str, *, tied: bool) -> Curve:
     """What all others follow. To be left as it is."""
-    return train_alone(precision, steps, device, tied=tied)[0]
+    return train_alone(precision, steps, blocks, device, tied=tied)[0]
 
 
-def train_alone(
-    precision: str, steps: int, device: str, *, tied: bool, blocks: int = BLOCKS
-) -> tuple[Curve, nn.Module]:
+def train_alone(precision: str, steps: int, blocks: int, device: str, *, tied: bool) -> tuple[Curve, nn.Module]:
     """Trains without a strategy: in fp32 in torch's own way, else with par-precision."""
     layers = layer_set(None)
-    model: Any = gpt(layers, tied=tied, blocks=blocks)
+    model: Any = gpt(layers, blocks, tied=tied)
     initialize(model, SEED)
     model.to(device)
     optimizer: Any = adamw(model)
@@ -149,9 +161,9 @@ def strategy_of(case: Case, precision: str, device: str, **further: Any) -> Stra
 class Run:
     """Training under a strategy, as its README shows it."""
 
-    def __init__(self, strategy: Strategy, *, tied: bool = False, blocks: int = BLOCKS) -> None:
+    def __init__(self, strategy: Strategy, blocks: int, *, tied: bool = False) -> None:
         self.strategy = strategy
-        model = gpt(strategy.layers, tied=tied, blocks=blocks)
+        model = gpt(strategy.layers, blocks, tied=tied)
         optimizer = adamw(model)
         self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
             model, optimizer, loader(), warm_up(optimizer)

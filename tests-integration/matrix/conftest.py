@@ -2,11 +2,13 @@
 
 import pytest
 
+from ._training import EXTENTS
+
 
 @pytest.fixture
 def extent(request):
-    """How much of the matrix runs: "cover" or "full"."""
-    return request.config.getoption("--matrix")
+    """How much is computed."""
+    return EXTENTS[request.config.getoption("--matrix")]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from ._cases import SCHEDULES, case, cover, every_cell, zero_stages
 from ._results import note
-from ._training import STEPS, Run, one_process, strategy_of, tolerance
+from ._training import Run, one_process, strategy_of, tolerance
 
 
 def pytest_generate_tests(metafunc):
@@ -22,20 +22,15 @@ def in_a_world_of_its_size(case, precision):
 
 
 @pytest.fixture
-def steps(extent):
-    return STEPS[extent]
-
-
-@pytest.fixture
-def expected(case, precision, steps, device):
+def expected(case, precision, extent, device):
     """The curve of one process in this precision, and in fp32."""
-    return [one_process(each, steps, device, tied=case.tied) for each in (precision, "fp32")]
+    return [one_process(each, extent.steps, extent.blocks, device, tied=case.tied) for each in (precision, "fp32")]
 
 
-def test_a_configuration_follows_one_process(case, precision, steps, device, expected, results):
+def test_a_configuration_follows_one_process(case, precision, extent, device, expected, results):
     start = time.perf_counter()
     with strategy_of(case, precision, device) as strategy:
-        curve = Run(strategy, tied=case.tied).train(steps)
+        curve = Run(strategy, extent.blocks, tied=case.tied).train(extent.steps)
         seconds = time.perf_counter() - start
         (loss, norm), (loss_fp32, norm_fp32) = (curve.distance(each) for each in expected)
         row = {"loss": loss, "norm": norm, "loss to fp32": loss_fp32, "norm to fp32": norm_fp32, "seconds": seconds}

@@ -69,7 +69,7 @@ def test_each_sum_is_taken_once_a_step_however_many_microbatches_there_are():
         needed = None
         for each in cases:  # the first cuts nothing over data ranks
             with strategy_of(each, "fp32", "cpu") as strategy:
-                run = Run(strategy, tied=each.tied, blocks=BLOCKS)
+                run = Run(strategy, BLOCKS, tied=each.tied)
                 sharded, needed = needed is not None, needed or Needed(run)
                 backward, step = counted(run)
                 data = strategy.groups["data"]
@@ -104,15 +104,15 @@ def check_sums(events, data, others, *, sharded):
 @pytest.mark.ranks(8, timeout=120)
 def test_all_handlers_together_give_the_weights_of_one_device_and_each_of_them_is_needed(device):
     """Sequence parallelism, embeddings tied over the pipeline, and data parallelism."""
-    expected, whole = train_alone("fp32", STEPS, device, tied=True, blocks=BLOCKS)
+    expected, whole = train_alone("fp32", STEPS, BLOCKS, device, tied=True)
     together = case(2, "1f1b", "SP2", tied=True)
     with strategy_of(together, "fp32", device) as strategy:
-        run = Run(strategy, tied=True, blocks=BLOCKS)
+        run = Run(strategy, BLOCKS, tied=True)
         assert max(run.train(STEPS).distance(expected)) < max(tolerance("fp32"))
         reason = "sums over ranks and microbatches are in another order"
         assert_equal_to_one_device(run.model, whole, rtol=1e-4, atol=1e-5, reason=reason)
     for one in HANDLERS:
         handlers = [{"type": each} for each in HANDLERS if each != one]
         with strategy_of(together, "fp32", device, gradient_handlers=handlers) as strategy:
-            curve = Run(strategy, tied=True, blocks=BLOCKS).train(STEPS)
+            curve = Run(strategy, BLOCKS, tied=True).train(STEPS)
             assert max(curve.distance(expected)) > 50 * max(tolerance("fp32")), one

@@ -4,7 +4,7 @@ import pytest
 
 from ._cases import PRECISIONS, case
 from ._results import note
-from ._training import PART, Run, one_process, strategy_of, tolerance
+from ._training import Run, one_process, strategy_of, tolerance
 
 STEPS = 3  # before and after the checkpoint of a run that goes on as it was; an epoch has five
 CHAINS = [
@@ -51,36 +51,31 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
-def part(extent):
-    return PART[extent]
-
-
-@pytest.fixture
-def expected(chain, precision, part, device):
+def expected(chain, precision, extent, device):
     """The curve of one process, in parts: from one checkpoint to the next."""
     parts = len(chain) + 2
-    whole = one_process(precision, parts * part, device, tied=chain[0].tied)
-    return [whole.part(number * part, part) for number in range(parts)]
+    whole = one_process(precision, parts * extent.part, extent.blocks, device, tied=chain[0].tied)
+    return [whole.part(number * extent.part, extent.part) for number in range(parts)]
 
 
 @pytest.fixture
-def begun(chain, precision, part, device, tmp_path):
+def begun(chain, precision, extent, device, tmp_path):
     """The folder of a run of one process, after its first part."""
     alone = case(tied=chain[0].tied)
     with strategy_of(alone, precision, device) as strategy:
-        Run(strategy, tied=alone.tied).train(part)
-        strategy.checkpoint(tmp_path, step=part)
+        Run(strategy, extent.blocks, tied=alone.tied).train(extent.part)
+        strategy.checkpoint(tmp_path, step=extent.part)
     return tmp_path
 
 
 def test_a_run_that_goes_on_under_another_configuration_each_time_follows_one_process(
-    chain, precision, device, begun, expected, results
+    chain, precision, *, extent, device, begun, expected, results
 ):
     most_loss, most_norm = tolerance(precision)
-    saved, part = "one rank", len(expected[0].losses)
+    saved, part = "one rank", extent.part
     for done, each in enumerate([*chain, chain[0]], 1):
         with strategy_of(each, precision, device) as strategy:
-            run = Run(strategy, tied=each.tied)
+            run = Run(strategy, extent.blocks, tied=each.tied)
             assert strategy.resume(begun) == done * part
             curve = run.train(part)
             strategy.checkpoint(begun, step=(done + 1) * part)
@@ -92,16 +87,16 @@ def test_a_run_that_goes_on_under_another_configuration_each_time_follows_one_pr
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_under_the_same_configuration_it_goes_on_as_if_it_had_never_stopped(precision, device, tmp_path):
+def test_under_the_same_configuration_it_goes_on_as_if_it_had_never_stopped(precision, extent, device, tmp_path):
     """Masters, moments, loss scale, lr schedule and position: one lost bit would show."""
     for number, each in enumerate([case(2, zero=2), case(2, zero=3), case(tensor="SP2"), case(pipeline="zb_v")]):
         folder = tmp_path / str(number)
         with strategy_of(each, precision, device) as strategy:
-            run = Run(strategy)
+            run = Run(strategy, extent.blocks)
             run.train(STEPS)
             strategy.checkpoint(folder, step=STEPS)
             expected = run.train(STEPS)
         with strategy_of(each, precision, device) as strategy:
-            run = Run(strategy)
+            run = Run(strategy, extent.blocks)
             strategy.resume(folder)
             assert run.train(STEPS) == expected, each.name
