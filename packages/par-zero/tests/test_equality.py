@@ -29,11 +29,11 @@ from .helpers import (
 )
 
 
-def data(steps=3, **options):
+def data(steps=2, **options):
     return [[batch(step, **options)] for step in range(steps)]
 
 
-def joint_data(steps=3, **options):
+def joint_data(steps=2, **options):
     return [[joint(step, **options)] for step in range(steps)]
 
 
@@ -110,7 +110,7 @@ def test_buckets_of_any_size_give_the_same_bits():
     for stage in STAGES:
         for bucket in (1, 25_000_000):
             module, optimizer = sharded(uneven(), stage, OPTIMIZERS["fused"], bucket=bucket)
-            train(module, optimizer, data(2))
+            train(module, optimizer, data())
             results.append(whole(module))
     for result in results[1:]:
         assert_same(results[0], result)
@@ -183,7 +183,7 @@ class Tied(nn.Module):
 @pytest.mark.ranks(2)
 def test_tied_weights_are_one_parameter():
     generator = torch.Generator().manual_seed(dist.get_rank())
-    steps = [[torch.randint(11, (3, 5), generator=generator)] for _ in range(3)]
+    steps = [[torch.randint(11, (3, 5), generator=generator)] for _ in range(2)]
     reference = with_ddp(Tied, sgd, steps)
     for result in stages_of(Tied, sgd, steps):
         assert_same(result, reference)
@@ -275,7 +275,7 @@ def test_bf16_parameters_have_fp32_masters(wide):
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 def test_bf16_parameters_with_fp32_sums_equal_fsdp2():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    steps = [[batch(step, width=65)] for step in range(3)]
+    steps = [[batch(step, width=65)] for step in range(2)]
 
     class Casting(Lora):
         def forward(self, x):

@@ -34,7 +34,7 @@ from .helpers import (
 )
 
 
-def micro(steps=3, count=3):
+def micro(steps=2, count=3):
     return [[batch(step, width=8, micro=number) for number in range(count)] for step in range(steps)]
 
 
@@ -61,7 +61,7 @@ def test_under_no_sync_microbatches_give_what_ddp_and_one_backward_of_the_sum_gi
     assert_same(whole(module), copies(reference))
 
     joint_model, its = alone()
-    for step in range(3):
+    for step in range(2):
         losses = [loss_of(joint_model, joint(step, width=8, micro=number)) for number in range(3)]
         step_alone(joint_model, its, sum(losses))
     assert_near(whole(module), copies(joint_model), rtol=1e-4, atol=1e-5)  # sums in another order, through AdamW
@@ -247,7 +247,7 @@ def test_two_forwards_before_one_backward(stage):
     module, optimizer = sharded(mlp(), stage)
     reference, its = alone()
     ddp = DistributedDataParallel(reference)
-    for step in range(3):
+    for step in range(2):
         for model, each in ((module, optimizer), (ddp, its)):
             one, other = loss_of(model, batch(step, width=8)), loss_of(model, batch(step, width=8, micro=1))
             step_alone(model, each, one * other)
@@ -279,7 +279,7 @@ def test_activation_checkpointing_changes_nothing(stage, reentrant):
     module, optimizer = sharded(Checkpointed(reentrant), stage)
     reference = Checkpointed()
     its = adamw(reference.parameters())
-    data = [[batch(step, width=8)] for step in range(3)]
+    data = [[batch(step, width=8)] for step in range(2)]
     train(module, optimizer, data)
     train(DistributedDataParallel(reference), its, data)
     assert_same(whole(module), copies(reference))
@@ -305,7 +305,7 @@ def test_a_layer_that_is_checkpointed_twice_gets_both_gradients(stage):
         module, optimizer = sharded(Checkpointed(reentrant, shared=True), stage, sgd, bucket=10**6, units=[])
         reference = Checkpointed(shared=True)
         its = sgd(reference.parameters())
-        for step in range(3):
+        for step in range(2):
             train(module, optimizer, [[batch(step, width=8)]])
             train(reference, its, [[joint(step, width=8)]])
         assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-5)  # many sums in another order
@@ -316,7 +316,7 @@ def test_a_layer_that_is_checkpointed_twice_gets_both_gradients(stage):
 def test_a_submodule_is_called_directly(stage):
     module, optimizer = sharded(mlp(), stage, sgd)
     reference, its = alone(sgd)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         inner = module[1](batch(step, width=8)).square().mean()
         inner = inner + module[0][2](module[0][1](module[0][0](batch(step, width=8)))).square().mean()
@@ -344,7 +344,7 @@ def test_several_models_and_optimizers_train_side_by_side(stage):
     other, others = sharded(mlp(seed=2), (stage + 1) % 4)
     references = [alone(module=mlp(seed=seed)) for seed in (1, 2)]
     ddps = [DistributedDataParallel(module) for module, _ in references]
-    for step in range(3):
+    for step in range(2):
         data = batch(step, width=8)
         for first, second, optimizers in ((one, other, (its, others)), (*ddps, [each for _, each in references])):
             loss_of(nn.Sequential(first, second), data).backward()  # one backward through both
@@ -398,8 +398,8 @@ def test_a_scheduler_made_before_goes_on(stage):
 def test_a_step_with_a_closure(stage):
     module, optimizer = sharded(mlp(), stage)
     reference, its = alone()
-    train(DistributedDataParallel(reference), its, [[batch(step, width=8)] for step in range(3)])
-    for step in range(3):
+    train(DistributedDataParallel(reference), its, [[batch(step, width=8)] for step in range(2)])
+    for step in range(2):
 
         def closure(step=step):
             optimizer.zero_grad()
@@ -432,7 +432,7 @@ def test_torch_compile_gives_the_same(stage):
     ddp = DistributedDataParallel(reference)
     torch.compiler.reset()  # what was compiled for other stages counts against a limit
     compiled = torch.compile(module, backend="aot_eager")
-    for step in range(3):
+    for step in range(2):
         train(compiled, optimizer, [[batch(step, width=8)]])
         train(ddp, its, [[batch(step, width=8)]])
     assert_near(whole(module), copies(reference), rtol=1e-4, atol=1e-5)  # compiled graphs may fuse and reorder
@@ -486,7 +486,7 @@ def test_a_parameter_that_a_module_returns_gathers_no_hooks(stage):
     module, optimizer = sharded(Scaled(), stage, sgd)
     reference = Scaled()
     its = sgd(reference.parameters())
-    for step in range(3):
+    for step in range(2):
         output, scale = module(batch(step, width=8))
         step_alone(module, optimizer, (output * scale).square().mean())
         output, scale = reference(joint(step, width=8))
@@ -513,7 +513,7 @@ class Complex(nn.Module):
 def test_gradients_of_complex_parameters_are_added_up_whole(stage):
     module, optimizer = sharded(Complex(), stage, sgd, reduce_dtype=torch.float64)
     reference, its = alone(sgd, Complex())
-    for step in range(3):
+    for step in range(2):
         step_alone(module, optimizer, loss_of(module, batch(step, width=8)))
         step_alone(reference, its, loss_of(reference, joint(step, width=8)))
     assert_near(whole(module), copies(reference))
@@ -557,7 +557,7 @@ def test_a_gradient_of_a_gradient(stage, quiet):
 
     module, optimizer = sharded(mlp(), stage, sgd)
     reference, its = alone(sgd)
-    for step in range(3):
+    for step in range(2):
         with no_sync(module) if quiet else nullcontext():
             loss = penalised(module, batch(step, width=8).requires_grad_())
             module[0](batch(step, width=8)).sum()  # nor does another forward give them back

@@ -35,11 +35,11 @@ def test_state_that_a_constructor_makes_is_cut_like_its_parameters(stage, how):
         return torch.optim.Adagrad(parameters, lr=0.02, initial_accumulator_value=0.5, fused=fused)
 
     reference = mlp()
-    train(reference, make(reference.parameters()), [[joint(step, width=8)] for step in range(3)])
+    train(reference, make(reference.parameters()), [[joint(step, width=8)] for step in range(2)])
     module, optimizer = sharded(mlp(), stage, make, atomic=atomic)
     held = [each for group in optimizer.param_groups for each in group["params"]]
     assert set(optimizer.state) == set(held)
-    train(module, optimizer, [[batch(step, width=8)] for step in range(3)])
+    train(module, optimizer, [[batch(step, width=8)] for step in range(2)])
     assert_near(whole(module), copies(reference))
 
 
@@ -47,13 +47,13 @@ def test_state_that_a_constructor_makes_is_cut_like_its_parameters(stage, how):
 @pytest.mark.ranks(2)
 def test_atomic_keeps_tensors_whole_and_equals_one_device(name):
     reference = mlp(width=10)
-    train(reference, WHOLE[name](reference.parameters(), lr=0.02), [[joint(step, width=10)] for step in range(3)])
+    train(reference, WHOLE[name](reference.parameters(), lr=0.02), [[joint(step, width=10)] for step in range(2)])
     results = []
     for stage in STAGES:
         module, optimizer = sharded(mlp(width=10), stage, lambda p: WHOLE[name](p, lr=0.02), atomic=True)
         shapes = [tuple(each.shape) for group in optimizer.param_groups for each in group["params"]]
         assert set(shapes) <= {tuple(each.shape) for each in mlp(width=10).parameters()}
-        train(module, optimizer, [[batch(step, width=10)] for step in range(3)])
+        train(module, optimizer, [[batch(step, width=10)] for step in range(2)])
         results.append(whole(module))
     for result in results[1:]:
         assert_same(results[0], result)
@@ -71,13 +71,13 @@ def split_by_dims(module):
 def test_muon_equals_one_device():
     reference = mlp(width=10)
     its = torch.optim.Muon(split_by_dims(reference), lr=0.02)
-    train(reference, its, [[joint(step, width=10)] for step in range(3)])
+    train(reference, its, [[joint(step, width=10)] for step in range(2)])
     results = []
     for stage in STAGES:
         module = mlp(width=10)
         optimizer = torch.optim.Muon(split_by_dims(module), lr=0.02)
         shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, atomic=True)
-        train(module, optimizer, [[batch(step, width=10)] for step in range(3)])
+        train(module, optimizer, [[batch(step, width=10)] for step in range(2)])
         results.append(whole(module))
     for result in results[1:]:
         assert_same(results[0], result)
