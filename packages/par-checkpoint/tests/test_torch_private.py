@@ -13,7 +13,7 @@ from par_checkpoint import _torch_private as private
 TIMEOUT = timedelta(seconds=30)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_communicators_of_gloo():
     rank = dist.get_rank()
     assert isinstance(private.gloo_of(dist.group.WORLD), dist.ProcessGroupGloo)

@@ -31,7 +31,7 @@ def seen_in_flight(run, collective, product, which):
     return seen.item() > 0
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_the_input_gradients_all_reduce_is_in_flight_during_the_weight_gradient():
     with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
         column = layer_set("auto", groups).ColumnLinear(512, 512)
@@ -49,7 +49,7 @@ def test_the_input_gradients_all_reduce_is_in_flight_during_the_weight_gradient(
         assert seen_in_flight(backward, "gloo:all_reduce", "aten::mm", second_product)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="gloo")
 def test_summas_next_broadcasts_are_in_flight_during_the_current_product():
     with ProcessGroups(Topology.from_config({"tensor": {"size": 4, "mode": "2d"}}, 4)) as groups:
         column = layer_set("auto", groups).ColumnLinear(512, 512, bias=False)

@@ -55,7 +55,7 @@ def any_overlap(flights, products):
     return any(overlap(flight, product) for flight in flights for product in products)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 @for_each_stage
 def test_a_reduction_is_in_flight_while_backward_goes_on(stage):
     (model, optimizer), x = sharded(stage), torch.randn(BATCH, WIDTH)
@@ -73,7 +73,7 @@ def test_a_reduction_is_in_flight_while_backward_goes_on(stage):
     assert seen_in_flight(run, f"gloo:{flight}", "aten::mm", any_overlap)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_stage_3_begins_to_gather_the_next_unit_before_it_computes_the_current_one():
     (model, _), x, ranks = sharded(3), torch.randn(BATCH, WIDTH), dist.get_world_size()
 

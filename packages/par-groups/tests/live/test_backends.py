@@ -5,7 +5,7 @@ import torch.distributed as dist
 from par_groups import backend_of, sendable
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_gloo_serves_the_cpu():
     assert backend_of(None, "cpu") == backend_of(dist.group.WORLD, "cpu") == "gloo"
     assert backend_of(None, "xla") is None

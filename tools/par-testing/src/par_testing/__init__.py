@@ -15,16 +15,22 @@ if TYPE_CHECKING:
     from .counting.modules import modules_called
     from .counting.parity import assert_equal_to_one_device
     from .counting.volume import received_per_rank
+    from .strict.operation import label
+    from .strict.options import Strict
+    from .strict.player import StrictError
 
 __all__ = [
     "Collective",
     "Counted",
     "Fault",
     "InjectedFault",
+    "Strict",
+    "StrictError",
     "assert_equal_to_one_device",
     "count_collectives",
     "fail_at",
     "for_each",
+    "label",
     "live_bytes",
     "modules_called",
     "received_per_rank",
@@ -39,6 +45,9 @@ _LATE = {
     "counting.modules": ("modules_called",),
     "counting.parity": ("assert_equal_to_one_device",),
     "counting.volume": ("received_per_rank",),
+    "strict.operation": ("label",),
+    "strict.options": ("Strict",),
+    "strict.player": ("StrictError",),
 }
 
 

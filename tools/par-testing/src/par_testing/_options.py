@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .strict.options import Strict
+
 
 def ranks(
     n: int | Sequence[int],
@@ -10,15 +12,18 @@ def ranks(
     backend: str = "gloo",
     init: bool = True,
     dies: Sequence[int] = (),
+    strict: Strict | None = None,
 ) -> "RanksOptions":
     """The options of a marker; the parameters are those of `@pytest.mark.ranks`.
 
     Args:
         n: The world size; a list runs the test once for each of the sizes in it.
         timeout: Seconds that the test may take.
-        backend: The backend of the default process group: "gloo", "fake", or what else torch knows.
+        backend: The backend of the default process group: "gloo", "fake", "strict" for ranks that enforce what NCCL
+            would, or what else torch knows.
         init: Whether to initialise torch.distributed before the test body runs.
         dies: The ranks that must be ended by a signal.
+        strict: What backend="strict" enforces; None for its defaults.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -26,7 +31,7 @@ def ranks(
     """
     listed = not isinstance(n, int)
     sizes = (n,) if isinstance(n, int) else tuple(n)
-    options = RanksOptions(sizes, listed, float(timeout), backend, bool(init), tuple(dies))
+    options = RanksOptions(sizes, listed, float(timeout), backend, bool(init), tuple(dies), strict)
     _validate(options)
     return options
 
@@ -42,6 +47,7 @@ class RanksOptions:
         backend: The backend of the default process group.
         init: Whether to initialise torch.distributed before the test body runs.
         dies: The ranks that must be ended by a signal.
+        strict: What a strict backend enforces, if not its defaults.
     """
 
     sizes: tuple[int, ...]
@@ -50,6 +56,7 @@ class RanksOptions:
     backend: str
     init: bool
     dies: tuple[int, ...]
+    strict: Strict | None
 
 
 def _validate(options: RanksOptions) -> None:
@@ -67,3 +74,5 @@ def _validate(options: RanksOptions) -> None:
     for rank in options.dies:
         if not 0 <= rank < min(options.sizes):
             raise ValueError(f"ranks(dies={options.dies}): rank {rank} is not in a world of {min(options.sizes)}")
+    if options.strict is not None and options.backend != "strict":
+        raise ValueError(f'ranks(backend="{options.backend}", strict={options.strict}): give backend="strict" with it')

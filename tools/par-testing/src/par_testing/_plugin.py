@@ -4,12 +4,14 @@ Loaded in every run of pytest, so nothing here imports torch before there is a t
 """
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from _pytest.unittest import TestCaseFunction
 
 from ._options import RanksOptions, ranks
+from .strict.options import Strict
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -21,12 +23,24 @@ _CONTEXT = pytest.StashKey["ForkServerContext"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the one setting."""
+    """Adds a setting, and the options that run existing tests on strict ranks."""
     parser.addini(
         "ranks_preload",
         "modules to import once, in the process from which ranks are forked (torch and its parts are)",
         type="linelist",
         default=[],
+    )
+    parser.addoption(
+        "--backend",
+        choices=["gloo", "strict"],
+        default="gloo",
+        help="what rank tests run on that name no backend; strict enforces what NCCL would (default: gloo)",
+    )
+    parser.addoption(
+        "--strict-draw",
+        type=int,
+        metavar="SEED",
+        help="with --backend strict: when an operation completes is drawn from SEED, instead of as late as it may",
     )
 
 
@@ -87,7 +101,14 @@ def warm_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 def _options_of(item: pytest.Item) -> RanksOptions | None:
     mark = item.get_closest_marker("ranks")
-    return None if mark is None else ranks(*mark.args, **mark.kwargs)
+    if mark is None:
+        return None
+    options = ranks(*mark.args, **mark.kwargs)
+    if "backend" in mark.kwargs or item.config.getoption("backend") == "gloo":
+        return options
+    draw = item.config.getoption("strict_draw")
+    strict = Strict() if draw is None else Strict(complete="drawn", draw=draw)
+    return replace(options, backend="strict", strict=strict)
 
 
 def _context_of(session: pytest.Session) -> "ForkServerContext":

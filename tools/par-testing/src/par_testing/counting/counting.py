@@ -1,6 +1,7 @@
 """Count what is communicated, so that one collective too many fails a test."""
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -71,6 +72,25 @@ class Counted:
         self._events.extend(events)
 
 
+_threads = threading.local()
+"""The counters of each thread, and whether an operator of torch's that they have seen is under way."""
+
+
+def report(op: str, ranks: Sequence[int], sizes: Iterable[tuple[int, "torch.dtype"]]) -> None:
+    """Tells the counters of this thread of a communication that goes past torch's dispatcher.
+
+    Args:
+        op: What it is, as in `Collective`.
+        ranks: The global ranks of the group.
+        sizes: The elements of its full tensors of each dtype, and the dtype.
+    """
+    if getattr(_threads, "inside", 0):
+        return
+    events = [Collective(op, tuple(ranks), elements, elements * dtype.itemsize, dtype) for elements, dtype in sizes]
+    for counted in getattr(_threads, "counters", []):
+        counted._add(events)
+
+
 @contextmanager
 def count_collectives() -> Iterator[Counted]:
     """Counts the communication that this thread issues inside the `with` block, backward and DDP's reducer included.
@@ -78,8 +98,13 @@ def count_collectives() -> Iterator[Counted]:
     Work of threads that the code itself starts is not seen.
     """
     counted = Counted()
-    with _CountingMode(counted):
-        yield counted
+    counters = _threads.__dict__.setdefault("counters", [])
+    counters.append(counted)
+    try:
+        with _CountingMode(counted):
+            yield counted
+    finally:
+        counters.remove(counted)
 
 
 class _CountingMode(TorchDispatchMode):
@@ -95,8 +120,15 @@ class _CountingMode(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # a DTensor goes first: what it communicates inside then comes by as plain tensors
         arguments = kwargs or {}
-        self._counted._add(
+        events = [
             Collective(seen.op, seen.ranks, seen.elements, seen.elements * seen.dtype.itemsize, seen.dtype)
             for seen in communications(func, args, arguments)
-        )
-        return func(*args, **arguments)
+        ]
+        self._counted._add(events)
+        if not events:
+            return func(*args, **arguments)
+        _threads.inside = getattr(_threads, "inside", 0) + 1  # what it calls inside has been counted
+        try:
+            return func(*args, **arguments)
+        finally:
+            _threads.inside -= 1

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..strict.options import Strict
+
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
@@ -56,6 +58,8 @@ class Job:
         filters: Warning filters in pytest's notation, each overriding those before it.
         output: The file that becomes stdout and stderr.
         stacks: The file for stack dumps.
+        referee: The folder of the referee, if the backend is strict.
+        strict: What is enforced then.
     """
 
     body: Body
@@ -69,6 +73,8 @@ class Job:
     filters: tuple[str, ...]
     output: Path
     stacks: Path
+    referee: Path | None
+    strict: Strict | None
 
 
 HOST = "127.0.0.1"

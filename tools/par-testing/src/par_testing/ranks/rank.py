@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ..report.outcome import Ending, Outcome
+from ..strict.group import register
 from .isolate import isolate
 from .job import HOST, Job
 from .load import load
@@ -38,13 +40,29 @@ def run_rank(job: Job, pipe: Connection) -> None:
 def _run_body(job: Job) -> Outcome:
     __tracebackhide__ = True
     try:
-        if job.init:
-            _init_process_group(job)
-        function, arguments = load(job.body)
-        _call(function, arguments)
+        with _player(job):
+            if job.init:
+                _init_process_group(job)
+            function, arguments = load(job.body)
+            _call(function, arguments)
     except BaseException as error:  # reported to the pytest process, whatever it is
         return _outcome_of(error, job.rank)
     return Outcome(rank=job.rank, ending=Ending.PASSED, time=time.monotonic(), headline="returned")
+
+
+@contextmanager
+def _player(job: Job) -> Iterator[None]:
+    """Makes the strict backend known, if the test is to run with it; at the end the referee hears of it."""
+    if job.referee is None or job.strict is None:
+        yield
+        return
+    player = register(job.referee, job.rank, job.strict)
+    try:
+        yield
+    except BaseException as error:
+        player.end(f"has ended with {type(error).__name__}")
+        raise
+    player.end("has ended")
 
 
 def _call(function: Callable[..., object], arguments: dict[str, object]) -> None:

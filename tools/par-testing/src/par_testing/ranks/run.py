@@ -11,6 +11,7 @@ from .._options import RanksOptions
 from .._turn import turn
 from ..report.outcome import Ending, Outcome
 from ..report.report import describe_failure
+from ..strict.options import Strict
 from .body import body_of, warning_filters_of
 from .world import Ended, World, run_world
 
@@ -32,6 +33,7 @@ def run_on_ranks(item: pytest.Function, options: RanksOptions, size: int, contex
         dies=options.dies,
         environment=dict(os.environ),
         filters=warning_filters_of(item),
+        strict=options.strict or Strict() if options.backend == "strict" else None,
     )
     with turn(item.config.rootpath, size):
         ended = run_world(context, world)

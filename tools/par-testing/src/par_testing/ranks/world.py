@@ -2,7 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from ..report.outcome import Ending, Outcome
 from ..report.stacks import waits_in_collective
+from ..strict.options import Strict
+from ..strict.referee import Referee
 from .job import Body, Job, launcher_environment
 from .process import RankProcess, launched
 from .store import host_store
@@ -34,6 +37,7 @@ class World:
         dies: The ranks that must be ended by a signal.
         environment: The environment variables of the test.
         filters: The warning filters of the test.
+        strict: What is enforced, if the backend is strict.
     """
 
     body: Body
@@ -44,6 +48,7 @@ class World:
     dies: tuple[int, ...]
     environment: dict[str, str]
     filters: tuple[str, ...]
+    strict: Strict | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +69,8 @@ class Ended:
 def run_world(context: ForkServerContext, world: World) -> Ended:
     """Runs the body on every rank; returns when no process of the world is left."""
     store = host_store(world.timeout)
-    with tempfile.TemporaryDirectory(prefix="par-testing-") as name:
-        jobs = _jobs(world, store.port, Path(name))
+    with tempfile.TemporaryDirectory(prefix="par-testing-") as name, _referee(world) as referee:
+        jobs = _jobs(world, store.port, Path(name), referee)
         started = time.monotonic()
         with launched(context, jobs, world.dies) as ranks:
             outcomes = _supervise(ranks, started + world.timeout)
@@ -73,7 +78,17 @@ def run_world(context: ForkServerContext, world: World) -> Ended:
     return Ended(started=started, outcomes=tuple(outcomes), output=output)
 
 
-def _jobs(world: World, port: int, folder: Path) -> list[Job]:
+@contextmanager
+def _referee(world: World) -> Iterator[Path | None]:
+    """The folder of a referee that this world has, if its backend is strict."""
+    if world.strict is None:
+        yield None
+    else:
+        with Referee(world.size, world.strict) as referee:
+            yield referee.folder
+
+
+def _jobs(world: World, port: int, folder: Path, referee: Path | None) -> list[Job]:
     return [
         Job(
             body=world.body,
@@ -87,6 +102,8 @@ def _jobs(world: World, port: int, folder: Path) -> list[Job]:
             filters=world.filters,
             output=folder / f"output-{rank}",
             stacks=folder / f"stacks-{rank}",
+            referee=referee,
+            strict=world.strict,
         )
         for rank in range(world.size)
     ]

@@ -1,0 +1,476 @@
+"""The process group that torch calls: every operation is described, handed to the player, and refused if NCCL would."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup, _register_work
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from ..counting.counting import report
+from .buffers import Buffers
+from .compute import REDUCTIONS, exchanged, part_of, reduced
+from .operation import Operation, Part
+from .options import Strict
+from .payloads import Share, by_tensor, bytes_of, cut, messages_to, tensor_of
+from .player import Compute, Player, StrictError, StrictWork
+from .sites import batch_around, sites
+
+_libraries: list[torch.library.Library] = []  # of this process; a library's kernels end with it
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs have two signatures for each method, and this one's takes either
+
+
+class StrictGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group whose ranks are compared, one operation after the other.
+
+    Args:
+        members: The ranks of the world that it joins, in its order.
+        name: Its name, which no other group has.
+        player: This rank's line to the referee.
+    """
+
+    def __init__(self, members: Sequence[int], name: str, player: Player) -> None:
+        rank = members.index(player.rank)
+        super().__init__(rank, len(members))
+        self.members, self._name, self._player = tuple(members), name, player
+        self._batch: _Batch | None = None
+        # What torch asks a backend for, such as the group's name, must come from one; this one refuses to communicate,
+        # so what is not overridden here fails.
+        backend_class: Any = FakeProcessGroup
+        options = backend_class.Options()
+        options.error_on_collective = True
+        backend = backend_class._create_internal(rank, len(members), options)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+
+    # What torch calls. Newer names first; older ones, which torch 2.11 calls, lead to them.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The name that torch knows the backend by."""
+        return "strict"
+
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """Every tensor is replaced by the ranks' numbers combined."""
+        tensors = _listed(tensors)
+        reduction = self._reduction(named.get("op", opts), tensors)
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in by_tensor(shares, tensors)]
+
+        return self._issue("all_reduce", tensors, tensors, compute, reduction=reduction)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> StrictWork:
+        """As `allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """Every tensor is replaced by that of the root."""
+        tensors, root = _listed(tensors), _root(named.get("root", opts))
+        mine = root == self.rank()
+        return self._issue(
+            "broadcast",
+            tensors if mine else [],
+            [] if mine else tensors,
+            lambda shares: [] if mine else cut(shares[root][1], tensors),
+            root=root,
+            items=tensors,
+        )
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
+        """All members' tensors, one after the other."""
+        return self.all_gather_single_coalesced([output], [given])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+        """All members' tensors, one after the other, for each of several."""
+        inputs, outputs = _listed(inputs), _listed(outputs)
+        for output, own in zip(outputs, inputs, strict=True):
+            self._check_size("all_gather", output, own.numel() * self.size())
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            return [bytes_of(torch.cat(list(each))) for each in by_tensor(shares, inputs)]
+
+        return self._issue("all_gather", inputs, outputs, compute)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """All members' tensors, each in a tensor of its own."""
+        outputs, inputs = _lists(outputs), _listed(inputs)
+        flat = [output for one in outputs for output in one]
+        for own, one in zip(inputs, outputs, strict=True):
+            for output in one:
+                self._check_size("all_gather", output, own.numel())
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            return [bytes_of(share) for each in by_tensor(shares, inputs) for share in each]
+
+        return self._issue("all_gather", inputs, flat, compute)
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> StrictWork:
+        """As `allgather`, for several tensors; the lists go by member."""
+        by_tensor = [list(each) for each in zip(*output_lists, strict=True)]
+        return self.allgather(by_tensor, input_list)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
+        """This member's part of the ranks' numbers combined."""
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+        """This member's part of the ranks' numbers combined, for each of several tensors."""
+        inputs, outputs = _listed(inputs), _listed(outputs)
+        reduction = self._reduction(opts, inputs)
+        for output, own in zip(outputs, inputs, strict=True):
+            self._check_size("reduce_scatter", own, output.numel() * self.size())
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            parts = ([part_of(share, self.rank(), self.size()) for share in each] for each in by_tensor(shares, inputs))
+            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in parts]
+
+        return self._issue("reduce_scatter", inputs, outputs, compute, reduction=reduction)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """As `reduce_scatter_single`, for parts that are tensors of their own."""
+        outputs, inputs = _listed(outputs), _lists(inputs)
+        flat = [part for one in inputs for part in one]
+        reduction = self._reduction(named.get("op", opts), flat)
+        for output, one in zip(outputs, inputs, strict=True):
+            self._check_size("reduce_scatter", one[self.rank()], output.numel())
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            tensors = by_tensor(shares, flat)
+            mine = [tensors[each * self.size() + self.rank()] for each in range(len(outputs))]
+            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in mine]
+
+        return self._issue("reduce_scatter", flat, outputs, compute, reduction=reduction)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        *rest: Any,
+    ) -> StrictWork:
+        """Every member sends a part to each."""
+        sends, expects = self._splits(given, input_splits), self._splits(output, output_splits)
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            tensors = [tensor_of(payload, given.dtype) for _, payload in shares]
+            return [bytes_of(exchanged(tensors, [entry.operation.sends for entry, _ in shares], self.rank()))]
+
+        return self._issue("all_to_all", [given], [output], compute, sends=sends, expects=expects)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+        """As `all_to_all_single`, for parts that are tensors of their own."""
+        outputs, inputs = _listed(outputs), _listed(inputs)
+        sends, expects = tuple(each.numel() for each in inputs), tuple(each.numel() for each in outputs)
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            tensors = [tensor_of(payload, inputs[0].dtype) for _, payload in shares]
+            got = exchanged(tensors, [entry.operation.sends for entry, _ in shares], self.rank())
+            return [bytes_of(part) for part in got.split(list(expects))]
+
+        return self._issue("all_to_all", inputs, outputs, compute, sends=sends, expects=expects)
+
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """The root's tensor is replaced by the ranks' numbers combined."""
+        tensors, root = _listed(tensors), _root(named.get("root", opts))
+        reduction = self._reduction(named.get("op", rest[0] if rest else opts), tensors)
+        mine = root == self.rank()
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            if not mine:
+                return []
+            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in by_tensor(shares, tensors)]
+
+        return self._issue("reduce", tensors, tensors if mine else [], compute, reduction=reduction, root=root)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """The root gets all members' tensors."""
+        inputs, root = _listed(inputs), _root(named.get("root", opts))
+        mine = [output for one in _lists(outputs) for output in one] if root == self.rank() else []
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            return [payload for _, payload in shares] if mine else []
+
+        return self._issue("gather", inputs, mine, compute, root=root)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """Every member gets its part of what the root has."""
+        outputs, root = _listed(outputs), _root(named.get("root", opts))
+        own = [part for one in _lists(inputs) for part in one] if root == self.rank() else []
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            return cut(shares[root][1], outputs * self.size())[self.rank() :: self.size()]
+
+        return self._issue("scatter", own, outputs, compute, root=root, items=outputs)
+
+    def barrier(self, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
+        """Nothing but that all have come."""
+        return self._issue("barrier", [], [], lambda _: [])
+
+    def monitored_barrier(self, *rest: Any, **named: Any) -> None:
+        """As `barrier`, waited for."""
+        self.barrier().wait()
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        """A message to another member."""
+        return self._message("send", _listed(tensors), dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        """A message from another member."""
+        return self._message("recv", _listed(tensors), src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> StrictWork:
+        """Refused: NCCL does not know who sends first.
+
+        Raises:
+            StrictError: Always.
+        """
+        raise StrictError("recv from any rank: NCCL cannot; name the rank that sends")
+
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
+        return self.all_gather_single(output, given, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+        """The older name of `all_gather_single_coalesced`."""
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
+        return self.reduce_scatter_single(output, given, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
+        """The older name of `reduce_scatter_single_coalesced`."""
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        *rest: Any,
+    ) -> StrictWork:
+        """The older name of `all_to_all_single`."""
+        return self.all_to_all_single(output, given, output_splits, input_splits)
+
+    def abort(self) -> None:
+        """Ends all works of this rank with an error."""
+        self._player.report(f"rank {self._player.rank} aborted {self._title}")
+
+    # What they have in common.
+
+    @property
+    def _title(self) -> str:
+        """How errors name the communicator: the name torch gave it, what the program says it is, and its ranks."""
+        description = self.group_desc
+        named = "" if description in ("", "undefined", "default_pg") else f" {description}"
+        return f"{self._name}{named}{list(self.members)}"
+
+    def _issue(
+        self,
+        name: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        compute: Compute,
+        *,
+        root: int | None = None,
+        items: list[Tensor] | None = None,
+        **details: Any,
+    ) -> StrictWork:
+        described = inputs if items is None else items
+        for tensor in (*inputs, *outputs):
+            _check(name, tensor)
+        operation = Operation(
+            name=name,
+            items=tuple((each.numel(), _type(each)) for each in described),
+            root=None if root is None else self.members[root],
+            label=next((each.par_label for each in described if hasattr(each, "par_label")), ""),
+            sites=sites(),
+            **details,
+        )
+        self._report(name, inputs, outputs)
+        return self._player.issue(self._title, self.members, operation, Buffers(inputs, outputs), compute)
+
+    def _message(self, kind: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        other = self.members[peer]
+        if other == self._player.rank:
+            raise StrictError(f"{kind} of rank {other} to itself: NCCL cannot; copy the tensor")
+        _check(kind, tensor)
+        self._report(kind, [tensor], [])
+        part = Part(kind=kind, peer=other, elements=tensor.numel(), dtype=_type(tensor), tag=tag)
+        batch = batch_around()
+        if batch is not None:
+            return self._add_to_batch(batch, part, tensor)
+        pair = tuple(sorted((self._player.rank, other)))
+        sent, received = ([tensor], []) if kind == "send" else ([], [tensor])
+        operation = Operation(name=kind, parts=(part,), sites=sites())
+        buffers = Buffers(sent, received)
+        place = 0 if pair[0] == other else 1
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            return [shares[place][1]] if received else []
+
+        return self._player.issue(f"{self._title}, messages of {list(pair)}", pair, operation, buffers, compute)
+
+    def _add_to_batch(self, frame: FrameType, part: Part, tensor: Tensor) -> "_PartOfBatch":
+        """Collects the messages of a `batch_isend_irecv`, which are one operation; the last one issues it."""
+        operations = frame.f_locals["p2p_op_list"]
+        if self._batch is None:
+            self._batch = _Batch()
+        batch = self._batch
+        batch.parts.append((part, tensor))
+        if len(batch.parts) == len(operations):
+            self._batch = None
+            self._issue_batch(batch)
+        return _PartOfBatch(batch)
+
+    def _issue_batch(self, batch: "_Batch") -> None:
+        sent = [tensor for part, tensor in batch.parts if part.kind == "send"]
+        received = [(part, tensor) for part, tensor in batch.parts if part.kind == "recv"]
+        operation = Operation(name="batch", parts=tuple(part for part, _ in batch.parts), sites=sites())
+
+        def compute(shares: Sequence[Share]) -> list[bytes]:
+            waiting = {entry.rank: messages_to(self._player.rank, entry.operation, data) for entry, data in shares}
+            return [waiting[part.peer].pop(0) for part, _ in received]
+
+        buffers = Buffers(sent, [tensor for _, tensor in received])
+        batch.work = self._player.issue(self._title, self.members, operation, buffers, compute)
+
+    def _reduction(self, asked: Any, tensors: Sequence[Tensor]) -> str:
+        """The name of what is done to the numbers."""
+        asked = getattr(asked, "reduceOp", asked)
+        asked = getattr(asked, "op", asked)
+        name = "sum" if asked is None else str(asked).rpartition(".")[2].lower()
+        if name not in REDUCTIONS:
+            raise StrictError(f"{name}: NCCL does not know this reduction; use one of {', '.join(sorted(REDUCTIONS))}")
+        for tensor in tensors:
+            if _type(tensor).startswith("float8"):
+                raise StrictError(f"{name} of {_type(tensor)}: NCCL cannot add these numbers; cast them first")
+            if name == "avg" and tensor.dtype == torch.bool:
+                raise StrictError("avg of bool: NCCL cannot; cast it first")
+        return name
+
+    def _splits(self, tensor: Tensor, splits: Sequence[int]) -> tuple[int, ...]:
+        """The elements for each member, of splits that are given in rows."""
+        if not splits:
+            ranks = len(self.members)
+            return (tensor.numel() // ranks,) * ranks
+        row = tensor[0].numel() if len(tensor) else 1
+        return tuple(rows * row for rows in splits)
+
+    def _check_size(self, name: str, tensor: Tensor, elements: int) -> None:
+        if tensor.numel() != elements:
+            raise StrictError(f"{name}: a tensor has {tensor.numel()} elements; {self.size()} ranks need {elements}")
+
+    def _report(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Tells the counters of this thread, which do not see what goes past torch's dispatcher."""
+        tensors = inputs or outputs
+        whole = max(tensors, outputs, key=lambda each: sum(tensor.numel() for tensor in each))
+        if name in ("gather", "scatter"):
+            report(name, self.members, [(tensors[0].numel() * self.size(), tensors[0].dtype)] if tensors else [])
+            return
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in tensors if name == "all_to_all" else whole:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+        report(name, self.members, [(elements, dtype) for dtype, elements in sizes.items()] or [(0, torch.uint8)])
+
+
+class _Batch:
+    """Messages that are to be one operation."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Part, Tensor]] = []
+        self.work: StrictWork | None = None
+
+
+class _PartOfBatch(dist.Work):
+    """One message of a batch, which is complete with all of it."""
+
+    def __init__(self, batch: _Batch) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def wait(self, timeout: object = None) -> bool:
+        """Waits for the whole batch."""
+        if self._batch.work is None:
+            raise StrictError("a message of a batch was waited for before the batch was complete")
+        return self._batch.work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the batch is complete."""
+        return self._batch.work is not None and self._batch.work.is_completed()
+
+
+def register(folder: Path, rank: int, strict: Strict) -> Player:
+    """Makes `backend="strict"` known to torch, in the process of a rank.
+
+    Args:
+        folder: Of the referee.
+        rank: This rank of the world.
+        strict: What is enforced.
+
+    Returns:
+        This rank's line to the referee.
+    """
+    player = Player(folder, rank, strict)
+
+    def make(options: Any, _: Any) -> StrictGroup:
+        members = options.global_ranks_in_group or range(options.group_size)
+        return StrictGroup(list(members), options.group_id, player)
+
+    dist.Backend.register_backend("strict", make, extended_api=True, devices=["cpu"])
+    _lead_to_python()
+    return player
+
+
+def _lead_to_python() -> None:
+    """Two functional operators call methods that C++ cannot override in Python (torch 2.11 to 2.13)."""
+    library = torch.library.Library("_c10d_functional", "IMPL", "CPU")
+
+    def all_gather_out(given: Tensor, _: int, name: str, *, out: Tensor) -> Tensor:
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
+        _register_work(out, group._allgather_base(out, given))
+        return out
+
+    def reduce_scatter_out(given: Tensor, op: str, _: int, name: str, *, out: Tensor) -> Tensor:
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = getattr(dist.ReduceOp, op.upper())
+        _register_work(out, group._reduce_scatter_base(out, given, options))
+        return out
+
+    library.impl("all_gather_into_tensor_out", all_gather_out)
+    library.impl("reduce_scatter_tensor_out", reduce_scatter_out)
+    _libraries.append(library)
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    """Refuses tensors that NCCL would."""
+    if tensor.is_sparse or not tensor.is_contiguous():
+        raise StrictError(f"{name} of a tensor that is not contiguous, {list(tensor.shape)} with strides "
+                          f"{list(tensor.stride())}: NCCL cannot; call contiguous() first")  # fmt: skip
+    if not tensor.is_cpu:
+        raise StrictError(f"{name} of a tensor on {tensor.device}: a strict group is for the CPU")
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _lists(tensors: Any) -> list[list[Tensor]]:
+    """Lists of tensors, where one list may stand for one in a list."""
+    lists = list(tensors)
+    return [lists] if lists and isinstance(lists[0], Tensor) else [list(one) for one in lists]
+
+
+def _root(asked: Any) -> int:
+    return int(getattr(asked, "rootRank", asked))

@@ -1,0 +1,224 @@
+"""A rank's end of the line to the referee, and what it does when an operation is told to run."""
+
+import random
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .buffers import Buffers
+from .operation import Entry, Operation
+from .options import Strict
+from .payloads import Share
+from .queues import Party
+from .referee import payload_of
+
+Compute = Callable[[Sequence[Share]], list[bytes]]
+"""From the shares of all that take part, in the order of the group, to the bytes of this rank's outputs."""
+
+
+class StrictError(RuntimeError):
+    """Ranks would hang, or compute something else than what the program says, if this were NCCL."""
+
+
+class StrictWork(dist.Work):
+    """One operation of this rank.
+
+    Args:
+        player: Who runs it.
+        entry: What was issued.
+        buffers: Its tensors.
+        compute: What it makes of the payloads.
+        early: Whether it completes as soon as it has run, not when it is waited for.
+    """
+
+    def __init__(self, player: "Player", entry: Entry, buffers: Buffers, compute: Compute, *, early: bool) -> None:
+        super().__init__()
+        self.entry, self.ran = entry, threading.Event()
+        self._player, self._compute, self._early = player, compute, early
+        self._buffers: Buffers | None = buffers
+        self._results: list[bytes] = []
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._outputs = [memory.tensor for memory in buffers.outputs]
+
+    def run(self, shares: Sequence[Share]) -> None:
+        """All ranks have come; called by the player's thread."""
+        results = self._compute(shares)
+        with self._lock:
+            self._results = results
+            self.ran.set()
+            at_once = self._early or self._future is not None
+        if at_once:
+            self.complete()
+
+    def wait(self, timeout: object = None) -> bool:  # noqa: ARG002 - torch's signature; the referee sees who waits in vain
+        """Waits until it is complete, and with it all earlier ones of its communicator."""
+        self._player.wait(self)
+        return True
+
+    def complete(self) -> None:
+        """Brings the results into the outputs, once."""
+        with self._lock:  # until all is written, for whoever waits meanwhile
+            if self._buffers is None:
+                return
+            misuse = self._buffers.complete(self._results)
+            self._buffers = None
+        if misuse:
+            self._player.report(f"rank {self.entry.rank}, {self.entry.operation}: {misuse}")
+        elif self._future is not None:
+            self._future.set_result(self._outputs)
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future that completes by itself, as soon as the operation has run."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+            ran, complete = self.ran.is_set(), self._buffers is None
+        if complete:
+            self._future.set_result(self._outputs)
+        elif ran:
+            self.complete()
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether the outputs can be read."""
+        return self._buffers is None
+
+    def is_success(self) -> bool:
+        """Whether it has completed without a fault."""
+        return self.is_completed() and self._player.fault is None
+
+    def exception(self) -> StrictError | None:
+        """What was wrong in this world, if anything was."""
+        return StrictError(self._player.fault) if self._player.fault else None
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The outputs."""
+        return self._outputs
+
+
+class Player:
+    """Issues this rank's operations, in the order in which the program asks, and runs them when the referee says so.
+
+    Args:
+        folder: Of the referee.
+        rank: This rank of the world.
+        strict: What is enforced.
+    """
+
+    def __init__(self, folder: Path, rank: int, strict: Strict) -> None:
+        self.fault: str | None = None
+        self.rank, self.strict = rank, strict
+        self._folder = folder
+        self._numbers = 0
+        self._works: dict[int, StrictWork] = {}
+        self._lanes: defaultdict[str, deque[StrictWork]] = defaultdict(deque)
+        self._lock = threading.Lock()
+        self._line = Client(str(folder / "referee"))
+        self._line.send(rank)
+        self._thread = threading.Thread(target=self._listen, name="strict player", daemon=True)
+        self._thread.start()
+
+    def issue(
+        self, communicator: str, members: tuple[int, ...], operation: Operation, buffers: Buffers, compute: Compute
+    ) -> StrictWork:
+        """Hands an operation to the referee.
+
+        Raises:
+            StrictError: Something has been wrong before.
+        """
+        self._check()
+        with self._lock:
+            self._numbers += 1
+            entry = Entry(
+                rank=self.rank,
+                number=self._numbers,
+                communicator=communicator,
+                members=members,
+                operation=operation,
+            )
+            work = StrictWork(self, entry, buffers, compute, early=self._early(communicator))
+            self._works[entry.number] = work
+            self._lanes[communicator].append(work)
+            if payload := buffers.payload:
+                payload_of(self._folder, (self.rank, entry.number)).write_bytes(payload)
+            self._line.send(("issue", entry))
+        return work
+
+    def wait(self, work: StrictWork) -> None:
+        """Until an operation has run; then completes it, and those of its communicator before it.
+
+        Raises:
+            StrictError: It will never run, or something else has been wrong.
+        """
+        if not work.ran.is_set():
+            self._say("wait", work.entry.number)
+            work.ran.wait()
+        self._check()
+        lane = self._lanes[work.entry.communicator]
+        while lane and lane[0].entry.number <= work.entry.number:
+            lane.popleft().complete()
+        work.complete()
+        self._check()
+
+    def report(self, words: str) -> None:
+        """Something is wrong on this rank."""
+        self.fault = self.fault or words
+        self._say("fault", words)
+
+    def end(self, how: str) -> None:
+        """This rank will issue nothing more."""
+        self._say("ended", how)
+
+    def _early(self, communicator: str) -> bool:
+        if self.strict.complete == "drawn":
+            return random.Random(f"{self.strict.draw} {communicator} {self._numbers}").random() < 0.5
+        return self.strict.complete == "early"
+
+    def _check(self) -> None:
+        if self.fault is not None:
+            raise StrictError(self.fault)
+
+    def _say(self, word: str, what: object) -> None:
+        with self._lock:
+            self._line.send((word, what))
+
+    def _listen(self) -> None:
+        """The thread that hears the referee."""
+        try:
+            while True:
+                word, what = self._line.recv()
+                if word == "run":
+                    self._run(*what)
+                else:
+                    self._stop(what)
+        except (EOFError, OSError):
+            self._stop("the referee is gone")
+
+    def _run(self, number: int, party: Party) -> None:
+        work = self._works.pop(number)
+        paths = [payload_of(self._folder, (entry.rank, entry.number)) for entry in party]
+        payloads = [path.read_bytes() if path.exists() else b"" for path in paths]
+        shares = sorted(zip(party, payloads, strict=True), key=lambda share: work.entry.members.index(share[0].rank))
+        try:
+            work.run(shares)
+        except Exception as error:  # of a thread that nobody waits for: all ranks must hear of it
+            self.report(f"rank {self.rank}, {work.entry.operation}: {type(error).__name__}: {error}")
+            work.ran.set()
+        self._say("done", number)
+
+    def _stop(self, words: str) -> None:
+        """Wakes up whoever waits."""
+        self.fault = self.fault or words
+        for work in list(self._works.values()):
+            work.ran.set()
