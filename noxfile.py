@@ -1,6 +1,7 @@
 """What contributors and CI run. `nox -l` lists it; sessions for single packages come from the folder listing."""
 
 import os
+import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,21 @@ ROOT = Path(__file__).parent
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TEST_TOOLS = "tools/par-testing"
+STRICT_COVER = (
+    "packages/par-groups/tests/sharding",
+    "packages/par-layers/tests/modes",
+    "packages/par-layers/tests/layers/test_linear.py",
+    "packages/par-layers/tests/test_models.py",
+    "packages/par-pipeline/tests/runtime",
+    "packages/par-precision/tests/norm",
+    "packages/par-zero/tests/test_equality.py",
+    "packages/par-zero/tests/test_gather.py",
+    "packages/par-zero/tests/test_reduce.py",
+    "packages/par-checkpoint/tests/test_save.py",
+    "tests-integration/matrix",
+)
+"""The rank tests that CI runs on strict ranks, under three minutes: what launches and waits, in every package."""
+
 WHEELS: dict[str, str] = {}  # what this call of nox has built so far, by package
 CONSTRAINTS = ["-c", "constraints.txt"]
 
@@ -31,6 +47,21 @@ def tests(session: nox.Session) -> None:
 def storms(session: nox.Session) -> None:
     """Tests that `tests` leaves out: kills and signals by the wall clock, terminals; minutes, before a release."""
     run_suite(session, "-m", "storm", *session.posargs)
+
+
+@nox.session
+def strict(session: nox.Session) -> None:
+    """Rank tests on ranks that enforce on a CPU what NCCL would; then again, completing when a seed says. Minutes.
+
+    `-- --cover` runs a part of them, once, as CI does.
+    """
+    if "--cover" in session.posargs:
+        others = [argument for argument in session.posargs if argument != "--cover"]
+        run_suite(session, *workers(), "--backend", "strict", *STRICT_COVER, *others)
+        return
+    run_suite(session, *workers(), "--backend", "strict", *session.posargs)
+    seed = str(random.randrange(1, 10**6))
+    run_suite(session, *workers(), "--backend", "strict", "--strict-draw", seed, *session.posargs)
 
 
 @nox.session(python=PYTHONS)

@@ -16,16 +16,22 @@ if TYPE_CHECKING:
     from .counting.parity import assert_equal_to_one_device
     from .counting.volume import received_per_rank
     from .strict.operation import label
-    from .strict.options import Strict
-    from .strict.player import StrictError
+    from .strict.clock import Times
+    from .strict.options import Compute, Links, Strict
+    from .strict.player import StrictError, strict_time
+    from .strict.step import HostWaits, step
 
 __all__ = [
     "Collective",
+    "Compute",
     "Counted",
     "Fault",
+    "HostWaits",
     "InjectedFault",
+    "Links",
     "Strict",
     "StrictError",
+    "Times",
     "assert_equal_to_one_device",
     "count_collectives",
     "fail_at",
@@ -35,6 +41,8 @@ __all__ = [
     "modules_called",
     "received_per_rank",
     "saved_bytes",
+    "step",
+    "strict_time",
 ]
 
 _LATE = {
@@ -46,8 +54,10 @@ _LATE = {
     "counting.parity": ("assert_equal_to_one_device",),
     "counting.volume": ("received_per_rank",),
     "strict.operation": ("label",),
-    "strict.options": ("Strict",),
-    "strict.player": ("StrictError",),
+    "strict.clock": ("Times",),
+    "strict.options": ("Compute", "Links", "Strict"),
+    "strict.player": ("StrictError", "strict_time"),
+    "strict.step": ("HostWaits", "step"),
 }
 
 

@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declares the markers."""
     config.addinivalue_line(
         "markers",
-        'ranks(n, timeout=60, backend="gloo", init=True, dies=()): run the test body on every one of n ranks; '
+        'ranks(n, timeout=60, backend="gloo", init=True, dies=(), strict=None): run the test body on every one of n ranks; '
         "a list of sizes runs the test once for each",
     )
 
@@ -75,6 +75,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Refuses what cannot run on ranks."""
     if item.get_closest_marker("ranks") is not None and isinstance(item, TestCaseFunction):
         raise pytest.UsageError(f"{item.nodeid}: unittest runs its methods itself; write a rank test as a function")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On strict ranks, only tests run that they change: rank tests that name no backend."""
+    if config.getoption("backend") == "gloo":
+        return
+    ours = [item for item in items if _asks_for_any_backend(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not _asks_for_any_backend(item)])
+    items[:] = ours
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -104,11 +113,17 @@ def _options_of(item: pytest.Item) -> RanksOptions | None:
     if mark is None:
         return None
     options = ranks(*mark.args, **mark.kwargs)
-    if "backend" in mark.kwargs or item.config.getoption("backend") == "gloo":
+    if item.config.getoption("backend") == "gloo" or not _asks_for_any_backend(item):
         return options
     draw = item.config.getoption("strict_draw")
     strict = Strict() if draw is None else Strict(complete="drawn", draw=draw)
     return replace(options, backend="strict", strict=strict)
+
+
+def _asks_for_any_backend(item: pytest.Item) -> bool:
+    """Whether it is a rank test with a process group, whatever its backend."""
+    mark = item.get_closest_marker("ranks")
+    return mark is not None and "backend" not in mark.kwargs and mark.kwargs.get("init", True)
 
 
 def _context_of(session: pytest.Session) -> "ForkServerContext":

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ..report.outcome import Ending, Outcome
+from ..strict.clock import Meter
 from ..strict.group import register
 from .isolate import isolate
 from .job import HOST, Job
@@ -57,8 +58,10 @@ def _player(job: Job) -> Iterator[None]:
         yield
         return
     player = register(job.referee, job.rank, job.strict)
+    metered = job.strict.compute is not None and player.clock is not None
     try:
-        yield
+        with Meter(player.clock) if metered else nullcontext():
+            yield
     except BaseException as error:
         player.end(f"has ended with {type(error).__name__}")
         raise

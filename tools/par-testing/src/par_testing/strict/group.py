@@ -17,8 +17,9 @@ from .compute import REDUCTIONS, exchanged, part_of, reduced
 from .operation import Operation, Part
 from .options import Strict
 from .payloads import Share, by_tensor, bytes_of, cut, messages_to, tensor_of
-from .player import Compute, Player, StrictError, StrictWork
+from .player import Compute, Player, StrictError, StrictWork, _players
 from .sites import batch_around, sites
+from .step import check_objects, refuse_in_step
 
 _libraries: list[torch.library.Library] = []  # of this process; a library's kernels end with it
 
@@ -281,6 +282,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         items: list[Tensor] | None = None,
         **details: Any,
     ) -> StrictWork:
+        check_objects(self._player.strict.objects)
         described = inputs if items is None else items
         for tensor in (*inputs, *outputs):
             _check(name, tensor)
@@ -418,8 +420,10 @@ def register(folder: Path, rank: int, strict: Strict) -> Player:
         This rank's line to the referee.
     """
     player = Player(folder, rank, strict)
+    _players[:] = [player]
 
     def make(options: Any, _: Any) -> StrictGroup:
+        refuse_in_step("a new communicator")
         members = options.global_ranks_in_group or range(options.group_size)
         return StrictGroup(list(members), options.group_id, player)
 

@@ -95,6 +95,7 @@ class Entry:
         communicator: The name of the communicator.
         members: The ranks of the world that the communicator joins.
         operation: What is asked for.
+        time: When it was issued, in virtual time.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class Entry:
     communicator: str
     members: tuple[int, ...]
     operation: Operation
+    time: float = 0.0
 
 
 def label(tensor: "Tensor", name: str) -> "Tensor":

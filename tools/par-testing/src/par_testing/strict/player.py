@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .buffers import Buffers
 from .operation import Entry, Operation
-from .options import Strict
+from .clock import Clock, Times
+from .options import Compute, Strict
 from .payloads import Share
 from .queues import Party
 from .referee import payload_of
@@ -40,6 +41,7 @@ class StrictWork(dist.Work):
     def __init__(self, player: "Player", entry: Entry, buffers: Buffers, compute: Compute, *, early: bool) -> None:
         super().__init__()
         self.entry, self.ran = entry, threading.Event()
+        self.span = (0.0, 0.0)
         self._player, self._compute, self._early = player, compute, early
         self._buffers: Buffers | None = buffers
         self._results: list[bytes] = []
@@ -47,11 +49,17 @@ class StrictWork(dist.Work):
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._outputs = [memory.tensor for memory in buffers.outputs]
 
-    def run(self, shares: Sequence[Share]) -> None:
-        """All ranks have come; called by the player's thread."""
+    def run(self, shares: Sequence[Share], span: tuple[float, float]) -> None:
+        """All ranks have come; called by the player's thread.
+
+        Args:
+            shares: What each of them brings.
+            span: When it begins and ends, in virtual time.
+        """
         results = self._compute(shares)
         with self._lock:
-            self._results = results
+            self._results, self.span = results, span
+            self._player.note(self)
             self.ran.set()
             at_once = self._early or self._future is not None
         if at_once:
@@ -77,14 +85,30 @@ class StrictWork(dist.Work):
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """A future that completes by itself, as soon as the operation has run."""
         with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
             ran, complete = self.ran.is_set(), self._buffers is None
+            future = self._future
         if complete:
-            self._future.set_result(self._outputs)
+            future.set_result(self._outputs)
         elif ran:
             self.complete()
-        return self._future
+        self._charge_later()
+        return future
+
+    def _charge_later(self) -> None:
+        """In virtual time, who took a future waits at the end of the backward pass, or at once if there is none."""
+        if self._player.clock is None:
+            return
+        try:
+            at_the_end_of_backward(self._wait_in_virtual_time)
+        except RuntimeError:  # there is no backward pass
+            self._wait_in_virtual_time()
+
+    def _wait_in_virtual_time(self) -> None:
+        self.ran.wait()
+        self._player.pass_time(self)
 
     def is_completed(self) -> bool:
         """Whether the outputs can be read."""
@@ -119,6 +143,7 @@ class Player:
     def __init__(self, folder: Path, rank: int, strict: Strict) -> None:
         self.fault: str | None = None
         self.rank, self.strict = rank, strict
+        self.clock = Clock(strict.compute or Compute()) if strict.links else None
         self._folder = folder
         self._numbers = 0
         self._works: dict[int, StrictWork] = {}
@@ -146,6 +171,7 @@ class Player:
                 communicator=communicator,
                 members=members,
                 operation=operation,
+                time=0.0 if self.clock is None else self.clock.now,
             )
             work = StrictWork(self, entry, buffers, compute, early=self._early(communicator))
             self._works[entry.number] = work
@@ -165,11 +191,23 @@ class Player:
             self._say("wait", work.entry.number)
             work.ran.wait()
         self._check()
+        self.pass_time(work)
         lane = self._lanes[work.entry.communicator]
         while lane and lane[0].entry.number <= work.entry.number:
             lane.popleft().complete()
         work.complete()
         self._check()
+
+    def note(self, work: StrictWork) -> None:
+        """The clock hears when an operation ran."""
+        if self.clock is not None:
+            self.clock.ran(work.entry.communicator, work.entry.operation.name, *work.span)
+
+    def pass_time(self, work: StrictWork) -> None:
+        """The clock goes on to the end of an operation that is waited for."""
+        if self.clock is not None:
+            name, sites = work.entry.operation.name, work.entry.operation.sites
+            self.clock.wait(work.span[1], sites[0] if sites else name)
 
     def report(self, words: str) -> None:
         """Something is wrong on this rank."""
@@ -205,13 +243,13 @@ class Player:
         except (EOFError, OSError):
             self._stop("the referee is gone")
 
-    def _run(self, number: int, party: Party) -> None:
+    def _run(self, number: int, party: Party, span: tuple[float, float]) -> None:
         work = self._works.pop(number)
         paths = [payload_of(self._folder, (entry.rank, entry.number)) for entry in party]
         payloads = [path.read_bytes() if path.exists() else b"" for path in paths]
         shares = sorted(zip(party, payloads, strict=True), key=lambda share: work.entry.members.index(share[0].rank))
         try:
-            work.run(shares)
+            work.run(shares, span)
         except Exception as error:  # of a thread that nobody waits for: all ranks must hear of it
             self.report(f"rank {self.rank}, {work.entry.operation}: {type(error).__name__}: {error}")
             work.ran.set()
@@ -222,3 +260,28 @@ class Player:
         self.fault = self.fault or words
         for work in list(self._works.values()):
             work.ran.set()
+
+
+_players: list[Player] = []
+"""The player of this process, once its strict backend has been made known."""
+
+
+def strict_time() -> Times:
+    """Virtual time of this rank since this was last called, or since its start.
+
+    Raises:
+        RuntimeError: No time is reckoned.
+    """
+    clock = _players[0].clock if _players else None
+    if clock is None:
+        raise RuntimeError('no virtual time is reckoned; give the test backend="strict", strict=Strict(links=Links())')
+    return clock.read()
+
+
+def at_the_end_of_backward(call: Callable[[], None]) -> None:
+    """Calls a function when the backward pass that is under way ends.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

@@ -7,14 +7,16 @@ inputs are goes past the referee: each rank leaves them in a file, which the oth
 import shutil
 import tempfile
 import threading
+from collections import defaultdict
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from .clock import seconds_of
 from .options import Strict
-from .queues import Fault, Key, Queues, Run, Verdict
+from .queues import Fault, Key, Party, Queues, Run, Verdict
 from .wait_for import VANISHED, deadlock
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class Referee:
     def __init__(self, size: int, strict: Strict) -> None:
         self._size = size
         self._queues = Queues(strict.slots)
+        self._links = strict.links
+        self._free: defaultdict[str, float] = defaultdict(float)  # when a communicator is, in virtual time
         self._waiting: dict[int, Entry] = {}
         self._ended: dict[int, str] = {}
         self._ranks: dict[int, Connection] = {}
@@ -108,12 +112,23 @@ class Referee:
             if isinstance(verdict, Run):
                 keys = [(entry.rank, entry.number) for entry in verdict.party]
                 self._readers.update(dict.fromkeys(keys, _Readers(keys)))
+                span = self._span(verdict.party)
                 for entry in verdict.party:
-                    self._tell(entry.rank, ("run", (entry.number, verdict.party)))
+                    self._tell(entry.rank, ("run", (entry.number, verdict.party, span)))
             elif self.fault is None:
                 self.fault = verdict.words
                 for rank in list(self._ranks):
                     self._tell(rank, ("fault", verdict.words))
+
+    def _span(self, party: Party) -> tuple[float, float]:
+        """When an operation begins and ends, in virtual time."""
+        if self._links is None:
+            return 0.0, 0.0
+        members = tuple(dict.fromkeys(entry.rank for entry in party))
+        begin = max(self._free[party[0].communicator], *(entry.time for entry in party))
+        end = begin + max(seconds_of(entry.operation, members, self._links) for entry in party)
+        self._free[party[0].communicator] = end
+        return begin, end
 
     def _tell(self, rank: int, words: tuple[str, Any]) -> None:
         if rank in self._ranks:

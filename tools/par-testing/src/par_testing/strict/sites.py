@@ -21,6 +21,18 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def functions() -> Iterator[str]:
+    """The functions of the program that are under way, innermost first, as "file.py:function"."""
+    for frame in _frames():
+        if not frame.f_code.co_filename.startswith((_TORCH, _OWN, "<frozen")):
+            yield f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
+
+
+def is_of_objects() -> bool:
+    """Whether a collective of Python objects is under way, such as `all_gather_object`."""
+    return any("_object" in frame.f_code.co_name and frame.f_code.co_filename.startswith(_TORCH) for frame in _frames())
+
+
 def sites() -> tuple[str, ...]:
     """The innermost calls of the program, outside of torch and of this package."""
     found: list[str] = []

@@ -1,0 +1,115 @@
+"""What a training step may not do: let the host wait for a device, exchange Python objects, make communicators."""
+
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .options import Objects
+from .sites import functions, is_of_objects
+
+_WAITS = {
+    torch.ops.aten._local_scalar_dense.default: "item() or bool()",
+    torch.ops.aten.nonzero.default: "nonzero()",
+    torch.ops.aten.masked_select.default: "masked_select()",
+    torch.ops.aten.unique_consecutive.default: "unique_consecutive()",
+    torch.ops.aten._unique2.default: "unique()",
+    torch.ops.aten.equal.default: "torch.equal()",
+}
+"""Operators for which the host needs what a device has computed."""
+
+_threads = threading.local()
+
+
+class Seen:
+    """What a step did that is refused, at the places where it is allowed.
+
+    Attributes:
+        sites: What was done and where, such as "item() or bool() in clip.py:agree", in order.
+    """
+
+    def __init__(self) -> None:
+        self.sites: list[str] = []
+
+
+class HostWaits(AssertionError):
+    """A step did what it may not; the message names what and where."""
+
+
+@contextmanager
+def step(allow: Collection[str] = ()) -> Iterator[Seen]:
+    """Refuses, on this rank, what costs a step its overlap on GPUs.
+
+    That is: reading a number (`.item()`, `.tolist()`, `bool(tensor)`), asking how many there are (`nonzero`), object
+    collectives and new communicators, of strict groups.
+
+    Args:
+        allow: Functions in which it may be done all the same, as "file.py:function".
+
+    Raises:
+        HostWaits: Something of that was done elsewhere.
+    """
+    seen = Seen()
+    before = getattr(_threads, "step", None)
+    _threads.step = (seen, frozenset(allow))
+    tolist = Tensor.tolist
+    Tensor.tolist = _tolist_that_is_seen(tolist)  # type: ignore[method-assign]  # the dispatcher never sees it
+    try:
+        with _Watch():
+            yield seen
+    finally:
+        Tensor.tolist = tolist  # type: ignore[method-assign]
+        _threads.step = before
+
+
+def refuse_in_step(what: str) -> None:
+    """Called where something is done that a step may not.
+
+    Raises:
+        HostWaits: There is a step around, which does not allow it here.
+    """
+    around = getattr(_threads, "step", None)
+    if around is None:
+        return
+    seen, allow = around
+    places = [*functions()]
+    where = next((place for place in places if place in allow), None)
+    if where is None:
+        raise HostWaits(f"{what} in a step, at {' < '.join(places[:3])}; the host would wait for the device there")
+    seen.sites.append(f"{what} in {where}")
+
+
+def check_objects(objects: Objects) -> None:
+    """Called by each collective: refuses those of Python objects where they may not be.
+
+    Raises:
+        HostWaits: One of Python objects is under way in a step, or anywhere if `objects` is "refuse".
+    """
+    if objects == "refuse" and is_of_objects():
+        places = " < ".join([*functions()][:3])
+        raise HostWaits(f"a collective of Python objects at {places}: Strict(objects='refuse'); send a tensor")
+    if objects == "setup" and getattr(_threads, "step", None) is not None and is_of_objects():
+        refuse_in_step("a collective of Python objects")
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of this thread, and of its backward passes."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _WAITS:
+            refuse_in_step(_WAITS[func])
+        return func(*args, **(kwargs or {}))
+
+
+def _tolist_that_is_seen(tolist: Any) -> Any:
+    def seen(tensor: Tensor) -> Any:
+        refuse_in_step("tolist()")
+        return tolist(tensor)
+
+    return seen

@@ -1,0 +1,124 @@
+"""Virtual time is the arithmetic of orders, of nothing else."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from par_testing import Compute, Links, Strict, strict_time
+from par_testing.strict.clock import seconds_of
+from par_testing.strict.operation import Operation, Part
+
+LINKS = Links(inside=(1.0, 100.0), across=(2.0, 10.0), ranks_per_host=4)  # seconds a hop; bytes a second
+SLOW = Compute(flops=1000.0, memory=1e30)  # an operator takes its products alone
+SIZE = 32  # elements of float32: 128 bytes
+ALL_REDUCE = 2 / 2 * 128 / 100 + 2 * 1.0  # of two ranks
+PRODUCT = 2 * 8 * 8 * 8 / 1000  # seconds of an 8 x 8 product
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "expected"),
+    [
+        ("all_reduce", range(4), 2 * 3 / 4 * 128 / 100 + 6 * 1.0),
+        ("all_gather", range(4), 3 / 4 * 512 / 100 + 3 * 1.0),
+        ("reduce_scatter", range(4), 3 / 4 * 128 / 100 + 3 * 1.0),
+        ("all_to_all", range(4), 3 / 4 * 128 / 100 + 3 * 1.0),
+        ("broadcast", range(3), 128 / 100 + 2 * 1.0),
+        ("all_reduce", (0, 5), 128 / 10 + 2 * 2.0),
+        ("all_reduce", (3,), 0.0),
+    ],
+)
+def test_what_operations_take(name, members, expected):
+    operation = Operation(name=name, items=((SIZE, "float32"),))
+    assert seconds_of(operation, tuple(members), LINKS) == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_a_message_takes():
+    part = Part(kind="send", peer=1, elements=SIZE, dtype="float32", tag=0)
+    assert seconds_of(Operation(name="send", parts=(part,)), (0, 1), LINKS) == pytest.approx(1.28 + 1.0, rel=1e-12)
+
+
+def product():
+    return torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def overlapped():
+    """Three products, with an all-reduce that is issued before and waited for after them."""
+    strict_time()
+    work = dist.all_reduce(torch.ones(SIZE), async_op=True)
+    for _ in range(3):
+        product()
+    work.wait()
+    return strict_time()
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(links=LINKS, compute=SLOW))
+def test_what_is_computed_before_the_wait_is_not_exposed(tmp_path):
+    times = overlapped()
+    assert times.computing == pytest.approx(3 * PRODUCT, rel=1e-9)
+    assert times.exposed == pytest.approx(ALL_REDUCE - 3 * PRODUCT, rel=1e-9)
+    assert times.total == pytest.approx(ALL_REDUCE, rel=1e-9)
+    (site,) = times.by_site
+    assert site.startswith("test_clock.py:")
+    assert sorted({span.kind for span in times.timeline}) == ["0[0, 1]", "compute"]
+    times.trace(tmp_path / f"{dist.get_rank()}.json", rank=dist.get_rank())
+    events = json.loads((tmp_path / f"{dist.get_rank()}.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"all_reduce"}
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(links=LINKS, compute=SLOW, complete="early"))
+def test_when_operations_really_complete_does_not_matter():
+    assert overlapped().exposed == pytest.approx(ALL_REDUCE - 3 * PRODUCT, rel=1e-9)
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(links=LINKS, compute=SLOW))
+def test_an_operation_begins_when_all_have_issued_it_and_the_one_before_has_ended():
+    rank = dist.get_rank()
+    for _ in range(2 * rank):
+        product()
+    works = [dist.all_reduce(torch.ones(SIZE), async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+    times = strict_time()
+    begin = 2 * PRODUCT  # of the later rank
+    assert times.total == pytest.approx(begin + 2 * ALL_REDUCE, rel=1e-9)
+    assert times.exposed == pytest.approx(2 * ALL_REDUCE + (0 if rank else begin), rel=1e-9)
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(links=LINKS, compute=SLOW))
+def test_ddp_waits_at_the_end_of_backward():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))))
+    model(torch.ones(8, 8)).sum().backward()  # it builds its buckets
+    strict_time()
+    model(torch.ones(8, 8)).sum().backward()
+    times = strict_time()
+    products = 3 + 3 + 2  # forward, of weights, of inputs
+    assert times.computing == pytest.approx(products * PRODUCT, rel=1e-6)
+    assert times.exposed == pytest.approx(3 * 64 * 4 / 100 + 2 * 1.0, rel=1e-6)  # one bucket, ready at the end
+
+
+@pytest.mark.ranks(1, backend="strict")
+def test_without_links_no_time_is_reckoned():
+    with pytest.raises(RuntimeError, match="no virtual time is reckoned; give"):
+        strict_time()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Strict(slots=0), r"Strict\(slots=0\): at least 1"),
+        (lambda: Strict(draw=3), r'draws nothing with complete="late"; give "drawn"'),
+        (lambda: Strict(complete="soon"), r"Strict\(complete='soon'\): give one of 'late', 'early', 'drawn'"),
+        (lambda: Strict(compute=Compute()), r"reckons no time without links"),
+        (lambda: Links(inside=(-1.0, 1.0)), r"Links\(inside=\(-1.0, 1.0\)\): seconds of at least 0"),
+        (lambda: Links(ranks_per_host=0), r"at least 1 rank"),
+        (lambda: Compute(flops=0), r"give more than 0 of each"),
+    ],
+)
+def test_options_that_make_no_sense(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
