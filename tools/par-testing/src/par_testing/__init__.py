@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from .counting.modules import modules_called
     from .counting.parity import assert_equal_to_one_device
     from .counting.volume import received_per_rank
-    from .strict.operation import label
     from .strict.clock import Times
+    from .strict.operation import label
     from .strict.options import Compute, Links, Strict
     from .strict.player import StrictError, strict_time
-    from .strict.step import HostWaits, step
+    from .strict.step import HostWaitError, step
 
 __all__ = [
     "Collective",
     "Compute",
     "Counted",
     "Fault",
-    "HostWaits",
+    "HostWaitError",
     "InjectedFault",
     "Links",
     "Strict",
@@ -57,7 +57,7 @@ _LATE = {
     "strict.clock": ("Times",),
     "strict.options": ("Compute", "Links", "Strict"),
     "strict.player": ("StrictError", "strict_time"),
-    "strict.step": ("HostWaits", "step"),
+    "strict.step": ("HostWaitError", "step"),
 }
 
 

@@ -58,9 +58,9 @@ def _player(job: Job) -> Iterator[None]:
         yield
         return
     player = register(job.referee, job.rank, job.strict)
-    metered = job.strict.compute is not None and player.clock is not None
+    clock = player.clock if job.strict.compute is not None else None
     try:
-        with Meter(player.clock) if metered else nullcontext():
+        with Meter(clock) if clock is not None else nullcontext():
             yield
     except BaseException as error:
         player.end(f"has ended with {type(error).__name__}")

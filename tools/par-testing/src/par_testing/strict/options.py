@@ -33,7 +33,7 @@ class Links:
         for name in ("inside", "across"):
             latency, bandwidth = getattr(self, name)
             if latency < 0 or bandwidth <= 0:
-                raise ValueError(f"Links({name}=({latency}, {bandwidth})): seconds of at least 0, bytes/s of more than 0")
+                raise ValueError(f"Links({name}=({latency}, {bandwidth})): seconds of at least 0, bytes/s above 0")
         if self.ranks_per_host < 1:
             raise ValueError(f"Links(ranks_per_host={self.ranks_per_host}): a host has at least 1 rank")
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import options
 from .buffers import Buffers
-from .operation import Entry, Operation
 from .clock import Clock, Times
-from .options import Compute, Strict
+from .operation import Entry, Operation
 from .payloads import Share
 from .queues import Party
 from .referee import payload_of
@@ -140,10 +140,10 @@ class Player:
         strict: What is enforced.
     """
 
-    def __init__(self, folder: Path, rank: int, strict: Strict) -> None:
+    def __init__(self, folder: Path, rank: int, strict: options.Strict) -> None:
         self.fault: str | None = None
         self.rank, self.strict = rank, strict
-        self.clock = Clock(strict.compute or Compute()) if strict.links else None
+        self.clock = Clock(strict.compute or options.Compute()) if strict.links else None
         self._folder = folder
         self._numbers = 0
         self._works: dict[int, StrictWork] = {}
@@ -284,4 +284,4 @@ def at_the_end_of_backward(call: Callable[[], None]) -> None:
     Raises:
         RuntimeError: There is none.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -36,7 +36,7 @@ class Seen:
         self.sites: list[str] = []
 
 
-class HostWaits(AssertionError):
+class HostWaitError(AssertionError):
     """A step did what it may not; the message names what and where."""
 
 
@@ -51,7 +51,7 @@ def step(allow: Collection[str] = ()) -> Iterator[Seen]:
         allow: Functions in which it may be done all the same, as "file.py:function".
 
     Raises:
-        HostWaits: Something of that was done elsewhere.
+        HostWaitError: Something of that was done elsewhere.
     """
     seen = Seen()
     before = getattr(_threads, "step", None)
@@ -59,7 +59,7 @@ def step(allow: Collection[str] = ()) -> Iterator[Seen]:
     tolist = Tensor.tolist
     Tensor.tolist = _tolist_that_is_seen(tolist)  # type: ignore[method-assign]  # the dispatcher never sees it
     try:
-        with _Watch():
+        with _Watch():  # type: ignore[no-untyped-call]
             yield seen
     finally:
         Tensor.tolist = tolist  # type: ignore[method-assign]
@@ -70,7 +70,7 @@ def refuse_in_step(what: str) -> None:
     """Called where something is done that a step may not.
 
     Raises:
-        HostWaits: There is a step around, which does not allow it here.
+        HostWaitError: There is a step around, which does not allow it here.
     """
     around = getattr(_threads, "step", None)
     if around is None:
@@ -79,7 +79,7 @@ def refuse_in_step(what: str) -> None:
     places = [*functions()]
     where = next((place for place in places if place in allow), None)
     if where is None:
-        raise HostWaits(f"{what} in a step, at {' < '.join(places[:3])}; the host would wait for the device there")
+        raise HostWaitError(f"{what} in a step, at {' < '.join(places[:3])}; the host would wait for the device there")
     seen.sites.append(f"{what} in {where}")
 
 
@@ -87,11 +87,11 @@ def check_objects(objects: Objects) -> None:
     """Called by each collective: refuses those of Python objects where they may not be.
 
     Raises:
-        HostWaits: One of Python objects is under way in a step, or anywhere if `objects` is "refuse".
+        HostWaitError: One of Python objects is under way in a step, or anywhere if `objects` is "refuse".
     """
     if objects == "refuse" and is_of_objects():
         places = " < ".join([*functions()][:3])
-        raise HostWaits(f"a collective of Python objects at {places}: Strict(objects='refuse'); send a tensor")
+        raise HostWaitError(f"a collective of Python objects at {places}: Strict(objects='refuse'); send a tensor")
     if objects == "setup" and getattr(_threads, "step", None) is not None and is_of_objects():
         refuse_in_step("a collective of Python objects")
 
@@ -104,7 +104,14 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         if func in _WAITS:
             refuse_in_step(_WAITS[func])
+        if func is torch.ops.aten.index.Tensor and any(_is_mask(index) for index in args[1]):
+            refuse_in_step("a mask as an index")
         return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    """Whether the size of what it picks is known only when it has been computed."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _tolist_that_is_seen(tolist: Any) -> Any:
