@@ -9,6 +9,7 @@ from torch import nn
 
 from par_groups import launch
 from par_pipeline import Offload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
+from par_pipeline._program import Message
 from par_pipeline._structure import flatten
 from par_pipeline.wire.message import Header, encode, room_for
 from par_testing import for_each
@@ -62,7 +63,7 @@ def test_messages_keep_their_header_on_the_cpu_and_their_tensors_on_the_gpu():
     tensors, signature = flatten(value)
     device = torch.device("cuda")
     for expected in (None, signature):
-        room = room_for(expected, device)
+        room = room_for(Message(gradient=False, stage=1, microbatch=0), expected, device)
         header, body = encode(signature, tensors, expected, room, device)
         assert (header.device.type, len(header)) == ("cpu", room)
         assert (body.device.type, len(body)) == ("cuda", Header(header, header[0].item()).second)

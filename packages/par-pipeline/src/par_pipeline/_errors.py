@@ -16,33 +16,41 @@ class Failure(NamedTuple):
 
     Args:
         rank: The rank where it happened, within the pipeline.
-        action: What that rank was about, as text; "" if it had not begun.
+        where: What that rank was about; "" if it had not begun.
         kind: The name of the exception's type.
         text: The exception's message.
     """
 
     rank: int
-    action: str
+    where: str
     kind: str
     text: str
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, action: Action | None) -> "Failure":
-        """What an exception on this rank becomes for the others; news of a peer's failure stays as it is."""
+    def of(cls, error: BaseException, rank: int, doing: Action | str | None) -> "Failure":
+        """What an exception on this rank becomes for the others; news of a peer's failure stays as it is.
+
+        Args:
+            error: The exception.
+            rank: This rank.
+            doing: The action under way, or in words what comes after all of them; None if none had begun.
+        """
         if isinstance(error, PeerFailed):
             return error.failure
         text = str(error).encode()[:_LONGEST].decode(errors="ignore").rstrip(".")
-        return cls(rank, "" if action is None else str(action), type(error).__name__, text)
+        where = ""
+        if isinstance(doing, Action):
+            where = f"stage {doing.stage}, microbatch {doing.microbatch}, action {doing} on rank {rank}"
+        elif doing is not None:
+            where = f"rank {rank}, after its last action, {doing}"
+        return cls(rank, where, type(error).__name__, text)
 
     def error(self) -> Exception:
         """What every rank raises. A mistake in the arguments of a step stays a ValueError or TypeError."""
         mistakes = {"ValueError": ValueError, "TypeError": TypeError}
-        if not self.action and self.kind in mistakes:
+        if not self.where and self.kind in mistakes:
             return mistakes[self.kind](f"rank {self.rank}: {self.text}")
-        where = f"rank {self.rank}, before its first action"
-        if self.action:
-            action = Action.parse(self.action)
-            where = f"stage {action.stage}, microbatch {action.microbatch}, action {action} on rank {self.rank}"
+        where = self.where or f"rank {self.rank}, before its first action"
         remedy = "Call reset() on all ranks, and zero the gradients, before the next step"
         return PipelineError(f"{where}: {self.kind}: {self.text}. {remedy}")
 

@@ -1,6 +1,7 @@
 """From what a rank computes to what it sends and receives. Pure arithmetic, which wire and runtime share."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,27 @@ class Message(NamedTuple):
 
 
 STATUS = Message(gradient=False, stage=-1, microbatch=-1)
-"""What a rank sends to its neighbours when it is done with a step."""
+"""What a rank sends to its peers when it is done with a step."""
+
+WELL = Message(gradient=False, stage=-2, microbatch=-1)
+"""What a rank sends to the one with the loss, once nothing but the loss is missing, where every rank gets the loss."""
+
+LOSS = Message(gradient=False, stage=-3, microbatch=-1)
+"""The loss of the batch, from the rank with the last stage to all others, once they have said that all is well."""
+
+
+def sum_message(number: int) -> Message:
+    """What the holders of shared parameters send to each other: a holder's gradients, to be summed.
+
+    Args:
+        number: Which `Shared` of the pipeline it is, from 0.
+    """
+    return Message(gradient=True, stage=-1, microbatch=number)
+
+
+def is_sum(message: Message) -> bool:
+    """Whether it is a `sum_message`: as large as parameters, and not needed before a step's end."""
+    return message.gradient and message.stage < 0
 
 
 class Instruction(NamedTuple):
@@ -62,13 +83,15 @@ class Program:
 
     Args:
         instructions: The rank's actions, in order.
-        arrivals: For each neighbouring rank, what it sends to this one, in its order; its status is the last.
-        departures: For each neighbouring rank, what this rank sends to it, in this one's order; the status is the last.
+        arrivals: For each peer, which is a rank that this one exchanges messages with, what it sends to this one, in
+            its order; its status is the last.
+        departures: For each peer, what this rank sends to it, in this one's order; the status is the last.
         consumed: For each message that this rank sends, the place, in the receiver's actions, of the action that takes
             it. Whatever the receiver sends from there on says that the message has arrived.
         final: For each stage, two places in this rank's actions after which its gradients are complete: the one if its
             backward is split, and the one if it is not.
         forwards: The number of forwards.
+        neighbours: The number of peers with a neighbouring stage.
     """
 
     instructions: tuple[Instruction, ...]
@@ -77,30 +100,45 @@ class Program:
     consumed: dict[Message, int]
     final: dict[int, tuple[int, int]]
     forwards: int
+    neighbours: int
 
 
-def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False) -> Program:
+def compile_program(
+    schedule: Schedule,
+    rank: int,
+    *,
+    forward_only: bool = False,
+    holders: Sequence[Sequence[int]] = (),
+    broadcasts_loss: bool = False,
+) -> Program:
     """Compiles one rank's part of a schedule.
 
     Args:
         schedule: A valid schedule.
         rank: The rank, within the pipeline.
         forward_only: Whether the backward is left out.
+        holders: For each `Shared`, the ranks whose gradients are summed after the last action.
+        broadcasts_loss: Whether every rank gets the loss.
     """
     instructions = tuple(_instructions(schedule, rank, forward_only))
-    peers = {peer for instruction in instructions for peer in (instruction.source, instruction.target)} - {rank}
+    neighbours = {peer for instruction in instructions for peer in (instruction.source, instruction.target)} - {rank}
+    ends = _Ends(() if forward_only else holders, schedule.rank_of(schedule.stages - 1) if broadcasts_loss else None)
+    others = [peer for peer in range(len(schedule.ranks)) if peer != rank]
+    peers = neighbours.union(peer for peer in others if ends.sent(rank, peer) or ends.sent(peer, rank))
     arrivals: dict[int, tuple[Arrival, ...]] = {}
     departures: dict[int, tuple[Message, ...]] = {}
     consumed: dict[Message, int] = {}
     for peer in sorted(peers):
         sent = [mine.gives for mine in instructions if mine.gives is not None and mine.target == peer]
-        departures[peer] = (*sent, STATUS)
-        coming = []
+        departures[peer] = (*sent, *ends.sent(rank, peer), STATUS)
+        consumed.update(dict.fromkeys(ends.sent(rank, peer), _AT_THE_END))
+        coming, position = [], -1
         for position, theirs in enumerate(_instructions(schedule, peer, forward_only)):
             if theirs.gives is not None and theirs.target == rank:
                 coming.append(Arrival(theirs.gives, position))
             if theirs.takes is not None and theirs.source == rank:
                 consumed[theirs.takes] = position
+        coming += [Arrival(message, position) for message in ends.sent(peer, rank)]
         arrivals[peer] = (*coming, Arrival(STATUS, -1))
     return Program(
         instructions=instructions,
@@ -109,7 +147,30 @@ def compile_program(schedule: Schedule, rank: int, *, forward_only: bool = False
         consumed=consumed,
         final=_final(instructions),
         forwards=sum(instruction.action.op == FORWARD for instruction in instructions),
+        neighbours=len(neighbours),
     )
+
+
+_AT_THE_END = sys.maxsize  # the place of what takes a message after all actions
+
+
+class _Ends(NamedTuple):
+    """What ranks exchange after all actions.
+
+    Args:
+        holders: For each `Shared`, the ranks whose gradients are summed.
+        root: The rank whose loss every rank gets; None: nobody gets it.
+    """
+
+    holders: Sequence[Sequence[int]]
+    root: int | None
+
+    def sent(self, source: int, target: int) -> list[Message]:
+        """What one rank sends to another one, in order."""
+        sums = [sum_message(number) for number, ranks in enumerate(self.holders) if source in ranks and target in ranks]
+        if self.root is None:
+            return sums
+        return [*sums, *([LOSS] if source == self.root else []), *([WELL] if target == self.root else [])]
 
 
 def _instructions(schedule: Schedule, rank: int, forward_only: bool) -> Iterable[Instruction]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_pipeline import Pipeline, PipelineError, gpipe, one_f_one_b, split_rows
+from par_pipeline.wire import inbox
 from par_testing import for_each
 
 from ..runtime_helpers import (
@@ -142,6 +143,32 @@ def test_a_shape_that_the_next_stage_cannot_take_is_named():
     run.step(x, target=y)
     serial(reference, x.tensor_split(4), y.tensor_split(4))
     assert_gradients(stages, reference, schedule, exact=True)
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_rank_that_has_no_memory_left_for_what_still_comes_raises_what_it_has_to():
+    class Full:
+        """torch, on a device that is full."""
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *args, **kwargs):
+            raise torch.OutOfMemoryError("no memory to receive into")
+
+    send_tensors_apart()
+    schedule = gpipe(2, 4)
+    stages = stages_of(schedule, Faulty)
+    run = pipeline(stages, schedule)
+    x, y = data(8)
+
+    def fault():
+        inbox.torch = Full()
+        raise torch.OutOfMemoryError("the activations do not fit")
+
+    stages[1].fault = ("F", 1, fault)
+    with pytest.raises(PipelineError, match="action 1F1 on rank 1: OutOfMemoryError: the activations do not fit"):
+        run.step(x, target=y)
 
 
 @pytest.mark.ranks(2)

@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from par_pipeline._errors import Failure
+from par_pipeline._program import Message, sum_message
 from par_pipeline._structure import aligned, flatten
+from par_pipeline.schedules.actions import Action
 from par_pipeline.wire import message as _message
 from par_pipeline.wire.message import HEADER, Header, encode, encode_failure, room_for
 
 CPU = torch.device("cpu")
+OUTPUT = Message(gradient=False, stage=1, microbatch=0)
 VALUES = [
     torch.arange(15.0).view(3, 5),
     torch.arange(15.0).view(3, 5).t(),
@@ -24,7 +27,7 @@ VALUES = [
 
 def received(value, expected, room=None):
     tensors, signature = flatten(value)
-    room = room_for(expected, CPU) if room is None else room
+    room = room_for(OUTPUT, expected, CPU) if room is None else room
     parts = encode(signature, tensors, expected, room, CPU)
     assert len(parts[0]) <= room
     buffer = torch.full((room,), 255, dtype=torch.uint8)
@@ -56,7 +59,7 @@ def test_tensors_may_come_in_messages_of_their_own(monkeypatch):
     for value in VALUES:
         signature = flatten(value)[1]
         for expected in (None, signature, flatten(torch.zeros(1000))[1]):
-            assert room_for(expected, CPU) == HEADER
+            assert room_for(OUTPUT, expected, CPU) == HEADER
             found, messages = received(value, expected)
             assert_same(found, value)
             assert messages == (1 if expected == signature and signature.size == 0 else 2)
@@ -75,8 +78,8 @@ def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_ow
     tensors, signature = flatten(value, border=torch.bfloat16)
     assert flatten(value, signature, torch.bfloat16)[1] is signature
     assert signature.size == aligned(2 * 123) + aligned(2 * 17) + aligned(8 * 15)
-    (message,) = encode(signature, tensors, signature, room_for(signature, CPU), CPU)
-    assert len(message) == room_for(signature, CPU)
+    (message,) = encode(signature, tensors, signature, room_for(OUTPUT, signature, CPU), CPU)
+    assert len(message) == room_for(OUTPUT, signature, CPU)
     _, found = Header(message, message[0].item()).decode(None, signature)
     assert_same(tuple(found), (value[0].bfloat16().float(), *value[1:]))
 
@@ -84,7 +87,7 @@ def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_ow
 def test_what_was_expected_may_find_a_buffer_that_was_made_for_something_else():
     value = (torch.arange(300.0), torch.ones(17, dtype=torch.bfloat16))
     expected = flatten(value)[1]
-    needed = room_for(expected, CPU)
+    needed = room_for(OUTPUT, expected, CPU)
     for room, messages in ((HEADER, 2), (needed - 1, 2), (needed, 1), (needed + 1, 1), (2 * needed, 1)):
         found, sent = received(value, expected, room)
         assert_same(found, value)
@@ -92,7 +95,13 @@ def test_what_was_expected_may_find_a_buffer_that_was_made_for_something_else():
 
 
 def test_a_failure_fits_into_any_buffer_with_its_words():
-    failure = Failure.of(ValueError("ä" * 1000), 3, None)._replace(action="123456F123456")
+    failure = Failure.of(ValueError("ä" * 1000), 123456, Action("F", 123456, 123456))
     message = encode_failure(failure)
-    assert len(message) == HEADER == room_for(None, CPU)
+    assert len(message) == HEADER == room_for(OUTPUT, None, CPU)
     assert Header(message, message[0].item()).failure == failure
+
+
+def test_no_buffer_waits_for_gradients_of_shared_parameters_which_are_as_large_as_they_are():
+    signature = flatten((torch.zeros(1000),))[1]
+    assert room_for(sum_message(0), signature, CPU) == HEADER
+    assert room_for(OUTPUT, signature, CPU) > HEADER + 4000

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -13,23 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import agree, backend_of
+from par_groups import agree, backend_of, check_alike
 
 from .._errors import Failure, PeerFailed, PipelineError
-from .._program import Program, compile_program
+from .._program import LOSS, WELL, Program, compile_program, sum_message
+from .._structure import flatten
 from ..analysis.timeline import Timeline
 from ..schedules.actions import WEIGHT_GRAD
 from ..schedules.schedule import Schedule
 from ..schedules.walk import Event
-from ..wire.wire import Wire
+from ..wire.message import NOTHING
+from ..wire.wire import WaitFor, Wire
 from .clock import clock_of
 from .feed import Weight, make_feed, shares
 from .gradient_sync import GradientSync
-from .local_stage import LocalStage
+from .local_stage import LocalStage, across_border
 from .microbatches import Split, merge, split_rows
 from .offload import Activations, Offload
 from .run import Equipment, Loss, Recorded, Run
-from .shared import Shared
+from .shared import Cuts, Shared
 from .weight_gradients import SplitBackward, can_split
 
 
@@ -72,6 +75,9 @@ class PipelineOptions:
             raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
         if not isinstance(self.shared, Sequence):
             raise TypeError(f"shared is a {type(self.shared).__name__}; give a list of Shared")
+        stranger = next((each for each in self.shared if not isinstance(each, Shared)), None)
+        if stranger is not None:
+            raise TypeError(f"shared has a {type(stranger).__name__} in it; give a list of Shared")
         dtype = self.border_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
@@ -92,7 +98,8 @@ class Pipeline:
         weight_group: The ranks over which gradients are averaged, where `weight` differs between them.
         shared: Parameters used by several stages; their gradients are summed at the end of each step.
         offload: Where activations wait for their backward. Default: where they are made.
-        broadcast_loss: Whether every rank gets the loss.
+        broadcast_loss: Whether every rank gets the loss, once all of them have come to the end of the step, so that it
+            ends well on all or on none. Without it, an error of a higher rank may end the next step of a lower one.
         complete: Called with a stage's number when its gradients are complete, to begin their reduction.
         border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
             ranks; they arrive in the dtype that they had. Default: they travel as they are.
@@ -129,7 +136,7 @@ class Pipeline:
         self.schedule, self.group = schedule, group
         self.rank = dist.get_rank(group)
         problem: Exception | None = None
-        digest, has_loss = "", False
+        said = Said("", has_loss=False, broadcasts_loss=False, holders=())
         try:
             self.options = PipelineOptions(
                 loss_fn=loss_fn,
@@ -147,10 +154,15 @@ class Pipeline:
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
             self.stages = dict(zip(_check(modules, schedule, group, self.rank), modules, strict=True))
             syncs = {number: GradientSync(module) for number, module in self.stages.items()}
-            digest, has_loss = _digest(schedule), loss_fn is not None
+            said = Said(
+                digest=_digest(schedule),
+                has_loss=loss_fn is not None,
+                broadcasts_loss=broadcast_loss,
+                holders=tuple(each.holders_in(group) for each in shared),
+            )
         except Exception as error:  # of any type: the others wait for this rank
             problem = error
-        have_loss = _agree(problem, digest, has_loss, group)
+        have_loss = _agree(problem, said, group)
         last = schedule.stages - 1
         self._has_loss = have_loss[schedule.rank_of(last)]
         has_splits = any(action.op == WEIGHT_GRAD for actions in schedule.ranks for action in actions)
@@ -172,6 +184,7 @@ class Pipeline:
             border=border_dtype,
             clock=clock_of(self.stages.values()),
         )
+        self._holders = said.holders
         self._programs: dict[bool, Program] = {}
         self._recorded: list[Recorded] = []
         self._failed = False
@@ -280,32 +293,37 @@ class Pipeline:
         Gradients of the step that failed are the caller's to drop. Where a rank is gone, it raises as the group does.
         """
         self._equipment.wire.reset()
+        self._forget()
+        self._failed = False
+
+    def _forget(self) -> None:
+        """Drops all microbatches that wait for a backward."""
         for stage in self._equipment.stages.values():
             stage.reset()
         self._equipment.activations.reset()
-        self._failed = False
 
     def _run(self, batch: tuple[Any, Any, Any], *, training: bool, keep_outputs: bool) -> Result:
         if self._failed:
             raise PipelineError("the step before failed; call reset() on all ranks first")
         if training not in self._programs:
-            self._programs[training] = compile_program(self.schedule, self.rank, forward_only=not training)
+            self._programs[training] = compile_program(
+                self.schedule,
+                self.rank,
+                forward_only=not training,
+                holders=self._holders,
+                broadcasts_loss=self.options.broadcast_loss,
+            )
         program = self._programs[training]
         run = Run(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
         try:
             self._equipment.wire.begin(program)
-            self._execute(run, *batch)
+            return self._execute(run, *batch)
         except BaseException as error:
             self._fail(run, error)
             raise
-        if training:
-            self._recorded = run.recorded
-            for shared in self.options.shared:
-                shared.handle_gradient()
-        outputs = merge([run.outputs[i] for i in range(len(run.outputs))]) if run.outputs else None
-        return Result(self._broadcast(run.loss()) if self.options.broadcast_loss else run.loss(), outputs)
 
-    def _execute(self, run: Run, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+    def _execute(self, run: Run, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Result:
+        """Runs a step to its end: whatever fails here, the other ranks hear of it."""
         options, microbatches = self.options, self.schedule.microbatches
         if run.training:
             for shared in options.shared:
@@ -319,26 +337,76 @@ class Pipeline:
             device = torch.device("cpu") if group is None else _device_of(group)
             run.shares = shares(run.feed, options.weight, group, device)
         run.execute()
-        self._equipment.wire.end(run.program, together=not run.training)
+        if run.training:
+            self._recorded = run.recorded
+            run.doing = "summing the gradients of shared parameters"
+            for number, shared in enumerate(options.shared):
+                if self.rank in self._holders[number] and len(self._holders[number]) > 1:
+                    shared.sum_gradients(partial(self._exchange, number))
+        run.doing = "joining the outputs"
+        outputs = merge([run.outputs[i] for i in range(len(run.outputs))]) if run.outputs else None
+        run.doing = "summing the loss"
+        loss = run.loss()
+        if options.broadcast_loss:
+            run.doing = "sharing the loss"
+            loss = self._broadcast(loss)
+        run.doing = "waiting for the other ranks"
+        wait_for: WaitFor = "none" if options.broadcast_loss else "lower" if run.training else "all"
+        self._equipment.wire.end(run.program, wait_for)
+        return Result(loss, outputs)
 
     def _fail(self, run: Run, error: BaseException) -> None:
         """Lets all ranks know, and raises what all of them raise."""
         self._failed = True
-        failure = Failure.of(error, self.rank, run.action)
+        failure = Failure.of(error, self.rank, run.doing)
+        run.forget()
+        self._forget()  # what waits for a backward: what the others still send may need its memory
         self._equipment.wire.fail(run.program, failure)
         if isinstance(error, PeerFailed):
             raise failure.error() from None
         if isinstance(error, Exception):
             raise failure.error() from error
 
-    def _broadcast(self, loss: Tensor | None) -> Tensor:
-        """The loss on every rank; broadcast of one number over the group."""
-        source = self.schedule.rank_of(self.schedule.stages - 1)
-        value = torch.zeros((), dtype=torch.float64, device=_device_of(self.group))
-        if loss is not None:
-            value.copy_(loss)
-        dist.broadcast(value, group=self.group, group_src=source)
-        return value if loss is None else loss
+    def _exchange(
+        self, number: int, cuts: Cuts | None, mine: list[Tensor]
+    ) -> list[tuple[Cuts | None, Sequence[Tensor]]]:
+        """Gives the gradients of shared parameters to their other holders, and takes theirs."""
+        wire, message = self._equipment.wire, sum_message(number)
+        tensors, signature = flatten(tuple(mine) if cuts is None else (cuts, *mine))
+        others = [holder for holder in self._holders[number] if holder != self.rank]
+        for holder in others:
+            wire.give(message, holder, (signature, tensors))
+        given: dict[int, tuple[Cuts | None, Sequence[Tensor]]] = {self.rank: (cuts, mine)}
+        for holder in others:
+            theirs, _ = across_border(*wire.take(message, holder))
+            has_cuts = len(theirs) > 0 and isinstance(theirs[0], list)
+            given[holder] = (theirs[0], theirs[1:]) if has_cuts else (None, theirs)
+        return [given[holder] for holder in self._holders[number]]
+
+    def _broadcast(self, loss: Tensor | None) -> Tensor | None:
+        """The loss on every rank, once all of them are known to have come so far; None if none was computed.
+
+        A message on the CPU has the loss in it. On GPUs it says that all is well, for which hosts wait, and the loss
+        follows by a broadcast over the group, for which they do not.
+        """
+        wire, root = self._equipment.wire, self.schedule.rank_of(self.schedule.stages - 1)
+        others = [rank for rank in range(dist.get_world_size(self.group)) if rank != root]
+        word: Any = loss.dtype if wire.are_apart and loss is not None else loss
+        if self.rank == root:
+            for rank in others:
+                wire.take(WELL, rank)
+            tensors, signature = flatten(word)
+            for rank in others:
+                wire.give(LOSS, rank, (signature, tensors))
+        else:
+            wire.give(WELL, root, (NOTHING, []))
+            word, _ = across_border(*wire.take(LOSS, root))
+        if not isinstance(word, torch.dtype):
+            return loss if self.rank == root else word
+        device = _device_of(self.group)
+        value = torch.empty((), dtype=word, device=device) if loss is None else loss.to(device)
+        dist.broadcast(value, group=self.group, group_src=root)
+        return value
 
 
 def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, rank: int) -> tuple[int, ...]:
@@ -369,18 +437,38 @@ def _digest(schedule: Schedule) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _agree(problem: Exception | None, digest: str, has_loss: bool, group: dist.ProcessGroup) -> list[bool]:
-    """Raises on every rank if any has a problem, or if they have different schedules. All-gather of small objects.
+class Said(NamedTuple):
+    """What the ranks of a pipeline tell each other when it is made.
+
+    Args:
+        digest: The schedule, in a few characters.
+        has_loss: Whether the rank has a loss function.
+        broadcasts_loss: Whether every rank is to get the loss.
+        holders: For each `Shared`, the ranks whose gradients are summed.
+    """
+
+    digest: str
+    has_loss: bool
+    broadcasts_loss: bool
+    holders: tuple[tuple[int, ...], ...]
+
+
+def _agree(problem: Exception | None, said: Said, group: dist.ProcessGroup) -> list[bool]:
+    """Raises on every rank if any has a problem, or if they differ. All-gather of small objects.
 
     Returns:
         For each rank, whether it has a loss function.
     """
-    said = agree(problem, (digest, has_loss), group)
-    first = next(iter(said))
-    different = [rank for rank, (theirs, _) in said.items() if theirs != said[first][0]]
+    by_rank = agree(problem, said, group)
+    first = next(iter(by_rank))
+    different = [rank for rank, theirs in by_rank.items() if theirs.digest != by_rank[first].digest]
     if different:
         raise ValueError(f"ranks {different} have another schedule than rank {first}; make the same one on all ranks")
-    return [theirs for _, theirs in said.values()]
+    shown = {rank: theirs.broadcasts_loss for rank, theirs in by_rank.items()}
+    check_alike(shown, "values of broadcast_loss", remedy="give all ranks the same")
+    held = {rank: theirs.holders for rank, theirs in by_rank.items()}
+    check_alike(held, "shared parameters (the ranks that hold each)", remedy="give shared=[...] on all ranks")
+    return [theirs.has_loss for theirs in by_rank.values()]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -78,7 +78,7 @@ class Run:
         has_blind_shares: Whether the shares are equal only because nothing is known of the microbatches' rows.
 
     Attributes:
-        action: The action under way.
+        doing: The action under way, or in words what comes after all of them; None before the first.
         outputs: The outputs of the last stage, by microbatch.
         losses: The losses, by microbatch.
         recorded: What has run.
@@ -91,7 +91,7 @@ class Run:
     feed: Feed = field(default_factory=Feed)
     shares: list[float] = field(default_factory=list)
     has_blind_shares: bool = False
-    action: Action | None = None
+    doing: Action | str | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     recorded: list[Recorded] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Run:
                 self._do(position, instruction)
 
     def _do(self, position: int, instruction: Instruction) -> None:
-        self.action = action = instruction.action
+        self.doing = action = instruction.action
         taken = None if instruction.takes is None else self._take(instruction.takes, instruction.source)
         start = self.equipment.clock.now()
         final = position in self._finals
@@ -205,6 +205,13 @@ class Run:
             return None
         losses = torch.stack([self.losses[i].reshape(()) for i in range(len(self.losses))])
         return (losses * torch.tensor(self.shares, dtype=torch.float64).to(losses, non_blocking=True)).sum()
+
+    def forget(self) -> None:
+        """Drops the batch and what has come of it."""
+        self.feed = Feed()
+        self.outputs.clear()
+        self.losses.clear()
+        self._local.clear()
 
     # Backward
 

@@ -1,6 +1,6 @@
 """Parameters that several stages use, such as the embedding of a language model that is also its last layer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import Box, Sharding, agree, gradients, sendable, set_sharding, sharding_of, whole, written_
+
+Cuts = list[list[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""For each parameter, the boxes whose gradients a holder has: their starts and sizes."""
+
+Exchange = Callable[[Cuts | None, list[Tensor]], Sequence[tuple[Cuts | None, Sequence[Tensor]]]]
+"""From what one holder gives to what each of them gives, in their order: cuts, unless they are known, and tensors."""
 
 
 class Shared:
@@ -71,24 +77,61 @@ class Shared:
 
     def handle_gradient(self) -> None:
         """Makes every holder's gradient the sum over the holders, added in the same order everywhere."""
-        if len(self._holders) < 2:
-            return
+
+        def exchange(cuts: Cuts | None, mine: list[Tensor]) -> Sequence[tuple[Cuts | None, Sequence[Tensor]]]:
+            cuts_of_all = [None] * len(self._holders)
+            if cuts is not None:
+                by_rank = self._gathered(cuts)
+                cuts_of_all = [by_rank[rank] for rank in self._holders]
+            parts_of_all = zip(*map(self._exchanged, mine), strict=True) if mine else [()] * len(self._holders)
+            return list(zip(cuts_of_all, parts_of_all, strict=True))
+
+        if len(self._holders) > 1:
+            self.sum_gradients(exchange)
+
+    def sum_gradients(self, exchange: Exchange) -> None:
+        """What `handle_gradient` does, over a connection of the caller's. It need not be called on other ranks.
+
+        Args:
+            exchange: Gives to the other holders what this one has, and takes what they have.
+        """
         absent = self._fill_() if self._optimizer is None else set()
         views_of_all = self._views()
-        if not self._are_cuts_checked:
-            self._check_cuts(views_of_all)
+        kept: list[tuple[nn.Parameter, list[Tensor]]] = []
+        mine = []
         for parameter, views in zip(self._parameters.values(), views_of_all, strict=True):
             if not views:  # a data-parallel rank that keeps nothing of this parameter
                 continue
             parts = [view.reshape(-1) for _, view in views]
             if self._optimizer is None:
                 parts.append(parts[0].new_full((1,), float(id(parameter) not in absent)))  # whether anybody used it
-            total = torch.stack(self._exchanged(torch.cat(parts))).sum(0)
-            sums = total.split([len(part) for part in parts])
-            for (_, view), part in zip(views, sums, strict=False):
+            mine.append(torch.cat(parts))
+            kept.append((parameter, [view for _, view in views]))
+        cuts = [[(box.start, box.size) for box, _ in views] for views in views_of_all]
+        given = exchange(None if self._are_cuts_checked else cuts, mine)
+        self._check_cuts(cuts, [theirs for theirs, _ in given])
+        summands = zip(*(tensors for _, tensors in given), strict=True)
+        for (parameter, own), theirs in zip(kept, summands, strict=True):
+            total = torch.stack(theirs).sum(0)
+            sums = total.split([view.numel() for view in own] + [1] * (self._optimizer is None))
+            for view, part in zip(own, sums, strict=False):
                 view.copy_(part.view(view.shape))
             if id(parameter) in absent and total[-1] == 0:  # nobody used it, so the optimizer is to leave it alone
                 parameter.grad = None
+
+    def holders_in(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        """The ranks of a pipeline that have such parameters.
+
+        Raises:
+            ValueError: One of them is not in the pipeline.
+        """
+        ranks = [dist.get_global_rank(self._group, holder) for holder in self._holders]
+        outside = sorted(set(ranks).difference(dist.get_process_group_ranks(group)))
+        if outside:
+            raise ValueError(
+                f"ranks {outside} have shared parameters, but are not in the pipeline; give Shared the pipeline's group"
+            )
+        return tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
     def _fill_(self) -> set[int]:
         """Makes gradients dense, and those that are not there zero; returns the ids of the latter's parameters."""
@@ -120,11 +163,11 @@ class Shared:
             for name, tensor in zip(names, group["params"], strict=True):
                 yield own.get(id(tensor), name), tensor
 
-    def _check_cuts(self, views_of_all: Sequence[Sequence[tuple[Box, Tensor]]]) -> None:
-        """Checks that all holders have the same parts; once, since it communicates."""
-        by_rank = self._gathered([[(box.start, box.size) for box, _ in views] for views in views_of_all])
-        for rank in self._holders:
-            if by_rank[rank] != by_rank[self._holders[0]]:
+    def _check_cuts(self, mine: Cuts, cuts_of_all: Sequence[Cuts | None]) -> None:
+        """Checks that all holders have the same parts; None for a holder that has checked it."""
+        first = cuts_of_all[0] or mine
+        for rank, cuts in zip(self._holders, cuts_of_all, strict=True):
+            if cuts is not None and cuts != first:
                 raise ValueError(
                     f"the gradients of shared parameters are cut otherwise on rank {rank} of the pipeline than on rank "
                     f"{self._holders[0]}; make Shared(...) before the optimizer is sharded, and give it `optimizer`"

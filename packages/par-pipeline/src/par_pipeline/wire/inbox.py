@@ -70,7 +70,7 @@ class Inbox:
         have_buffers = len(self._posted) + len(self._planned)
         coming = [arrival.message for arrival in (*self._coming, *arrivals)]
         without_buffer = coming[have_buffers:]
-        self._planned.extend(room_for(self._expected.get(message), self._device) for message in without_buffer)
+        self._planned.extend(room_for(message, self._expected.get(message), self._device) for message in without_buffer)
 
     def begin(self, arrivals: tuple[Arrival, ...]) -> None:
         """Begins a step, in which the peer sends these messages, in this order."""
@@ -89,6 +89,18 @@ class Inbox:
         """Posts the first receive, if none is posted yet."""
         if not self._posted:
             self._post()
+
+    def hear(self) -> None:
+        """Takes the word of the last step, if it has come meanwhile.
+
+        Raises:
+            PeerFailed: The peer says that the last step failed.
+        """
+        while self._late and self._posted and self._posted[0].first.item() != Kind.UNWRITTEN:
+            _, header, _ = self._receive()
+            if header.failure is not None:
+                raise PeerFailed(header.failure)
+            self._late -= 1
 
     def take(self, message: Message) -> Contents:
         """Waits for a message, and so for all that were sent before it.
@@ -114,8 +126,12 @@ class Inbox:
         return self._arrived.pop(message)
 
     def drain(self) -> None:
-        """Receives and drops until the peer knows of the failure: until it says so, or is done."""
-        with suppress(ConnectionError):
+        """Receives and drops until the peer knows of the failure: until it says so, or is done.
+
+        The failure may be that memory has run out. A rank that has none for what still comes stops here, and raises
+        what it has to.
+        """
+        with suppress(ConnectionError, RuntimeError, MemoryError):
             while self._coming and self._posted and not self._knows_failure:
                 self._receive()
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._errors import Failure
+from .._program import Message, is_sum
 from .._structure import ALIGNMENT, Signature, TensorSpec, aligned, flatten
 
 HEADER = 512  # bytes
@@ -52,14 +53,17 @@ def are_apart(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def room_for(signature: Signature | None, device: torch.device) -> int:
+def room_for(message: Message, signature: Signature | None, device: torch.device) -> int:
     """Bytes of the buffer for a message.
 
+    Gradients of shared parameters get none from one step to the next: it would be as large as the parameters.
+
     Args:
+        message: Which message it is.
         signature: What the message is expected to have; None: nothing is known yet.
         device: Where tensors are sent from.
     """
-    return HEADER + (0 if signature is None or are_apart(device) else signature.size)
+    return HEADER + (0 if signature is None or are_apart(device) or is_sum(message) else signature.size)
 
 
 def encode(

@@ -46,7 +46,7 @@ class Outbox:
     def plan(self, departures: tuple[Message, ...]) -> None:
         """Reckons which buffers the peer has for a step."""
         without_room = departures[len(self._rooms) :]
-        self._rooms.extend(room_for(self._expected.get(message), self._device) for message in without_room)
+        self._rooms.extend(room_for(message, self._expected.get(message), self._device) for message in without_room)
 
     def begin(self, departures: tuple[Message, ...], consumed: Mapping[Message, int]) -> None:
         """Begins a step.

@@ -1,6 +1,7 @@
 """A rank's connection with the other ranks of its pipeline."""
 
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -9,18 +10,20 @@ from .._errors import Failure
 from .._program import STATUS, Message, Program
 from .inbox import Inbox
 from .lanes import make_lanes
-from .message import Contents
+from .message import Contents, are_apart
 from .outbox import Outbox
+
+WaitFor = Literal["lower", "all", "none"]
 
 
 class Wire:
-    """A rank's connection with its neighbours.
+    """A rank's connection with its peers.
 
     Args:
         group: The ranks of the pipeline.
         device: Where tensors are sent from: a GPU that the group has NCCL for, or the CPU.
         timeout: The longest wait for a message.
-        ahead: Bytes of receives that may be posted ahead, from all neighbours together.
+        ahead: Bytes of receives that may be posted ahead, from all neighbouring stages together.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, ahead: int) -> None:
@@ -39,22 +42,30 @@ class Wire:
             self._lanes.down_second.abort()
         self._lanes = make_lanes(self._group, self._device, self._timeout)
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether tensors come in messages of their own, for which hosts do not wait."""
+        return are_apart(self._device)
+
     def begin(self, program: Program) -> None:
         """Begins a step.
 
         Raises:
-            ConnectionError: A neighbour is gone.
+            ConnectionError: A peer is gone.
+            PeerFailed: The step before has failed on another rank, after this one was done with it.
         """
         for peer, arrivals in program.arrivals.items():
             if peer not in self._inboxes:
                 to_peer, from_peer = self._lanes.to(peer)
                 outbox = self._outboxes[peer] = Outbox(to_peer, self._device)
-                budget = self._ahead // len(program.arrivals)
+                budget = self._ahead // max(1, program.neighbours)
                 self._inboxes[peer] = Inbox(from_peer, self._device, budget, outbox.settle)
             self._outboxes[peer].begin(program.departures[peer], program.consumed)
             self._inboxes[peer].begin(arrivals)
         for peer in program.arrivals:  # now that all have begun: word of a failure goes to every one
             self._inboxes[peer].expect()
+        for peer in program.arrivals:
+            self._inboxes[peer].hear()
 
     def take(self, message: Message, source: int) -> Contents:
         """Waits for a message from another rank.
@@ -69,26 +80,31 @@ class Wire:
         """Begins to send a message to another rank."""
         self._outboxes[target].give(message, contents)
 
-    def end(self, program: Program, *, together: bool) -> None:
-        """Ends a step: tells the neighbours that this rank is done, and waits until the lower ones are.
+    def end(self, program: Program, wait_for: WaitFor) -> None:
+        """Ends a step: tells the peers that this rank is done.
 
-        That higher ranks are done, too, is heard in the next step, before anything else from them: the first rank may
-        begin with the next batch while the last one is still busy with this one.
+        That others are done, too, is heard in the next step, before anything else from them: the first rank may begin
+        with the next batch while the last one is still busy with this one.
 
         Args:
             program: The program of the step; the next one may be the same.
-            together: Whether to wait for the higher ranks, too.
+            wait_for: The peers whose word is waited for now: the lower ones in training, all of them in an evaluation,
+                which no gradients tie together, and none if they have given it before the loss.
         """
-        lower = [peer for peer in self._inboxes if peer < self._rank]
-        higher = [peer for peer in self._inboxes if peer > self._rank]
-        if not together:
+        lower = [peer for peer in program.arrivals if peer < self._rank]
+        higher = [peer for peer in program.arrivals if peer > self._rank]
+        if wait_for != "all":
             for peer in lower:
                 self._outboxes[peer].give_status(awaited=False)
-        for peer in lower:
-            self._inboxes[peer].take(STATUS)
-        for peer in higher:
-            self._outboxes[peer].give_status(awaited=True)
-        if together:
+        if wait_for == "none":
+            for peer in higher:
+                self._outboxes[peer].give_status(awaited=False)
+        else:
+            for peer in lower:
+                self._inboxes[peer].take(STATUS)
+            for peer in higher:
+                self._outboxes[peer].give_status(awaited=True)
+        if wait_for == "all":
             for peer in higher:
                 self._inboxes[peer].take(STATUS)
             for peer in lower:
@@ -98,11 +114,9 @@ class Wire:
             self._inboxes[peer].prepare(arrivals)
 
     def fail(self, program: Program, failure: Failure) -> None:
-        """Sends word of a failure in place of all that is owed, and waits until the neighbours know of it."""
-        for instruction in program.instructions:
-            if instruction.gives is not None and instruction.target != self._rank:
-                self._outboxes[instruction.target].give_failure(instruction.gives, failure)
-        for outbox in self._outboxes.values():
-            outbox.give_failure(STATUS, failure)
-        for inbox in self._inboxes.values():
-            inbox.drain()
+        """Sends word of a failure in place of all that is owed, and waits until the peers know of it."""
+        for peer, departures in program.departures.items():
+            for message in departures:
+                self._outboxes[peer].give_failure(message, failure)
+        for peer in program.arrivals:
+            self._inboxes[peer].drain()
