@@ -1,7 +1,7 @@
 """Memory and traffic of running trainers are what was predicted.
 
 Traffic to the byte, and state to the byte but for counters of steps and the like. Activations to 1 %: what norms know
-of a token has 2 bytes on CPUs where it has 4 on GPUs.
+of a token has 2 bytes on CPUs where it has 4 on GPUs. What replicas keep to receive into is what gloo needs.
 """
 
 from collections import Counter
@@ -85,7 +85,7 @@ def assert_all(axis, parallel, **options):
         assert run.predicted.memory.activations == pytest.approx(peak, rel=CLOSE), case
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=120, backend="gloo")
 def test_replicas_in_every_stage():
     """Autocast and stochastic rounding, which keep no masters, at stages 0 and 3 alone: nothing is shared, or all."""
     cases = [*product(("fp32", "bf16"), range(4)), *product(("bf16-amp", "bf16-sr"), (0, 3))]
@@ -96,7 +96,7 @@ def test_replicas_in_every_stage():
             assert sums == predicted(run.predicted.moves, "data")[0], (precision, zero)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=120, backend="gloo")
 def test_replicas_that_add_up_microbatches_reduce_once_and_keep_the_activations_of_one():
     for zero in (0, 1, 3):
         with running({"data": 2}, zero=zero, precision="bf16", microbatches=4) as run:
@@ -124,7 +124,7 @@ def test_shared_parameters_of_several_units_are_gathered_twice_but_for_the_last_
     assert received(counted.events)[0] == predicted(moves, "data")[0]
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=120, backend="gloo")
 def test_shared_parameters_of_several_units_in_the_main_job():
     with running({"data": 2}, zero=3, model=ModelOptions(width=512, layers=3, heads=4, context=16)) as run:
         block = sum(each.nbytes for each in GPT(run.trainer.options.model).blocks["0"].parameters())
@@ -132,7 +132,7 @@ def test_shared_parameters_of_several_units_in_the_main_job():
         assert received(step(run)[0])[0] == predicted(run.predicted.moves, "data")[0]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_sizes_that_do_not_divide_are_padded_by_less_than_16_elements_a_rank_and_group():
     model = ModelOptions(width=15, layers=3, heads=3, context=17)
     padding = 16 * 2 * 2 * (4 + 4 + 8)  # two groups of the optimizer; parameter, gradient, moments
