@@ -50,6 +50,12 @@ def storms(session: nox.Session) -> None:
 
 
 @nox.session
+def hosts(session: nox.Session) -> None:
+    """The main job over two hosts, under torchrun and SLURM, on one machine; as root, with slurm-wlm and munge."""
+    run_suite(session, "-m", "hosts", "tests-integration/hosts", *session.posargs)
+
+
+@nox.session
 def strict(session: nox.Session) -> None:
     """Rank tests on ranks that enforce on a CPU what NCCL would; then again, completing when a seed says. Minutes.
 
