@@ -8,7 +8,8 @@ from datetime import timedelta
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from traceback import clear_frames
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -187,7 +188,13 @@ class Pipeline:
         self._holders = said.holders
         self._programs: dict[bool, Program] = {}
         self._recorded: list[Recorded] = []
-        self._failed = False
+        self._failed = self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def is_first(self) -> bool:
@@ -287,14 +294,42 @@ class Pipeline:
         first = min((event.start for event in events), default=0.0)
         return Timeline([event._replace(start=event.start - first, end=event.end - first) for event in events])
 
-    def reset(self) -> None:
+    def reset(self, *, timeout: float = 600.0) -> None:
         """Makes the pipeline usable after an error, with new connections.
 
-        Gradients of the step that failed are the caller's to drop. Where a rank is gone, it raises as the group does.
+        Gradients of the step that failed are the caller's to drop. The old connections end first: a rank that still
+        waits for this one in a step raises there.
+
+        Args:
+            timeout: Seconds after which a rank that waits for the others to come gives up, and may call again.
+
+        Raises:
+            PipelineError: Other ranks do not come within the timeout, or the pipeline is closed.
         """
-        self._equipment.wire.reset()
+        self._check_open()
+        self._failed = True
+        try:
+            self._equipment.wire.reset(timedelta(seconds=timeout))
+        except ConnectionError as error:
+            raise PipelineError(str(error)) from error
         self._forget()
         self._failed = False
+
+    def close(self) -> None:
+        """Releases the connections, as does the end of a `with` block. It waits for no other rank.
+
+        Every rank may call it when its own step is over; a rank that begins another one then hears of it. Once closed,
+        a pipeline stays so, and a second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._forget()
+        self._equipment.wire.close("its pipeline was closed", is_idle=not self._failed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PipelineError("the pipeline is closed; make a new one")
 
     def _forget(self) -> None:
         """Drops all microbatches that wait for a backward."""
@@ -303,6 +338,7 @@ class Pipeline:
         self._equipment.activations.reset()
 
     def _run(self, batch: tuple[Any, Any, Any], *, training: bool, keep_outputs: bool) -> Result:
+        self._check_open()
         if self._failed:
             raise PipelineError("the step before failed; call reset() on all ranks first")
         if training not in self._programs:
@@ -358,6 +394,8 @@ class Pipeline:
     def _fail(self, run: Run, error: BaseException) -> None:
         """Lets all ranks know, and raises what all of them raise."""
         self._failed = True
+        if isinstance(error, (PeerFailed, ConnectionError)):
+            clear_frames(error.__traceback__)  # which would keep the connections
         failure = Failure.of(error, self.rank, run.doing)
         run.forget()
         self._forget()  # what waits for a backward: what the others still send may need its memory

@@ -135,6 +135,11 @@ class Inbox:
             while self._coming and self._posted and not self._knows_failure:
                 self._receive()
 
+    def close(self) -> None:
+        """Lets go of the lane, and of the receives that are posted."""
+        self._posted.clear()
+        self._lane.close()
+
     def _post_ahead(self) -> None:
         """Posts receives while there is room in the budget, and one always."""
         while self._planned and (not self._posted or self._budget > 0):

@@ -33,7 +33,8 @@ class Lane:
     """
 
     def __init__(self, peer: int, first: Any, second: Any, timeout: timedelta) -> None:
-        self._peer, self._communicators, self._timeout = peer, (first, second), timeout
+        self._peer, self._timeout = peer, timeout
+        self._communicators: tuple[Any, ...] = (first, second)
 
     def send(self, part: Tensor, number: int) -> Any:
         """Begins to send a message (number 0), or a second one that it announces (number 1).
@@ -70,6 +71,10 @@ class Lane:
         except RuntimeError as error:
             raise self._lost(error) from error
 
+    def close(self) -> None:
+        """Lets go of the communicators. Gloo's connections end with the last reference to them."""
+        self._communicators = ()
+
     def _lost(self, error: RuntimeError) -> ConnectionError:
         seconds, reason = self._timeout.total_seconds(), str(error).splitlines()[0]
         return ConnectionError(f"rank {self._peer} is gone, or did not answer within {seconds:g} s ({reason})")
@@ -99,6 +104,12 @@ class Lanes(NamedTuple):
         up = Lane(peer, self.up, self.up_second, self.timeout)
         down = Lane(peer, self.down, self.down_second, self.timeout)
         return (up, down) if peer > self.rank else (down, up)
+
+    def abort(self) -> None:
+        """Ends what NCCL has under way. Gloo's communicators end with their last reference."""
+        for first, second in ((self.up, self.up_second), (self.down, self.down_second)):
+            if second is not first:
+                second.abort()
 
 
 def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Lanes:

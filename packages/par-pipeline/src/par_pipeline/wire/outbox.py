@@ -1,8 +1,10 @@
 """What a rank sends to one neighbour."""
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,8 @@ class Outbox:
         self._expected = {STATUS: NOTHING}  # what the peer expects of each message: what it was the last time
         self._rooms: deque[int] = deque()  # bytes of the peer's buffers, for what it is sent next
         self._unawaited: list[tuple[Tensor, Any]] = []  # statuses of earlier steps
+        self._sending: deque[_Sent] = deque()
+        self._word: tuple[Tensor, Any] | None = None  # of a failure
 
     def plan(self, departures: tuple[Message, ...]) -> None:
         """Reckons which buffers the peer has for a step."""
@@ -57,14 +61,12 @@ class Outbox:
         """
         self.plan(departures)
         self._consumed = consumed
-        self._given: set[Message] = set()
-        self._sending: deque[_Sent] = deque()
+        self._sending.clear()
 
     def give(self, message: Message, contents: Contents) -> None:
         """Begins to send a message."""
         signature, tensors = contents
         parts = encode(signature, tensors, self._expected.get(message), self._rooms.popleft(), self._device)
-        self._given.add(message)
         self._expected[message] = signature
         works = [(part, self._lane.send(part, number)) for number, part in enumerate(parts)]
         self._sending.append(_Sent(self._consumed[message], works))
@@ -99,12 +101,24 @@ class Outbox:
                 self._lane.wait(work, 0)
             else:
                 self._unawaited.append((part, work))
-        self._given.add(STATUS)
 
-    def give_failure(self, message: Message, failure: Failure) -> None:
-        """Begins to send word of a failure in place of a message, unless the message was sent already."""
-        if message in self._given:
-            return
-        buffer = encode_failure(failure)
-        with suppress(ConnectionError):
-            self._sending.append(_Sent(0, [(buffer, self._lane.send(buffer, 0))]))
+    def give_failure(self, failure: Failure) -> None:
+        """Begins to send word of a failure, once, in place of whatever would come next."""
+        if self._word is None:
+            buffer = encode_failure(failure)
+            with suppress(ConnectionError):
+                self._word = buffer, self._lane.send(buffer, 0)
+
+    def close(self, until: float) -> None:
+        """Lets go of the lane, and of what is under way; word of a failure may leave before.
+
+        Args:
+            until: When to wait no longer, by `time.monotonic`.
+        """
+        if self._word is not None:
+            with suppress(RuntimeError):  # the peer has left, or receives nothing any more
+                self._word[1].wait(timedelta(seconds=max(0.0, until - time.monotonic())))
+        self._word = None
+        self._unawaited.clear()
+        self._sending.clear()
+        self._lane.close()

@@ -1,5 +1,6 @@
 """A rank's connection with the other ranks of its pipeline."""
 
+import time
 from datetime import timedelta
 from typing import Literal
 
@@ -9,11 +10,14 @@ import torch.distributed as dist
 from .._errors import Failure
 from .._program import STATUS, Message, Program
 from .inbox import Inbox
-from .lanes import make_lanes
+from .lanes import Lanes, make_lanes
+from .meeting import Meeting
 from .message import Contents, are_apart
 from .outbox import Outbox
 
 WaitFor = Literal["lower", "all", "none"]
+
+_TO_LEAVE = 1.0  # seconds for word of a failure to leave, before a connection ends
 
 
 class Wire:
@@ -31,16 +35,45 @@ class Wire:
         self._rank = dist.get_rank(group)
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
-        self._lanes = make_lanes(group, device, timeout)
+        self._lanes: Lanes | None = make_lanes(group, device, timeout)
+        self._meeting = Meeting(group)
 
-    def reset(self) -> None:
-        """Makes new connections: what was under way is forgotten. Collective over the group."""
-        dist.barrier(group=self._group)  # the old ones stay until everybody has heard of the failure
-        self._outboxes, self._inboxes = {}, {}
-        if self._device.type != "cpu":
-            self._lanes.up_second.abort()
-            self._lanes.down_second.abort()
+    def reset(self, timeout: timedelta) -> None:
+        """Makes new connections: what was under way is forgotten. Collective over the group.
+
+        The old ones end first, so that a rank that still waits for this one hears of it, and comes.
+
+        Args:
+            timeout: The longest wait for the others.
+
+        Raises:
+            ConnectionError: Other ranks do not come within the timeout.
+        """
+        self.close("reset() was called on it", is_idle=False)
+        self._meeting.meet(timeout)
         self._lanes = make_lanes(self._group, self._device, self._timeout)
+
+    def close(self, why: str, *, is_idle: bool) -> None:
+        """Ends this rank's connections, and waits for nobody. A peer that waits for this rank hears why.
+
+        Args:
+            why: What the peers are told, unless they were told of a failure before.
+            is_idle: Whether all steps have ended well, so that what a GPU still has to do for them ends, too.
+        """
+        if is_idle and self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+        failure = Failure(self._rank, f"rank {self._rank}, between two steps", "PipelineError", why)
+        for outbox in self._outboxes.values():
+            outbox.give_failure(failure)
+        until = time.monotonic() + _TO_LEAVE
+        for outbox in self._outboxes.values():
+            outbox.close(until)
+        for inbox in self._inboxes.values():
+            inbox.close()
+        self._outboxes, self._inboxes = {}, {}
+        if self._lanes is not None:
+            self._lanes.abort()
+            self._lanes = None
 
     @property
     def are_apart(self) -> bool:
@@ -54,6 +87,8 @@ class Wire:
             ConnectionError: A peer is gone.
             PeerFailed: The step before has failed on another rank, after this one was done with it.
         """
+        if self._lanes is None:
+            raise ConnectionError("the connections of the pipeline are closed")
         for peer, arrivals in program.arrivals.items():
             if peer not in self._inboxes:
                 to_peer, from_peer = self._lanes.to(peer)
@@ -115,8 +150,7 @@ class Wire:
 
     def fail(self, program: Program, failure: Failure) -> None:
         """Sends word of a failure in place of all that is owed, and waits until the peers know of it."""
-        for peer, departures in program.departures.items():
-            for message in departures:
-                self._outboxes[peer].give_failure(message, failure)
+        for peer in program.departures:
+            self._outboxes[peer].give_failure(failure)
         for peer in program.arrivals:
             self._inboxes[peer].drain()
