@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -148,6 +149,15 @@ def test_torchrun_over_two_hosts_trains_as_one_host_does(hosts):
     assert (hosts.folder / "two" / "checkpoint" / "model.safetensors").exists()
 
 
+def end(process):
+    """Ends a daemon, and waits until it is gone."""
+    run("kill", process, check=False)
+    deadline = time.monotonic() + 10
+    while Path("/proc", process).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run("kill", "-9", process, check=False)
+
+
 @contextmanager
 def slurm(hosts):
     """A cluster of both, ended at the end."""
@@ -173,8 +183,8 @@ def slurm(hosts):
             time.sleep(0.3)
         yield configured
     finally:
-        for pid in folder.glob("*.pid"):
-            run("kill", pid.read_text().strip(), check=False)
+        for path in folder.glob("*.pid"):
+            end(path.read_text().strip())
         if started:
             run("pkill", "-x", "munged", check=False)
 
