@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import warnings
 from random import Random
 from types import SimpleNamespace
 
@@ -48,6 +49,41 @@ def test_a_schedule_written_by_hand_may_mix_whole_and_split_backwards():
     text = ["0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1F1 1B1 1W0"]
     schedule = Schedule([[Action.parse(each) for each in line.split()] for line in text])
     check_steps(schedule, lambda number: block(5, number), [data(6), data(6, seed=1)])
+
+
+class Recurrent(nn.Module):
+    """A stage whose weights' gradients cannot be put off."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.inner = block(5, number)
+        self.memory = nn.GRU(5, 5).double()
+
+    def forward(self, x):
+        return self.memory(self.inner(x))[0]
+
+
+def mixed_stage(number):
+    return Recurrent(number) if number == 1 else block(5, number)
+
+
+@for_each(name=["zb_h1", "zb_v"])
+@pytest.mark.ranks(2)
+def test_a_backward_that_cannot_be_split_is_refused_by_name_or_run_whole_with_a_warning(name):
+    schedule = SCHEDULES[name](2, 4)
+    words = r"the backward of stage 1, which cannot be split: its layer 'memory' is an nn.GRU"
+    with pytest.raises(ValueError, match=words + ".*; use a schedule of whole backwards, such as '1f1b', or split_"):
+        pipeline(stages_of(schedule, mixed_stage), schedule)
+    with pytest.raises(ValueError, match="split_backward is 'maybe'; give 'required' or 'where possible'"):
+        pipeline(stages_of(schedule), schedule, split_backward="maybe")
+    batches = [tuple(data(8)), tuple(data(8, seed=1))]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        check_steps(schedule, mixed_stage, batches, split_backward="where possible")
+    assert [str(each.message).count("its layer 'memory' is an nn.GRU") for each in warned] == [1] * (
+        1 in schedule.stage_of(dist.get_rank())
+    )
+    check_steps(SCHEDULES["1f1b"](2, 4), mixed_stage, batches)
 
 
 @pytest.mark.ranks(1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from par_pipeline.runtime.weight_gradients import SplitBackward, can_split
+from par_pipeline.runtime.weight_gradients import SplitBackward, unsplittable
 
 
 class Handed(NamedTuple):
@@ -184,10 +184,11 @@ def test_sparse_gradients_of_embeddings_are_added():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler warns of torch
 @pytest.mark.ranks(1)  # whose process has the compiler imported
-def test_recurrent_and_compiled_modules_are_not_split():
-    assert can_split(model())
-    assert not can_split(nn.Sequential(nn.GRU(3, 3)))
-    assert not can_split(torch.compile(nn.Linear(3, 3)))
+def test_what_prevents_a_split_is_named():
+    assert unsplittable(model()) is None
+    words = unsplittable(nn.Sequential(nn.Linear(3, 3), nn.GRU(3, 3)))
+    assert words == "its layer '1' is an nn.GRU, which keeps lists of its parameters"
+    assert unsplittable(torch.compile(nn.Linear(3, 3))).startswith("it is under torch.compile")
     compiled = nn.Linear(3, 3)
     compiled.compile()
-    assert not can_split(nn.Sequential(compiled))
+    assert unsplittable(nn.Sequential(compiled)).startswith("its layer '0' is under torch.compile")

@@ -2,14 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from statistics import median
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,9 @@ from .microbatches import Split, merge, split_rows
 from .offload import Activations, Offload
 from .run import Equipment, Loss, Recorded, Run
 from .shared import Cuts, Shared
-from .weight_gradients import SplitBackward, can_split
+from .weight_gradients import SplitBackward, unsplittable
+
+SplitWhere = Literal["required", "where possible"]
 
 
 class Result(NamedTuple):
@@ -70,6 +73,7 @@ class PipelineOptions:
     border_dtype: torch.dtype | None = None
     ahead: int = 1 << 28
     timeout: float = 600.0
+    split_backward: SplitWhere = "required"
 
     def __post_init__(self) -> None:
         if not (0 < self.timeout < math.inf and self.ahead > 0):
@@ -79,6 +83,8 @@ class PipelineOptions:
         stranger = next((each for each in self.shared if not isinstance(each, Shared)), None)
         if stranger is not None:
             raise TypeError(f"shared has a {type(stranger).__name__} in it; give a list of Shared")
+        if self.split_backward not in get_args(SplitWhere):
+            raise ValueError(f"split_backward is {self.split_backward!r}; give 'required' or 'where possible'")
         dtype = self.border_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
@@ -106,6 +112,9 @@ class Pipeline:
             ranks; they arrive in the dtype that they had. Default: they travel as they are.
         ahead: Bytes of receives that are posted ahead; their buffers are kept from step to step.
         timeout: Seconds after which a rank that waits for another one gives up.
+        split_backward: What happens to a stage whose weight gradients cannot be put off, under FSDP2, torch.compile or
+            in torch's RNNs, if the schedule splits its backward: "required" refuses it; with "where possible" it runs
+            whole backwards where the schedule has the first halves, and a warning says so.
 
     Raises:
         ValueError, TypeError: Something does not fit together; on every rank.
@@ -133,6 +142,7 @@ class Pipeline:
         border_dtype: torch.dtype | None = None,
         ahead: int = 1 << 28,
         timeout: float = 600.0,
+        split_backward: SplitWhere = "required",
     ) -> None:
         self.schedule, self.group = schedule, group
         self.rank = dist.get_rank(group)
@@ -151,9 +161,11 @@ class Pipeline:
                 border_dtype=border_dtype,
                 ahead=ahead,
                 timeout=timeout,
+                split_backward=split_backward,
             )
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
             self.stages = dict(zip(_check(modules, schedule, group, self.rank), modules, strict=True))
+            splittable = _split_stages(self.stages, schedule, self.rank, split_backward)
             syncs = {number: GradientSync(module) for number, module in self.stages.items()}
             said = Said(
                 digest=_digest(schedule),
@@ -166,15 +178,12 @@ class Pipeline:
         have_loss = _agree(problem, said, group)
         last = schedule.stages - 1
         self._has_loss = have_loss[schedule.rank_of(last)]
-        has_splits = any(action.op == WEIGHT_GRAD for actions in schedule.ranks for action in actions)
         self._equipment = Equipment(
             stages={
                 number: LocalStage(module, keeps_outputs=syncs[number].follows_graph)
                 for number, module in self.stages.items()
             },
-            split=SplitBackward(
-                {number: module for number, module in self.stages.items() if has_splits and can_split(module)}
-            ),
+            split=SplitBackward(splittable),
             syncs=syncs,
             wire=Wire(group, _device_of(group), timedelta(seconds=timeout), ahead),
             rank=self.rank,
@@ -467,6 +476,29 @@ def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.Process
             raise TypeError(f"a stage is a {type(module).__name__}; give an nn.Module, such as build_stage(...)")
     schedule.validate()
     return numbers
+
+
+def _split_stages(
+    stages: Mapping[int, nn.Module], schedule: Schedule, rank: int, where: SplitWhere
+) -> dict[int, nn.Module]:
+    """The stages of this rank whose backward is split.
+
+    Raises:
+        ValueError: The schedule splits the backward of a stage for which that is impossible.
+    """
+    asked = sorted({action.stage for action in schedule.ranks[rank] if action.op == WEIGHT_GRAD})
+    obstacles = {number: unsplittable(stages[number]) for number in asked}
+    for number, obstacle in obstacles.items():
+        if obstacle is None:
+            continue
+        told = f"the schedule splits the backward of stage {number}, which cannot be split: {obstacle}"
+        if where == "required":
+            raise ValueError(
+                f"{told}; use a schedule of whole backwards, such as '1f1b', or split_backward='where possible', with "
+                "which this stage runs its backward whole"
+            )
+        warnings.warn(f"{told}; its weight gradients are computed in the first half", stacklevel=3)
+    return {number: stages[number] for number in asked if obstacles[number] is None}
 
 
 def _digest(schedule: Schedule) -> str:

@@ -41,7 +41,7 @@ class SplitBackward:
     """Splits the backwards of some stages.
 
     Args:
-        modules: The stages of this rank whose backward is split, by number. See `can_split`.
+        modules: The stages of this rank whose backward is split, by number. See `unsplittable`.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -171,11 +171,17 @@ class SplitBackward:
             torch.autograd.backward(parameters, gradients)
 
 
-def can_split(module: nn.Module) -> bool:
-    """Whether a stage's backward can be split. FSDP2, torch.compile and torch's RNNs keep parameters of their own."""
-    return not any(
-        isinstance(layer, (FullyShardedModule, nn.RNNBase)) or is_compiled(layer) for layer in module.modules()
-    )
+def unsplittable(module: nn.Module) -> str | None:
+    """What prevents the split of a stage's backward, in words; None if nothing does."""
+    for name, layer in module.named_modules():
+        what = f"its layer {name!r}" if name else "it"
+        if isinstance(layer, FullyShardedModule):
+            return f"{what} is under fully_shard, which replaces its parameters in each pass"
+        if is_compiled(layer):
+            return f"{what} is under torch.compile, which has its parameters in its code"
+        if isinstance(layer, nn.RNNBase):
+            return f"{what} is an nn.{type(layer).__name__}, which keeps lists of its parameters"
+    return None
 
 
 def _must_deliver(parameter: nn.Parameter) -> bool:
