@@ -1,6 +1,6 @@
 """`shard`: one call makes an ordinary module and its optimizer data-parallel, without duplicates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -34,6 +34,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     reduce: str = "mean",
     atomic: bool = False,
+    share_of: Callable[[int], int] | None = None,
 ) -> tuple[nn.Module, Optimizer | None]:
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
@@ -60,6 +61,9 @@ def shard(
         reduce: "mean" or "sum" of the gradients over the ranks.
         atomic: Whether every parameter stays whole on one rank, which optimizers need that do not work element by
             element, such as Muon and Adafactor.
+        share_of: The number of the share that a rank of the world keeps: its position in its own `group`, such as
+            `lambda rank: topology.index("data", rank)`. For parameters that ranks outside of `group` and `replicas`
+            have copies of, such as a bias of a tensor group; None: the ranks ask each other, which takes longer.
 
     Returns:
         The module and the optimizer.
@@ -81,6 +85,12 @@ def shard(
         )
         check(module, optimizer, stage, options)
         check_groups(group, replicas)
+        if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
+            raise ValueError(
+                f"share_of({dist.get_rank()}) is {share_of(dist.get_rank())!r}, but this rank is number "
+                f"{dist.get_rank(group)} of its group; give the position of each rank in its own group, or leave "
+                "share_of out"
+            )
         if STAGES[stage].shards_parameters:
             modules = choose_units(module, units, bucket)
         place_of = places(module, modules)
@@ -91,7 +101,8 @@ def shard(
             )
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
-    ranks = agreed_ranks(problem, described(members, place_of, stage, options), group, replicas)
+    text = f"{described(members, place_of, stage, options)} {share_of is None}"
+    ranks = agreed_ranks(problem, text, group, replicas)
 
     parameters = [member.parameter for member in members]
     _same_everywhere_(parameters, group, replicas)
@@ -106,7 +117,7 @@ def shard(
     ]
     groups = Groups(shards=group, replicas=replicas, mean=reduce == "mean")
     engine = Engine(module, optimizer, chunks, STAGES[stage], groups, gathered)
-    record_(chunks, records, SameShare(group, replicas))
+    record_(chunks, records, SameShare(group, replicas, share_of))
     on_written(parameters, engine.refresh)
     for entry in (module, *called(module)):
         setattr(entry, ENGINE, engine)

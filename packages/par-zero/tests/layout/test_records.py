@@ -1,13 +1,27 @@
 """Records: over the group every element of every parameter, gradient and moment is said to be somewhere, once."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import Sharding, check_owned, gradients, segments_of, sharding_of, written_
+from par_groups import (
+    ProcessGroups,
+    Sharding,
+    Topology,
+    check_owned,
+    gradients,
+    segments_of,
+    set_sharding,
+    sharding_of,
+    written_,
+)
+from par_groups import whole as all_of
 from par_testing import for_each
 from par_zero import shard
+from par_zero.layout import records
 
 from ..helpers import (
     STAGES,
@@ -152,3 +166,74 @@ def test_a_record_that_was_there_is_cut_further(stage):
     owned = torch.tensor(record.owned(dist.get_rank(), ranks))
     dist.all_reduce(owned)
     assert owned == 12
+
+
+class CountingStore:
+    """Counts the round trips to a store, in which every rank of a simulated world has left the share that it keeps."""
+
+    def __init__(self, share_of):
+        self.trips, self._share_of = 0, share_of
+
+    def add(self, _, amount):
+        self.trips += 1
+        return amount
+
+    def set(self, *_):
+        self.trips += 1
+
+    def get(self, key):
+        self.trips += 1
+        return str(self._share_of(int(key.rpartition("/")[2]))).encode()
+
+    def multi_get(self, keys):
+        self.trips += 1
+        return [str(self._share_of(int(key.rpartition("/")[2]))).encode() for key in keys]
+
+    def has_extended_api(self):
+        return True
+
+
+@pytest.mark.ranks(1, init=False)
+def test_who_keeps_a_share_is_asked_in_few_round_trips_or_none(monkeypatch):
+    """512 data ranks of 8 tensor ranks each: a bias that is alike on all of a tensor group has 4096 copies."""
+    dist.init_process_group("fake", rank=77, world_size=4096)
+    topology = Topology({"data": 512, "tensor": 8})
+    with ProcessGroups(topology) as groups:
+        store = CountingStore(lambda rank: topology.index("data", rank))
+        monkeypatch.setattr(records, "default_store", lambda: store)
+        bias, other = all_of((3,), range(4096)), all_of((3,), (77, 78))
+        for share_of, trips in ((None, 6), (partial(topology.index, "data"), 0)):
+            same = records.SameShare(groups["data"], None, share_of)
+            assert same.of(bias) == set(topology.group("tensor", 77))
+            assert same.of(other) == {77, 78}
+            assert same.of(bias) == set(topology.group("tensor", 77))  # known by now
+            assert store.trips == trips
+            store.trips = 0
+
+
+@pytest.mark.ranks(4)
+def test_replicas_ask_no_store(monkeypatch):
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    monkeypatch.setattr(records, "default_store", None)  # whoever asks it fails
+    same = records.SameShare(pairs[rank // 2], replicas)
+    assert same.of(all_of((3,), range(4))) == {rank % 2, rank % 2 + 2}
+
+
+@pytest.mark.ranks(4, timeout=20)
+def test_ranks_that_share_are_the_same_whoever_says_it():
+    """All of the weight lies on the first data rank; the other one must leave its word all the same."""
+    rank = dist.get_rank()
+    found = []
+    with ProcessGroups(Topology({"data": 2, "tensor": 2})) as groups:
+        for share_of in (None, lambda rank: rank // 2):
+            module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+            for layer in module:
+                set_sharding(layer.weight, all_of((3, 3), range(4)))
+            set_sharding(module[1].weight, all_of((3, 3), (rank, rank ^ 1)))
+            _, optimizer = shard(module, sgd(module.parameters()), stage=1, group=groups["data"], share_of=share_of)
+            found.append(held(optimizer))
+        assert found[0] == found[1]
+        with pytest.raises(ValueError, match=r"share_of\([23]\) is 0, but this rank is number 1 of its group"):
+            shard(nn.Linear(3, 3), stage=3, group=groups["data"], share_of=lambda _: 0 if rank > 1 else rank // 2)

@@ -1,5 +1,6 @@
 """The built-in plugins, in the order in which they are applied: pipeline, device, tied, zero, precision."""
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -100,8 +101,9 @@ class Zero(Plugin):
                 if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
-        group = strategy.groups["data"]
-        return shard(model, optimizer, group=group, **{"param_dtype": dtype, **options.zero_keywords})[0]
+        group, share_of = strategy.groups["data"], partial(strategy.groups.topology.index, "data")
+        keywords = {"param_dtype": dtype, "share_of": share_of, **options.zero_keywords}
+        return shard(model, optimizer, group=group, **keywords)[0]
 
 
 class Precision(Plugin):

@@ -1,6 +1,7 @@
 """Records: which part of which parameter each tensor holds once the parameters are cut."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +10,7 @@ from par_groups import (
     Segment,
     Segments,
     Sharding,
+    agree,
     cut,
     set_gradient_elsewhere,
     set_segments,
@@ -30,37 +32,54 @@ class SameShare:
     """Which ranks keep the same share of a parameter as this one.
 
     The ranks with the same share are the replicas, and, where a parameter has a record that says so, ranks that have
-    copies of it for another reason, such as those of a tensor group that all have the same bias. For these there is no
-    process group here to ask. But every one of them shards the parameter too and comes by the same question, so each
-    leaves the number of its share in the store through which all ranks have met, and reads the others' numbers there.
+    copies of it for another reason, such as those of a tensor group that all have the same bias. `share_of` knows them
+    all. Without it the ranks of both groups tell each other, by one all-gather over each; for ranks outside, to which
+    there is no process group here, each rank leaves the number of its share in the store through which all have met.
+    They shard the parameter too and come by the same question, so there it reads all of theirs at once.
 
     Args:
         group: The ranks with different shares.
         replicas: The ranks with the same share, or None.
+        share_of: The number of the share that a rank of the world keeps, its position in its own `group`. None: ranks
+            are asked.
     """
 
-    def __init__(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        share_of: Callable[[int], int] | None = None,
+    ) -> None:
         self._share = dist.get_rank(group)
+        self._given = share_of
         self._share_of = {rank: share for share, rank in enumerate(dist.get_process_group_ranks(group))}
-        if replicas is not None:
-            self._share_of.update(dict.fromkeys(dist.get_process_group_ranks(replicas), self._share))
+        if replicas is not None and share_of is None:
+            self._share_of = agree(None, self._share, group, replicas)
         self._known: dict[frozenset[int], frozenset[int]] = {}
 
     def of(self, record: Sharding) -> frozenset[int]:
         """The ranks that keep this rank's share of the parameter with that record."""
         copies = frozenset(rank for box in record.boxes for rank in box.copies) | {dist.get_rank()}
         if copies not in self._known:
-            share_of = self._share_of if copies <= self._share_of.keys() else self._exchanged(copies)
-            self._known[copies] = frozenset(rank for rank in copies if share_of[rank] == self._share)
+            shares = self._shares(copies)
+            self._known[copies] = frozenset(rank for rank in copies if shares[rank] == self._share)
         return self._known[copies]
+
+    def _shares(self, copies: frozenset[int]) -> Mapping[int, int]:
+        """The number of the share that each of some ranks keeps."""
+        if self._given is not None:
+            return {rank: self._given(rank) for rank in copies}
+        return self._share_of if copies <= self._share_of.keys() else self._exchanged(copies)
 
     def _exchanged(self, copies: frozenset[int]) -> dict[int, int]:
         """The number of the share that each of some ranks keeps, exchanged through the store."""
-        store, rank = default_store(), dist.get_rank()
-        key = "par_zero/" + ",".join(map(str, sorted(copies)))
+        store, rank, ranks = default_store(), dist.get_rank(), sorted(copies)
+        key = "par_zero/" + hashlib.sha256(repr(ranks).encode()).hexdigest()
         call = store.add(f"{key}/calls/{rank}", 1)  # the n-th calls of the ranks belong together
         store.set(f"{key}/{call}/{rank}", str(self._share))
-        return {other: int(store.get(f"{key}/{call}/{other}")) for other in sorted(copies)}
+        keys = [f"{key}/{call}/{other}" for other in ranks]
+        found = store.multi_get(keys) if store.has_extended_api() else [store.get(each) for each in keys]
+        return {other: int(share) for other, share in zip(ranks, found, strict=True)}
 
 
 def record_(chunks: Sequence[Chunk], records: Mapping[nn.Parameter, Sharding], same: SameShare) -> None:
@@ -73,6 +92,9 @@ def record_(chunks: Sequence[Chunk], records: Mapping[nn.Parameter, Sharding], s
     """
     for chunk in chunks:
         low, high = chunk.share
+        if chunk.stage.shards_state:  # also of parameters that this rank has no part of: others wait for its word
+            for member in chunk.members:
+                same.of(records[member.parameter])
         for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
             record = records[member.parameter]
             if chunk.stage.shards_parameters:
