@@ -1,18 +1,19 @@
 """A layer set: the layers of one mode. A model is written once against it and runs in every mode."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from par_groups import ProcessGroups
+from par_groups import ProcessGroups, Topology
 
 from ._collectives import gather_from, reduce_from, scatter_to
 from .layers.classifier import ParallelClassifier, ParallelVocabClassifier
 from .layers.debug import Mark, check, mark, watched
-from .layers.dropout import ParallelDropout
+from .layers.dropout import ParallelDropout, numbers_of_rank
 from .layers.embedding import (
     ParallelEmbedding,
     ParallelPatchEmbedding,
@@ -53,7 +54,8 @@ def layer_set(
 
     Raises:
         ValueError: The mode is unknown or needs groups, it does not take an option, the topology lacks the mode's axes,
-            or the mode is "auto" and the topology has a tensor axis without a mode.
+            or the mode is "auto" and the topology has a tensor axis without a mode. Or the topology has several ranks
+            on an axis "sequence" or "expert", for which the mode has no layers.
 
     Example:
         layers = layer_set("auto", groups)
@@ -76,7 +78,23 @@ def layer_set(
     if mode is not None and groups is None:
         raise ValueError(f"mode {mode!r} needs live groups: layer_set({mode!r}, groups)")
     grid = Grid(groups)  # in mode None too: data-parallel replicas are copies
-    return LayerSet(mode, grid, rules_of(mode, grid, given), debug=debug)
+    rules = rules_of(mode, grid, given)
+    if groups is not None:
+        _check_axes(groups.topology, rules)
+    return LayerSet(mode, grid, rules, debug=debug)
+
+
+def _check_axes(topology: Topology, rules: Rules) -> None:
+    """Raises ValueError if the sequence or the experts are cut over ranks, but no layer would know."""
+    known = {*rules.residual.tokens, *rules.residual.features, *rules.inner.tokens, *rules.inner.features}
+    for axis in ("sequence", "expert"):
+        if axis not in (*topology.axes, *topology.products) or not known.isdisjoint((axis, *topology.leaves(axis))):
+            continue
+        if topology.size(axis) > 1:
+            raise ValueError(
+                f"no layers for {axis}={topology.size(axis)} yet: all its ranks would do the same work; give these "
+                "ranks to data, tensor or pipeline"
+            )
 
 
 class LayerSet:
@@ -288,16 +306,19 @@ class LayerSet:
             v: Values [b, S, key heads * head], local.
             head: Number of features of a head.
             causal: Whether a position attends only to itself and those before it.
-            dropout: Probability that an attention weight is dropped; equal to one device in distribution only.
+            dropout: Probability that an attention weight is dropped; each rank drops others. Equal to one device in
+                distribution only.
 
         Returns:
             [b, S, heads * head], local, in the inner layout.
         """
         queries, keys, values = (x.unflatten(-1, (-1, head)).transpose(1, 2) for x in (q, k, v))  # [b, heads, S, head]
         shared = keys.shape[1] != queries.shape[1]
-        mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout, is_causal=causal, enable_gqa=shared
-        )
+        apart = dropout > 0.0 and self.grid.size(self.grid.tensor_axes) > 1  # else ranks drop alike, as seeds are
+        with numbers_of_rank(q.device, self.grid) if apart else nullcontext():
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, dropout_p=dropout, is_causal=causal, enable_gqa=shared
+            )
         return mixed.transpose(1, 2).flatten(-2)
 
     def local_heads(self, heads: int) -> int:

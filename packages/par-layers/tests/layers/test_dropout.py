@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from par_layers import layer_set
-from par_layers.layers.dropout import hashed
+from par_layers._random_bits import random_bits
 
 from ..helpers import MODES, filled, modes, numbers, run_checks
 
@@ -106,7 +107,70 @@ def test_the_key_is_drawn_on_the_cpu_whatever_the_default_device_is():
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("seed", [179578, 1])
+def test_masks_of_two_calls_are_no_shifts_of_each_other(seed):
+    """Under the first seed they were, by 14420 places, when the key was only added to the place."""
+    torch.manual_seed(seed)
+    dropout = layer_set(None).Dropout(0.5)
+    windows = []
+    for _ in range(2):
+        dropped = (dropout(torch.ones(1, 2**16)) == 0).flatten().to(torch.int64)
+        # Every run of 62 places as a number. Two independent masks share one with probability 2**32 / 2**62.
+        windows.append(sum(dropped[place : dropped.numel() - 62 + place] << place for place in range(62)))
+    assert not torch.isin(*windows).any()
+
+
+def test_keys_that_are_near_each_other_have_masks_that_are_not():
+    """Neither along rows nor along columns: every pair of keys agrees in half of the bits, give or take 5 sigma."""
+    rows, columns = torch.arange(64).unsqueeze(1), torch.arange(256)
+    keys = [*range(16), *(2**bit for bit in range(4, 63)), -1, -(2**63)]
+    bits = torch.stack([random_bits(rows, columns, key) for key in keys]) < 0
+    sigma = 0.5 / math.sqrt(64 * 256)
+    for down, right in ((0, 0), (1, 0), (0, 1), (5, 77)):
+        moved = bits.roll((down, right), (1, 2))
+        agree = torch.stack([(bits ^ each).logical_not().double().mean((1, 2)) for each in moved])
+        if (down, right) == (0, 0):
+            agree.fill_diagonal_(0.5)
+        assert (agree - 0.5).abs().max() < 5 * sigma
+
+
+def test_every_bit_of_a_place_is_a_coin():
+    """Each of the 32 bits is set in half of the places, and is independent of each other bit."""
+    bits = random_bits(torch.arange(1000).unsqueeze(1), torch.arange(1000), 7).flatten()
+    signs = torch.stack([bits >> place & 1 for place in range(32)]).double() * 2 - 1
+    correlation = signs @ signs.T / 1e6
+    assert (correlation - torch.eye(32)).abs().max() < 5e-3  # 5 sigma
+    assert signs.mean(1).abs().max() < 5e-3
+
+
+@pytest.mark.ranks([2, 4])
+def test_attention_drops_others_on_each_tensor_rank():
+    """All heads are alike, and so are the weights: only what is dropped tells the ranks apart."""
+    for mode in modes():
+        torch.manual_seed(1)
+        before = torch.randint(2**31, (2,))[1]  # what the generator gives after a key
+        torch.manual_seed(1)
+        values = torch.eye(8, dtype=torch.float64).unsqueeze(0)  # the output is the dropped matrix itself
+        mine = mode.layers.attention(values, values, values, head=8, dropout=0.5)
+        assert torch.randint(2**31, ()) == before
+        torch.manual_seed(1)
+        assert torch.equal(mode.layers.attention(values, values, values, head=8, dropout=0.5), mine)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        masks = {tuple((each == 0).flatten().tolist()) for each in every}
+        assert len(masks) == dist.get_world_size()
+        x = values.clone().requires_grad_()
+        y = checkpoint(lambda x, m=mode: m.layers.attention(x, x, x, head=8, dropout=0.5), x, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(y.sum(), x)  # raises where recomputing gives another number of tensors
+        assert gradient.isfinite().all()
+
+
 def test_the_bits_of_a_place_never_change():
     """A run that goes on with a newer version drops the same elements."""
-    places = torch.tensor([0, 1, 2, 2**33])
-    assert hashed(places, 7).tolist() == [1197414, 9456494, 8246467, 16098484]
+    rows, columns = torch.tensor([[0], [1], [2**33]]), torch.tensor([0, 1, 2**20])
+    assert random_bits(rows, columns, 7).tolist() == [
+        [281034352, 1845098350, 855947502],
+        [1212459525, 1920926844, 1389697330],
+        [1566625398, -1451356605, 1289076601],
+    ]
+    assert torch.equal(random_bits(rows, columns, torch.tensor(7)), random_bits(rows, columns, 7))

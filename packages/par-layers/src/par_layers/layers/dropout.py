@@ -4,13 +4,16 @@ Every call draws one key from torch's generator, which the ranks of a tensor gro
 mode drop the same elements, and recomputing a checkpointed region, which restores the generator, drops them again.
 """
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
+from .._random_bits import random_bits
 from ..modes.grid import Axes, Grid
 from ..modes.layout import Layout
-
-_BITS = 24  # how many bits of the hash decide; 2**-24 is finer than any probability that matters
 
 
 class ParallelDropout(nn.Module):
@@ -36,42 +39,54 @@ class ParallelDropout(nn.Module):
         """[b, ..., features] in the layer's layout, with elements dropped in training."""
         if not self.training or self.p == 0.0:
             return x
-        key = int(torch.randint(2**31, (), device="cpu").item())  # the generator of the CPU: no wait for a device
-        keep = hashed(self._places(x), key) >= int(self.p * 2**_BITS)
+        bits = random_bits(*self._places(x), draw_key())
+        keep = bits >= int(self.p * 2**32) - 2**31
         return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
 
-    def _places(self, x: Tensor) -> Tensor:
-        """The row-major number of each local element in the whole activation, int64."""
+    def _places(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The place of each local element in the whole activation: a row-major number of its row, and its column."""
         axes: list[Axes] = [()] * x.dim()
         axes[0] = self._layout.batch
         if x.dim() > 2:
             axes[1] = self._layout.sequence
         axes[-1] = axes[-1] + self._layout.features
-        places = torch.zeros((), dtype=torch.int64, device=x.device)
-        for dim, length in enumerate(x.shape):
-            first = self._grid.index(axes[dim]) * length
-            along = torch.arange(first, first + length, device=x.device)
-            places = places.unsqueeze(-1) * (length * self._grid.size(axes[dim])) + along
-        return places
+        rows = torch.zeros((), dtype=torch.int64, device=x.device)
+        for along, length in zip(axes[:-1], x.shape, strict=False):
+            rows = rows.unsqueeze(-1) * (length * self._grid.size(along)) + self._along(along, length, x.device)
+        return rows.unsqueeze(-1), self._along(axes[-1], x.shape[-1], x.device)
+
+    def _along(self, axes: Axes, length: int, device: torch.device) -> Tensor:
+        """The numbers of this rank's part of a dim in the whole one."""
+        first = self._grid.index(axes) * length
+        return torch.arange(first, first + length, device=device)
 
     def extra_repr(self) -> str:
         """The probability."""
         return f"p={self.p}"
 
 
-def hashed(places: Tensor, key: int) -> Tensor:
-    """24 random bits for every place: a function of place and key alone.
+def draw_key() -> Tensor:
+    """64 random bits from torch's generator of the CPU, where to draw waits for no device."""
+    return torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
+
+
+@contextmanager
+def numbers_of_rank(device: torch.device, grid: Grid) -> Iterator[None]:
+    """A context: inside, torch's generator for a device has other numbers on each rank of the tensor group.
+
+    Its state is a function of the rank and of a key that is drawn from the generator of the CPU. So recomputing a
+    checkpointed region draws the same numbers again. Afterwards the generator goes on as if nothing had been drawn.
 
     Args:
-        places: Any shape, int64.
-        key: Less than 2**31.
-
-    Source: the finaliser "lowbias32" of C. Wellons, on 32 bits that are kept in int64.
+        device: The device on which random numbers are drawn inside.
+        grid: This rank's place.
     """
-    low = 0xFFFFFFFF  # the 32 bits that are kept
-    x = places ^ ((places >> 32) * 0x9E3779B1)  # the high half of the place is folded into the low one
-    x = (x + key * 0x85EBCA77) & low
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & low
-    x = x ^ (x >> 16)
-    return x >> (32 - _BITS)
+    text = f"{draw_key().item()}/{grid.index(grid.tensor_axes)}"
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if on_cpu else [device.index], device_type="cuda" if on_cpu else device.type):
+        if on_cpu:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed goes through all kinds of devices
+        else:
+            torch.get_device_module(device).manual_seed(seed)
+        yield
