@@ -1,13 +1,17 @@
 """Fills parameters, the same in every mode."""
 
 import hashlib
+from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from par_groups import sharding_of
+from par_groups import Sharding, sharding_of
 
+from ._random_bits import random_bits
 from .layers.parallel_layer import HasInit, check_records
+from .layers.parameter import ByPlace, Init
 
 
 def initialize(
@@ -20,9 +24,10 @@ def initialize(
 ) -> None:
     """Fills the parameters of our layers, the same in every mode and on any number of ranks.
 
-    Each parameter has a generator of its own, seeded by (seed, name). The whole tensor is drawn on the CPU in fp32, and
-    this rank's part is kept: one parameter at a time, so that a model larger than one rank's memory can be built.
-    Parameters keep their identity.
+    Each element is a function of the seed, the parameter's name and the element's place in the whole tensor, so each
+    rank draws its own part alone, on the CPU in fp32: a model larger than one rank's memory can be built. Where an init
+    rule is a function of yours, which fills whole tensors, the whole one is drawn, from a generator that is seeded by
+    (seed, name), and this rank's part is kept: one parameter at a time. Parameters keep their identity.
 
     Args:
         model: A model with layers of ours; other parameters are left alone.
@@ -44,15 +49,66 @@ def initialize(
         sharding = sharding_of(parameter)
         local = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")  # padding stays zero
         if seed is not None:
-            whole = torch.empty(sharding.shape, dtype=torch.float32, device="cpu")
-            generator = torch.Generator(device="cpu").manual_seed(_seed_of(seed, prefix + name))
-            parameter.par_init(whole, generator)
-            for box in sharding.boxes:
-                box.of(local).copy_(whole[box.slices])
+            _draw(local, sharding, parameter.par_init, _seed_of(seed, prefix + name))
         place = device or ("cpu" if parameter.is_meta else parameter.device)
         filled = nn.Parameter(local.to(device=place, dtype=dtype), requires_grad=parameter.requires_grad)
         filled.__dict__.update(parameter.__dict__)  # the record, and what others know of it
         torch.utils.swap_tensors(parameter, filled)
+
+
+_BLOCK = 1 << 17
+"""Number of elements that are drawn at a time: few enough to stay in a core's cache."""
+
+
+def _draw(local: Tensor, sharding: Sharding, init: Init, seed: int) -> None:
+    """Fills the boxes of a local tensor."""
+    if isinstance(init, ByPlace):
+        room = torch.empty(4, _BLOCK, dtype=torch.int32, device="cpu")
+        for box in sharding.boxes:
+            _draw_box(box.of(local), box.start, sharding.shape, init, seed, room)
+        return
+    whole = torch.empty(sharding.shape, dtype=torch.float32, device="cpu")
+    init(whole, torch.Generator(device="cpu").manual_seed(seed))
+    for box in sharding.boxes:
+        box.of(local).copy_(whole[box.slices])
+
+
+def _draw_box(view: Tensor, start: Sequence[int], shape: Sequence[int], init: ByPlace, seed: int, room: Tensor) -> None:
+    """Fills a box, block by block. An element's row is its place on dim 0, its column the place on all other dims.
+
+    A tensor of one dim or none is a single row.
+
+    Args:
+        view: The box in the local tensor.
+        start: The first global index on each dim.
+        shape: The shape of the whole tensor.
+        init: The init rule.
+        seed: Seed of this tensor.
+        room: Room for four blocks.
+    """
+    if view.dim() < 2:
+        view, start, shape = view.reshape(1, -1), (0, *(start or (0,))), (1, *(shape or (1,)))
+    columns = torch.zeros((), dtype=torch.int64, device="cpu")
+    for first, size, length in zip(start[1:], view.shape[1:], shape[1:], strict=True):
+        columns = columns.unsqueeze(-1) * length + torch.arange(first, first + size, device="cpu")
+    columns = columns.flatten()
+    wide = min(len(columns), _BLOCK)
+    high = max(_BLOCK // wide, 1)
+    for top in range(0, len(view), high):
+        rows = torch.arange(start[0] + top, start[0] + min(top + high, len(view)), device="cpu").unsqueeze(1)
+        block = view[top : top + high].flatten(1)
+        for left in range(0, len(columns), wide):
+            part, numbers = block[:, left : left + wide], columns[left : left + wide]
+            init.fill(part, rows, partial(_bits, rows, numbers, seed, room))
+        if view.dim() > 2:  # where flattening may have copied
+            view[top : top + high].copy_(block.view(view[top : top + high].shape))
+
+
+def _bits(rows: Tensor, columns: Tensor, seed: int, room: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random bits for every pair of a row and a column, and room for three tensors of that shape."""
+    drawn, *rest = room[:, : rows.numel() * columns.numel()].view(4, rows.numel(), columns.numel())
+    random_bits(rows, columns, seed, (drawn, rest[0]))
+    return drawn, rest[0], rest[1], rest[2]
 
 
 def _seed_of(seed: int, name: str) -> int:

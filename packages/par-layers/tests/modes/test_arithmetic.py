@@ -165,7 +165,7 @@ def check_the_loss_in_parts_is_the_same_under_autocast(mode):
         results.append((loss.detach(), local.grad, head.weight.grad))
     for whole, part in zip(*results, strict=True):
         assert whole.dtype == part.dtype == torch.float32
-        assert (whole - part).norm() < 2**-8 * whole.norm()  # weight gradients are rounded a part at a time
+        assert (whole - part).norm() < 2**-7 * whole.norm()  # weight gradients are rounded a part at a time, and in sum
 
 
 def check_weight_gradients_that_are_put_off_under_autocast(mode):

@@ -15,7 +15,7 @@ from ..modes.product_1d import SEQUENCE
 from ..modes.rules import Rules
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
-from .parameter import Init, Rows, constant, make_parameter, normal, uniform
+from .parameter import Bits, ByPlace, Init, Rows, constant, make_parameter, normal, uniform
 
 
 class ParallelEmbedding(ParallelLayer):
@@ -85,7 +85,7 @@ class ParallelVocabEmbedding(ParallelLayer):
         rows = Rows(length=vocabulary, axes=axes, padded=padded(vocabulary, grid.size(axes)))
         sum_over = tuple(axis for axis in rules.residual.batch if axis not in axes)
         init = init or normal(1.0)
-        fill = init if padding_id is None else _WithZeroRow(init, padding_id)
+        fill = init if padding_id is None else _with_zero_row(init, padding_id)
         self.weight = make_parameter([rows], [(features, rules.residual.features)], grid, fill, sum_over)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -239,9 +239,14 @@ def padded(length: int, parts: int) -> int:
     return math.ceil(length / parts) * parts
 
 
+def _with_zero_row(init: Init, row: int) -> Init:
+    """An init that leaves one row at zero."""
+    return _ByPlaceWithZeroRow(init, row) if isinstance(init, ByPlace) else _WithZeroRow(init, row)
+
+
 @dataclass(frozen=True)
 class _WithZeroRow:
-    """An init that leaves one row at zero."""
+    """Fills a whole table."""
 
     init: Init
     row: int
@@ -249,3 +254,19 @@ class _WithZeroRow:
     def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
         self.init(whole, generator)
         whole[self.row] = 0.0
+
+
+@dataclass(frozen=True)
+class _ByPlaceWithZeroRow:
+    """Fills a whole table, or a part of one."""
+
+    init: ByPlace
+    row: int
+
+    def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
+        _WithZeroRow(self.init, self.row)(whole, generator)
+
+    def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
+        """The row is in some parts, and has no bits that others would miss."""
+        self.init.fill(part, rows, bits)
+        part.masked_fill_(rows == self.row, 0.0)

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,27 @@ from ..modes.grid import Axes, Grid
 
 Init = Callable[[Tensor, torch.Generator], object]
 """Fills a whole parameter in place; it never sees how the parameter is cut. It can be compared, copied and pickled."""
+
+
+Bits = Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Makes 32 random bits for each element of a part, int32; beside them room for three tensors like it."""
+
+
+@runtime_checkable
+class ByPlace(Protocol):
+    """An init rule that knows each element by itself, so that a rank draws no more than its part."""
+
+    def __call__(self, whole: Tensor, generator: torch.Generator) -> object:
+        """As any init rule; `initialize` calls `fill` instead."""
+
+    def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
+        """Fills a part of the whole parameter in place.
+
+        Args:
+            part: The part, of two dims, fp32.
+            rows: The numbers of its rows (dim 0 of the whole parameter), int64 [rows, 1].
+            bits: Makes 32 random bits for each of the part's elements.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +129,24 @@ class _Normal:
     def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
         whole.normal_(0.0, self.std, generator=generator)
 
+    def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
+        """The bits are a sign, and a probability from which a table knows the absolute value.
+
+        Additions and multiplications alone are used, which are rounded alike wherever an element lies in memory.
+        """
+        del rows
+        drawn, bins, words, more_words = bits()
+        values, found = words.view(torch.float32), more_words.view(torch.float32)
+        values.copy_(torch.bitwise_and(drawn, 0x7FFFFFFF, out=bins)).add_(1.0)  # the probability times 2**31
+        torch.bitwise_right_shift(words, _BIN_SHIFT, out=bins).sub_(_FIRST_BIN)
+        offset, slope = _half_normal()
+        torch.index_select(slope, 0, bins.flatten(), out=found.view(-1))
+        values.mul_(found)
+        torch.index_select(offset, 0, bins.flatten(), out=found.view(-1))
+        values.add_(found).mul_(self.std)
+        words.bitwise_xor_(drawn.bitwise_and_(-(2**31)))
+        part.copy_(values)
+
 
 @dataclass(frozen=True)
 class _Uniform:
@@ -114,6 +155,11 @@ class _Uniform:
     def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
         whole.uniform_(-self.bound, self.bound, generator=generator)
 
+    def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
+        """The bits are a number from -2**31 to 2**31 - 1."""
+        del rows
+        part.copy_(bits()[0]).mul_(self.bound / 2**31)
+
 
 @dataclass(frozen=True)
 class _Constant:
@@ -121,3 +167,32 @@ class _Constant:
 
     def __call__(self, whole: Tensor, _: torch.Generator) -> None:
         whole.fill_(self.value)
+
+    def fill(self, part: Tensor, rows: Tensor, bits: Bits) -> None:
+        """Without any bits."""
+        del rows, bits
+        part.fill_(self.value)
+
+
+_BIN_SHIFT = 15
+"""A bin of the table has all floats that agree in their exponent and the first 23 - 15 bits of their mantissa."""
+
+_FIRST_BIN = 127 << (23 - _BIN_SHIFT)
+"""The bin of 1.0."""
+
+
+@lru_cache(maxsize=1)
+def _half_normal() -> tuple[Tensor, Tensor]:
+    """The absolute value of a normal number by its probability: offset and slope of a straight line in every bin.
+
+    The bins become narrower with the probability itself, so the tail, out to 6.3 standard deviations, is as exact as
+    the middle: the lines are less than 3e-6 off.
+    """
+    with torch.device("cpu"):
+        edges = (torch.arange(32 << (23 - _BIN_SHIFT), dtype=torch.int32) + _FIRST_BIN) << _BIN_SHIFT
+        below = edges.view(torch.float32).double()  # probability times 2**31
+        above = below.roll(-1)
+        above[-1] = 2.0**32
+        left, right = (-torch.special.ndtri((edge / 2**32).clamp(max=0.5)) for edge in (below, above))
+        slope = (right - left) / (above - below)
+        return (left - slope * below).float(), slope.float()
