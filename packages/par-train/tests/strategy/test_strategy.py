@@ -236,6 +236,22 @@ def test_actor_and_critic_with_other_parallelism_each_do_not_know_of_each_other(
         assert all(torch.equal(*each) for each in zip(alone[1][name], together[1][name], strict=True))
 
 
+@pytest.mark.ranks(1)
+def test_strategies_with_names_draw_other_random_numbers_in_each_step():
+    """A step of one after a step of the other, from the same seed; with the same name they would draw the same."""
+    drawn = {}
+    for name in ("", "actor", "critic", "actor again"):
+        with Strategy(seed=3, name=name.removesuffix(" again")) as strategy:
+            model = make_model()
+            model, optimizer = strategy.initialize(model, adamw(model))
+            first = torch.rand(3)
+            strategy.backward(model(samples()[0]).sum(), optimizer)
+            optimizer.step()
+            drawn[name] = torch.stack([first, torch.rand(3)])
+    assert torch.equal(drawn.pop("actor again"), drawn["actor"])
+    assert len(torch.cat([*drawn.values()]).unique()) == 3 * 2 * 3
+
+
 @pytest.mark.ranks(2)
 def test_models_of_one_strategy_may_share_an_optimizer_or_have_one_each():
     inputs, targets = samples(8)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from par_checkpoint import inspect as checkpoint_of
+from par_groups import ProcessGroups, Topology
 from par_train import Plugin, Strategy, StrategyOptions, register_gradient_handler
 from par_train.strategy.handlers import HANDLERS
 
@@ -33,6 +34,10 @@ def test_options_that_make_no_sense():
     raises("zero is 4; it can be 0, 1, 2 or 3", Strategy, zero=4)
     raises("unknown key 'tensr'", Strategy, parallel={"tensr": 2})
     raises("unexpected keyword argument 'zeros'", Strategy, zeros=1)
+    raises("no layers for sequence=2 yet: .* give these ranks to data, tensor or", Strategy, parallel={"sequence": 2})
+    raises("no layers for expert=2 yet", Strategy, parallel={"expert": 2})
+    with ProcessGroups(Topology({"sequence": 2})) as groups:
+        raises("no layers for sequence=2 yet", Strategy, groups=groups)
     raises("no gradient handler is called 'mine'", Strategy, gradient_handlers=[{"type": "mine"}])
     raises("give dict\\(type=NAME", Strategy, gradient_handlers=[{"kind": "mine"}])
     raises("zero is 1, .* leave out 'data_parallel'", Strategy, zero=1, gradient_handlers=[{"type": "partial"}])
@@ -42,6 +47,19 @@ def test_options_that_make_no_sense():
         parallel={"pipeline": 2},
         pipeline={"schedule": "x"},
     )
+
+
+@pytest.mark.ranks(2, init=False)
+def test_what_cannot_be_made_leaves_nothing_running(monkeypatch):
+    """Neither torch.distributed nor groups, whatever it is that fails."""
+    raises("no schedule is called 'x'", Strategy, parallel={"pipeline": 2}, pipeline={"schedule": "x"})
+    assert not dist.is_initialized()
+    raises("no layers for sequence=2", Strategy, parallel={"sequence": 2})
+    assert not dist.is_initialized()
+    monkeypatch.setattr(ProcessGroups, "_meet", lambda _: int("no connection"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        Strategy()
+    assert not dist.is_initialized()
 
 
 @pytest.mark.ranks(2)

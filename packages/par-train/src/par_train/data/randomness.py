@@ -51,6 +51,6 @@ def seed_generators(key: tuple[int, ...]) -> None:
     np.random.seed(number % 2**32)
 
 
-def seed_number(*key: int) -> int:
+def seed_number(*key: int | str) -> int:
     """A seed of 63 bits; keys that are near each other give numbers that are not."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1

@@ -30,6 +30,7 @@ class StrategyOptions:
     device: str = "auto"
     seed: int = 0
     groups: ProcessGroups | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         precision_of(self.precision)
@@ -65,7 +66,7 @@ class StrategyOptions:
     def described(self) -> str:
         """What all ranks must have alike, as text."""
         plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
-        fields = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed)
+        fields = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed, self.name)
         return repr(_plain((self.parallel, *fields, self.gradient_handlers, plugins)))
 
 

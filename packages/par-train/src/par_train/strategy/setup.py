@@ -4,12 +4,22 @@ from functools import cached_property
 
 import torch
 
-from par_groups import Environment, ProcessGroups
+from par_groups import Environment, ProcessGroups, Topology
 from par_layers import LayerSet, layer_set
 from par_pipeline import Schedule, schedule
 
 from ..plan.schedules import make_schedule, microbatches_of
 from .options import StrategyOptions
+
+
+def check_layers(topology: Topology) -> None:
+    """Raises ValueError if ranks lie on an axis for which there are no layers: all of them would do the same work."""
+    for axis in ("sequence", "expert"):
+        if axis in (*topology.axes, *topology.products) and topology.size(axis) > 1:
+            raise ValueError(
+                f"no layers for {axis}={topology.size(axis)} yet: all its ranks would do the same work; give these "
+                "ranks to data, tensor or pipeline"
+            )
 
 
 class Setup:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -18,6 +18,7 @@ from par_precision import MixedOptimizer
 
 from ..data.loader import GlobalDataLoader, Position
 from ..data.place import placed
+from ..data.randomness import seed_number
 from ..plan.inputs import Job
 from ..plan.strategy_plan import StrategyPlan, plan_of
 from .execute import Criterion, Execution
@@ -29,7 +30,7 @@ from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Device, Pipelined, Precision, Tied, Zero
-from .setup import Setup
+from .setup import Setup, check_layers
 from .stages import Layers, build_stages
 
 
@@ -51,6 +52,7 @@ class Strategy(Setup):
         device: A device, or "auto": the accelerator of this rank if there is one, else the CPU.
         seed: Seed of weights that are made here, of the order of data, and of torch's generator in each step.
         groups: Live groups to use, instead of making some for `parallel`.
+        name: Tells the random numbers of each step apart from those of other strategies with this seed in the program.
 
     Attributes:
         options: The options, as `StrategyOptions`.
@@ -88,38 +90,40 @@ class Strategy(Setup):
         device: str = "auto",
         seed: int = 0,
         groups: ProcessGroups | None = None,
+        name: str = "",
     ) -> None:
-        self.environment = launch(device=None if device == "auto" else device)
-        self.device = self.environment.device
-        problem, self.options, self.plugins = None, StrategyOptions(), []
-        try:
-            self.options = StrategyOptions(
-                parallel=parallel or {},
-                precision=precision,
-                zero=zero,
-                clip_norm=clip_norm,
-                pipeline=pipeline or {},
-                mixed=mixed or {},
-                gradient_handlers=gradient_handlers,
-                plugins=plugins,
-                device=device,
-                seed=seed,
-                groups=groups,
-            )
-            self.plugins = self._find_plugins()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            problem = error
-        try:
+        with ExitStack() as started:  # what an error ends again
+            self.environment = started.enter_context(launch(device=None if device == "auto" else device))
+            self.device = self.environment.device
+            problem, self.options, self.plugins = None, StrategyOptions(), []
+            try:
+                self.options = StrategyOptions(
+                    parallel=parallel or {},
+                    precision=precision,
+                    zero=zero,
+                    clip_norm=clip_norm,
+                    pipeline=pipeline or {},
+                    mixed=mixed or {},
+                    gradient_handlers=gradient_handlers,
+                    plugins=plugins,
+                    device=device,
+                    seed=seed,
+                    groups=groups,
+                    name=name,
+                )
+                self.plugins = self._find_plugins()
+                parallel = self.options.parallel
+                topology = groups.topology if groups else Topology.from_config(parallel, self.environment.world_size)
+                check_layers(topology)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
-        except BaseException:
-            self.environment.close()
-            raise
-        self._owns_groups = groups is None
-        self.groups = groups or ProcessGroups(
-            Topology.from_config(self.options.parallel, self.environment.world_size), device=self.device
-        )
-        self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
-        self._place = self.groups.rank_seed(("data", "pipeline"), seed)
+            self._owns_groups = groups is None
+            self.groups = groups or started.enter_context(ProcessGroups(topology, device=self.device))
+            self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
+            started.pop_all()  # they run until close()
+        place = self.groups.rank_seed(("data", "pipeline"), seed)
+        self._place = seed_number(place, name) if name else place
         self._pairs: list[Pair] = []
         self._loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []  # the position outlives its loader
         self._executions: dict[nn.Module, Execution] = {}
