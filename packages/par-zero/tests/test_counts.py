@@ -1,7 +1,8 @@
 """What the collectives move is what `traffic` says, element by element.
 
 Beside it, every reduction tells the ranks whether one of them had a gradient of every parameter: an all-reduce of one
-int32, which is counted apart. If none had, another of one for each parameter tells which.
+int32, which is counted apart. If none had, another of one for each parameter tells which. At stage 3 the ranks
+compare there how the pass ends too.
 """
 
 from fractions import Fraction
@@ -51,6 +52,11 @@ def moved(*arguments, **options):
     return counted.received() - count, count
 
 
+def flags_of(stage):
+    """The numbers that all ranks compare at the end of a backward pass."""
+    return 5 if stage == 3 else 1
+
+
 def part(ranks):
     return Fraction(ranks - 1, ranks)
 
@@ -64,7 +70,7 @@ def test_a_step_moves_what_traffic_says(stage, passes):
     received, flags = moved(*sharded(stage, dist.group.WORLD), microbatches, together=together)
     saved = microbatches * BLOCK * part(ranks) if stage == 3 and not together else 0
     assert received == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together) - saved
-    assert flags == 2 * part(ranks) * (1 if together else microbatches)
+    assert flags == 2 * part(ranks) * flags_of(stage) * (1 if together else microbatches)
 
 
 @pytest.mark.ranks(4)
@@ -86,4 +92,4 @@ def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
     received, flags = moved(*sharded(stage, near, replicas=far))
     saved = BLOCK * part(2) if stage == 3 else 0  # the last unit stays gathered
     assert received == traffic(stage, PARAMETERS, 2, replicas=2) - saved
-    assert flags == 2 * 2 * part(2)  # told among the shards, then among the replicas
+    assert flags == 2 * (flags_of(stage) + 1) * part(2)  # told among the shards, then among the replicas

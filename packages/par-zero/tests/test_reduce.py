@@ -1,14 +1,18 @@
 """In which order reductions begin and are waited for."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import count_collectives
+from par_testing import count_collectives, for_each
 from par_zero import shard
 from par_zero._collectives import Groups
 from par_zero._reduce import Reductions
+
+from .helpers import assert_near, batch, copies, sgd, sharded, whole
 
 
 class Noted:
@@ -18,21 +22,45 @@ class Noted:
         self.notes, self.name = notes, name
         notes.append(f"begin {name}")
 
+    def is_completed(self):
+        return self.name[0] in ARRIVES
+
     def wait(self):
         self.notes.append(f"wait {self.name}")
 
 
-def begun(names, collectives):
+ARRIVES = "bc"
+"""The reductions whose collectives arrive at once."""
+
+
+def begun(names, collectives, *, waits=True):
     """What happens when reductions of these names begin, each of several collectives."""
-    notes, reductions = [], Reductions()
+    notes, reductions = [], Reductions(waits=waits)
 
     def steps(name):
         for number in range(collectives):
             yield Noted(notes, f"{name}{number}")
 
     for name in names:
-        reductions.begin(steps(name))
+        reductions.begin(steps(name), single=collectives == 1)
     return reductions, notes
+
+
+def test_where_the_host_would_wait_the_next_begins_and_what_has_arrived_is_taken_in():
+    reductions, notes = begun("abcd", 1, waits=False)
+    assert notes == ["begin a0", "begin b0", "wait b0", "begin c0", "wait c0", "begin d0"]
+    notes.clear()
+    reductions.finish()
+    assert notes == ["wait a0", "wait d0"]
+
+
+def test_where_the_host_would_wait_second_collectives_begin_at_the_end_in_the_order_of_the_first():
+    reductions, notes = begun("abc", 2, waits=False)
+    assert notes == ["begin a0", "begin b0", "begin c0"]
+    notes.clear()
+    reductions.finish()
+    assert notes[:6] == ["wait a0", "begin a1", "wait b0", "begin b1", "wait c0", "begin c1"]
+    assert notes[6:] == ["wait a1", "wait b1", "wait c1"]
 
 
 def test_two_first_collectives_are_under_way_and_the_second_ones_beside_them():
@@ -55,12 +83,78 @@ def test_a_third_chunk_waits_for_the_first_alone():
     assert notes == ["begin a0", "begin b0", "wait a0", "begin c0"]
 
 
+class Exchanging(torch.autograd.Function):
+    """Sums over the ranks, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.group = exchanges()
+        total = x.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total
+
+
+@functools.cache
+def exchanges():
+    """A communicator apart, as exchanges within backward need one."""
+    return dist.new_group()
+
+
+class Mixed(nn.Module):
+    """Exchanges below linears of which some ranks leave one out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x, left_out):
+        for number, layer in enumerate(self.layers):
+            x = Exchanging.apply(x) / 2 if number == 1 else x
+            if number != left_out:
+                x = torch.tanh(layer(x))
+        return x
+
+
+@for_each(stage=(0, 1, 2, 3))
+@pytest.mark.ranks(2, timeout=20)
+def test_nothing_in_backward_waits_for_a_rank_that_waits_for_this_one_in_backward(stage):
+    """Rank 1 has no gradient for its last chunk but one, so it reduces at the end, below an exchange with rank 0."""
+    results = []
+    for reduced_by in ("par-zero", "hand"):
+        module, optimizer = Mixed(), None
+        if reduced_by == "par-zero":
+            module, optimizer = sharded(module, stage, sgd)
+        else:
+            optimizer = sgd(module.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            left_out = 6 if dist.get_rank() == 1 and step else -1
+            module(batch(step, width=8), left_out).square().mean().backward()
+            if reduced_by == "hand":
+                for parameter in module.parameters():
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= 2
+            optimizer.step()
+        results.append(whole(module) if reduced_by == "par-zero" else copies(module))
+    assert_near(*results)
+
+
 def test_flags_go_by_a_device_that_all_groups_have(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: group)
     cuda, both, nccl = torch.device("cuda"), "cpu:gloo,cuda:nccl", "cuda:nccl"
     cases = ((both, None, "cpu"), (nccl, None, "cuda"), (both, both, "cpu"), (both, nccl, "cuda"))
     for shards, replicas, expected in cases:
-        assert Groups(shards=shards, replicas=replicas, mean=True).device_of_flags(cuda).type == expected
+        assert (
+            Groups(shards=shards, gathers=shards, replicas=replicas, mean=True).device_of_flags(cuda).type == expected
+        )
 
 
 @pytest.mark.ranks(2, init=False)

@@ -1,5 +1,7 @@
 """Every underscore name of torch that is used, by itself: this file fails first when a new torch breaks something."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch import nn
 from par_zero import _torch_private as private
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, backend="gloo")
 def test_every_one_does_what_it_is_used_for():
     one, other = torch.zeros(3), torch.arange(3.0)
     private.foreach_copy_([one], [other])
@@ -44,4 +46,6 @@ def test_every_one_does_what_it_is_used_for():
     handle.remove()
 
     assert dist.get_world_size() == 1
+    apart = dist.new_group([0], timedelta(seconds=7))
+    assert private.timeout_of(apart) == timedelta(seconds=7)
     assert private.default_store().add("par_zero/test", 2) == 2

@@ -11,13 +11,14 @@ Two of gloo's collectives are replaced.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from par_groups import backend_of
 
+from ._torch_private import timeout_of
 from .layout.buffers import Buffers
 
 _TAG = 7_213_000
@@ -33,11 +34,14 @@ class Groups:
 
     Args:
         shards: The ranks that each keep a share.
+        gathers: The same ranks by the communicator over which parameters are gathered at stage 3, where data decides on
+            each rank what comes first, a gathering or a reduction; before stage 3 `shards`.
         replicas: The ranks that keep the same share, for hybrid sharding; None without.
         mean: Whether gradients are averaged over the ranks, or else summed.
     """
 
     shards: dist.ProcessGroup
+    gathers: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     mean: bool
 
@@ -60,6 +64,27 @@ class Groups:
         return 1.0 / (dist.get_world_size(self.shards) * copies)
 
 
+def same_ranks(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Another communicator of the same ranks, which alone take part, connected for that device here, not in a step."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return group
+    unsorted: dict[str, Any] = (
+        {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    )  # an option since torch 2.13, as are such groups
+    made = dist.new_group(
+        ranks,
+        timeout_of(group),
+        str(dist.get_backend_config(group)),
+        use_local_synchronization=True,
+        group_desc="par_zero gathers",
+        **unsorted,
+    )
+    gathers = cast("dist.ProcessGroup", made)  # this rank is one of them
+    all_reduce(torch.zeros(1, device=device), gathers).wait()
+    return gathers
+
+
 class Handle:
     """A collective under way.
 
@@ -70,6 +95,10 @@ class Handle:
 
     def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = works, finish
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not wait."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Waits until the result is there. A second call does nothing."""

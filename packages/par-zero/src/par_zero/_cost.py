@@ -18,7 +18,8 @@ class Memory:
         parameters: Bytes of the parameters as the module uses them.
         gradients: Bytes of the gradients that are kept between their reduction and the step.
         optimizer: Bytes of the optimizer's state, and of its own copies of parameters.
-        buffers: Bytes that reductions work in: those of the two chunks that are reduced at a time.
+        buffers: Bytes that reductions work in, as far as they are kept between steps: at most those of two chunks. In
+            backward it is those of all chunks that are under way at a time.
     """
 
     parameters: float

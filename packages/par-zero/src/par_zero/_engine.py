@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ._collectives import Groups, Handle, all_gather
 from ._gather import Gatherer, computed
+from ._order import Order
 from ._reduce import Reducer
 from ._stage import Stage
 from ._step import Unmoved, rewire_
@@ -44,7 +45,10 @@ class Engine:
         self._optimizer, self._stage, self._groups, self._chunks = optimizer, stage, groups, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
         self._reducer = Reducer(self._trained, groups)
-        self._gatherer = Gatherer(module, units, self._reducer) if stage.shards_parameters else None
+        self._gatherer: Gatherer | None = None
+        if stage.shards_parameters:
+            order = Order(units, groups.gathers, groups.device_of_flags(chunks[0].own.device), self._reducer)
+            self._gatherer = Gatherer(module, units, self._reducer, order)
         self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
         self._unmoved: Unmoved | None = None
         if optimizer is not None:
@@ -98,7 +102,7 @@ class Engine:
         """See `par_zero.reset`."""
         self._reducer.reset()
         if self._gatherer is not None:
-            self._gatherer.free_all()
+            self._gatherer.reset()
 
     def refresh(self, *_: Any) -> None:
         """Parameters were written from outside: the optimizer's own copies follow."""

@@ -1,12 +1,13 @@
 """Stage 3: when a unit's parameters are gathered and freed, forward and backward.
 
 forward    a unit begins -> the units that ran before are freed, its own parameters are gathered, or have arrived
-                         -> what the pass before needed next is gathered meanwhile
+                         -> what comes next, see `Order`, is gathered meanwhile
 backward   the gradient of a unit's output is there -> the units are freed whose gradients are all there
                                                     -> its own parameters are gathered
            the pass is over                         -> all units are freed
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ._order import End, Kind, Order
 from ._reduce import Reducer
 from ._unit import State, Unit
 
@@ -28,19 +30,19 @@ class Gatherer:
         root: The sharded module; what belongs to no other unit stays gathered from forward to the end of backward.
         units: The units, the root's own first.
         reducer: Knows which gradients are there, and when a backward pass ends.
+        order: In which order all ranks gather.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], reducer: Reducer) -> None:
-        self._units, self._reducer = tuple(units), reducer
+    def __init__(self, root: nn.Module, units: Sequence[Unit], reducer: Reducer, order: Order) -> None:
+        self._units, self._reducer, self._order = tuple(units), reducer, order
         self._keepers = 0  # under no_sync: gathered once for several passes
         self._summoners = 0
-        self._order: list[int] = []  # the units in the order in which the step before gathered them
-        self._recorded: list[int] = []  # the same of this step, so far
         self._in_backward = False
         self._graphed = False  # whether the pass under way makes a graph, for a gradient of a gradient
         self._begun: list[Unit] = []  # the units whose backward has begun
         self._marks = WeakTensorKeyDictionary()  # an object for each tensor that a unit has returned
         self._mark: object = None  # of what the units returned whose backward began last
+        reducer.compare_by(partial(order.end, End.BACKWARD))
         reducer.at_end(self._end_backward)
         for unit in units:
             unit.outer = frozenset(
@@ -75,7 +77,7 @@ class Gatherer:
         freed = [unit for unit in self._units if not unit.gathered]  # none within another summon
         hidden = [unit for unit in self._units if unit.state is State.HIDDEN]
         for unit in (*freed, *hidden):
-            self._gather(unit)
+            unit.gather()
         self._summoners += 1
         try:
             yield
@@ -87,7 +89,11 @@ class Gatherer:
                 unit.free()
             for unit in hidden:
                 unit.hide()
-            self._recorded = []
+
+    def reset(self) -> None:
+        """Frees everything, and forgets a pass that has failed."""
+        self.free_all()
+        self._order.forget()
 
     def free_all(self) -> None:
         """Frees everything, such as after a step, when what is gathered is out of date."""
@@ -103,19 +109,10 @@ class Gatherer:
 
     def _gather(self, unit: Unit) -> None:
         """Makes a unit's parameters whole. All-gather over the group, unless they are there."""
-        if not unit.gathered:
-            self._begin_gathering(unit)
-            unit.wait()
-            place = len(self._recorded)  # and begins to gather what came next in the step before
-            if place < len(self._order) and self._order[place - 1] == unit.number:
-                self._begin_gathering(self._units[self._order[place]])
+        without = "forward" if torch.is_grad_enabled() else "evaluation"
+        self._order.gather(unit, Kind("backward" if self._in_backward else without, self._keepers > 0))
         unit.show()
         unit.kept |= self._keepers > 0
-
-    def _begin_gathering(self, unit: Unit) -> None:
-        if unit.state is State.FREED:
-            self._recorded.append(unit.number)
-            unit.begin_gathering()
 
     def _enter(self, unit: Unit, *_: Any) -> None:
         """A module of a unit begins. The units that ran before are done, unless this is backward."""
@@ -145,7 +142,10 @@ class Gatherer:
         outside = not self._in_backward and not any(unit.running for unit in self._units)
         if outside and not self._keepers and (not torch.is_grad_enabled() or self._is_frozen(output)):
             self.free_all()
-            self._recorded = []
+            if output is None and sys.exception() is not None:  # forward has failed
+                self._order.forget()
+            else:
+                self._order.end(End.EVALUATION)
 
     def _is_frozen(self, output: Any) -> bool:
         """Whether neither what a module returns nor any parameter wants gradients."""
@@ -181,15 +181,16 @@ class Gatherer:
         if unit not in self._begun:
             self._begun.append(unit)
 
-    def _end_backward(self) -> None:
-        """A backward pass has ended."""
+    def _end_backward(self, *, reduced: bool) -> None:
+        """A backward pass has ended, with gradients reduced or not."""
+        if not (reduced or self._graphed or self._keepers):
+            self._order.end(End.NO_GRADIENTS)
         if self._graphed:  # nobody would gather again what a pass through its graph needs
             for unit in self._units:
                 unit.kept |= unit.gathered
         elif not self._keepers:
             self.free_all()
         self._forget_pass()
-        self._order, self._recorded = self._recorded, []
 
     def _forget_pass(self) -> None:
         self._in_backward, self._graphed, self._mark = False, False, None
@@ -202,6 +203,7 @@ class Gatherer:
         """
         if not (self._summoners or self._in_backward or any(unit.running for unit in self._units)):
             for unit in self._units:
+                unit.wait()  # it may be on its way, and what is on its way must not be written
                 unit.hide()
 
 

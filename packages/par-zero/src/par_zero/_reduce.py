@@ -3,10 +3,14 @@
 backward   a parameter's gradient arrives -> its chunk is complete -> reduce-scatter it        (group)
                                                                    -> all-reduce the share     (replicas, if hybrid)
                                                                    -> all-gather it            (group, stage 0 alone)
-           all have arrived               -> which parameters had a gradient on any rank       (both, one int32 or more)
+           backward ends                  -> what is not all-reduced or all-gathered yet, and which parameters had a
+                                             gradient on any rank                              (both, one int32 or more)
 step       the optimizer updates its flat slices in one fused call each
            -> all-gather the parameters                                                        (group, stages 1 and 2)
            at stage 3 a unit's parameters are gathered before it runs, forward and backward    (group)
+
+All ranks begin reductions in one order, on one communicator. Nothing waits for another rank while backward goes on:
+that rank may need this one first, where backward itself exchanges, over a communicator of its own, as experts do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,19 +43,39 @@ class Reducer:
         self._any = False  # whether a gradient has arrived in this pass; it may be a pass for inputs alone
         self._arrived: list[set[int]] = [set() for _ in chunks]  # the members that have their gradient in this pass
         self._taken: set[int] = set()  # the chunks whose gradients lie in their buffers
-        self._launched = 0  # how many chunks' reductions have begun; all ranks begin them in one order
-        self._reductions = Reductions()
+        self.begun = 0  # how many chunks' reductions have begun in this pass
+        single = groups.replicas is None and all(chunk.stage.shards_state for chunk in chunks)
+        on_cpu = all(chunk.own.is_cpu for chunk in chunks)
+        # The CPU that serves a device is so far ahead of it that it never finds a collective complete. So there the
+        # device waits, or else all gradients would be in memory, and what follows a reduce-scatter would begin last.
+        lends = any(chunk.stage.shards_gradients for chunk in chunks)
+        self._reductions = Reductions(waits=not on_cpu and (lends or not single))
         self._gradients, self._received = Buffers(), Buffers()
         self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]  # since the last step
-        self._at_end: list[Callable[[], None]] = []
+        self._compare: Callable[[Sequence[bool]], list[bool]] | None = None
+        self._at_end: list[Callable[..., None]] = []
         for number, chunk in enumerate(chunks):
             chunk.number = number
             for index, member in enumerate(chunk.members):
                 _on_gradient(member.parameter, _weakly(self._gradient_arrived, number, index))
 
-    def at_end(self, call: Callable[[], None]) -> None:
-        """Has a function called after each backward pass."""
+    def at_end(self, call: Callable[..., None]) -> None:
+        """Has a function called after each backward pass, with `reduced`: whether gradients were reduced."""
         self._at_end.append(call)
+
+    def compare_by(self, compare: Callable[[Sequence[bool]], list[bool]]) -> None:
+        """Has a function tell at the end of backward which flags any rank of the shards has set. It may raise."""
+        self._compare = compare
+
+    def begin_all(self, count: int) -> None:
+        """Begins reductions until there are as many, and waits for them, though the pass has failed.
+
+        Other ranks have begun as many, which else would never end.
+        """
+        for chunk in self._chunks[self.begun : count]:
+            chunk.take_gradients(self._gradients)
+            self._begin(chunk)
+        self._reductions.abandon()
 
     def has_all_gradients(self, chunk: Chunk) -> bool:
         """Whether the pass under way has brought all gradients of a chunk; one that is not trained waits for none."""
@@ -107,7 +131,7 @@ class Reducer:
             )
         self.start()
         self._any = True
-        if index in arrived and not self._deferring and self._launched > number:
+        if index in arrived and not self._deferring and self.begun > number:
             raise RuntimeError(
                 f"{member.names[0]!r} got another gradient after its sum over the ranks had begun: it is "
                 "used in two reentrant checkpoints; pass use_reentrant=False"
@@ -118,14 +142,23 @@ class Reducer:
 
     def _take(self, chunk: Chunk) -> None:
         """Takes the gradients of a chunk, and begins to reduce all chunks whose turn has come."""
-        if not self._deferring and chunk.number == self._launched:
+        if not self._deferring and chunk.number == self.begun:
             self._reductions.make_room()  # so that its buffer can be lent to this chunk
         used = chunk.take_gradients(self._gradients)
         self._used[chunk.number] |= torch.tensor(used, dtype=torch.int32)
         self._taken.add(chunk.number)
-        while not self._deferring and self._launched in self._taken:
-            self._launched += 1
-            self._reductions.begin(self._reduction(self._chunks[self._launched - 1]))
+        while not self._deferring and self.begun in self._taken:
+            self._begin(self._chunks[self.begun])
+
+    def _begin(self, chunk: Chunk) -> None:
+        """Begins to reduce the next chunk."""
+        self.begun += 1
+        one = chunk.stage.shards_state or self._reduces_at_once(chunk)
+        self._reductions.begin(self._reduction(chunk), single=one and self._groups.replicas is None)
+
+    def _reduces_at_once(self, chunk: Chunk) -> bool:
+        """Whether one all-reduce is enough, whose sum has the same bits as one in the order of the ranks."""
+        return not chunk.stage.shards_state and self._groups.is_pair and not chunk.has_earlier
 
     def _reduction(self, chunk: Chunk) -> Iterator[Handle]:
         """The collectives of one chunk, each begun when the one before has arrived."""
@@ -133,7 +166,7 @@ class Reducer:
         if gradient is None:
             raise RuntimeError(f"chunk {chunk.number} is reduced before its gradients were taken; a bug of par-zero")
         share = chunk.place_of_sum(gradient)
-        if not chunk.stage.shards_state and groups.is_pair and not chunk.has_earlier:
+        if self._reduces_at_once(chunk):
             yield all_reduce(gradient, groups.shards)
             gradient.mul_(groups.scale)
             chunk.take_sum(share, self._gradients)
@@ -151,39 +184,60 @@ class Reducer:
         for chunk in self._chunks if self._any else ():
             if chunk.number not in self._taken and (not self._deferring or self._arrived[chunk.number]):
                 self._take(chunk)
-        if self._any and not self._deferring:
-            device = self._groups.device_of_flags(self._chunks[0].own.device)
-            had_all = torch.tensor([all(bool(used.all()) for used in self._used)], dtype=torch.int32, device=device)
-            handle = all_reduce(had_all, self._groups.shards, dist.ReduceOp.MAX)
-            self._reductions.finish()
-            handle.wait()
-            self._share_used(had_all)
+        reduced = self._any and not self._deferring
+        if reduced:
+            had_all = self._finish([all(bool(used.all()) for used in self._used)])[0]
+            self._share_used(had_all=had_all)
             for chunk in self._chunks:
                 chunk.bind_gradients()
         self._forget_pass()
+        self._received.keep(2)
+        if self._gradients.keep(2):
+            for chunk in self._chunks:
+                chunk.forget_buffer()
         for call in self._at_end:
-            call()
+            call(reduced=reduced)
 
-    def _share_used(self, had_all: torch.Tensor) -> None:
+    def _finish(self, flags: Sequence[bool]) -> list[bool]:
+        """Waits for all reductions, and tells which flags any rank has set."""
+        groups, device = self._groups, self._device_of_flags
+        if self._compare is not None:
+            flags = self._compare(flags)  # first: if the ranks differ, they raise, and not all have begun to reduce
+            self._reductions.finish()
+        else:
+            told = torch.tensor(flags, dtype=torch.int32, device=device)
+            handle = all_reduce(told, groups.shards, dist.ReduceOp.MAX)
+            self._reductions.finish()
+            handle.wait()
+            flags = told.tolist()
+        if groups.replicas is not None:
+            told = torch.tensor(flags, dtype=torch.int32, device=device)
+            all_reduce(told, groups.replicas, dist.ReduceOp.MAX).wait()
+            flags = told.tolist()
+        return [bool(flag) for flag in flags]
+
+    def _share_used(self, *, had_all: bool) -> None:
         """Makes `used` say which members had a gradient on any rank.
 
         Args:
-            had_all: (1) int32: whether a rank of the shards had gradients of all members, so that all members had one.
+            had_all: Whether some rank had gradients of all members, so that all members had one.
         """
-        groups, used = self._groups, torch.cat(self._used)
-        if groups.replicas is not None:
-            all_reduce(had_all, groups.replicas, dist.ReduceOp.MAX).wait()
-        if had_all.item():
+        used = torch.cat(self._used)
+        if had_all:
             used.fill_(1)
         else:
-            used = used.to(had_all.device)
-            for group in (groups.shards, groups.replicas):
+            used = used.to(self._device_of_flags)
+            for group in (self._groups.shards, self._groups.replicas):
                 if group is not None:
                     all_reduce(used, group, dist.ReduceOp.MAX).wait()
         self._used = list(used.cpu().split([len(chunk.members) for chunk in self._chunks]))
 
+    @property
+    def _device_of_flags(self) -> torch.device:
+        return self._groups.device_of_flags(self._chunks[0].own.device)
+
     def _forget_pass(self) -> None:
-        self._running, self._any, self._launched = False, False, 0
+        self._running, self._any, self.begun = False, False, 0
         self._taken.clear()
         for arrived in self._arrived:
             arrived.clear()
@@ -196,38 +250,49 @@ class _Reduction:
     Args:
         steps: Its collectives that are still to come, each begun by asking for it.
         handle: The collective under way.
-        at_first: Whether that is the first one.
+        single: Whether no other collective follows.
+        at_first: Whether the collective under way is the first one.
     """
 
     steps: Iterator[Handle]
     handle: Handle
+    single: bool
     at_first: bool = True
 
 
 class Reductions:
     """Reductions under way, in the order in which they began.
 
-    At most two are at their first collective, which needs a whole chunk's memory: one that is sent, and the next.
-    Those before them may be at later ones.
+    What follows the first collective of a reduction begins in `finish` alone: begun as soon as the first one has
+    arrived, it would fall between other collectives on one rank and behind them on another.
+
+    Args:
+        waits: Whether at most two are at their first collective, which needs a whole chunk's memory, and a third waits
+            for the oldest, which then goes on. So it is on a device that waits by itself, in the order of its work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
         self._under_way: list[_Reduction] = []
 
-    def begin(self, steps: Iterator[Handle]) -> None:
+    def begin(self, steps: Iterator[Handle], *, single: bool) -> None:
         """Begins a reduction.
 
         Args:
             steps: Its collectives, each begun by asking for it, when the one before has arrived.
+            single: Whether there is one alone.
         """
         self.make_room()
-        self._under_way.append(_Reduction(steps, next(steps)))
+        self._under_way.append(_Reduction(steps, next(steps), single))
 
     def make_room(self) -> None:
-        """Where two reductions are at their first collective, waits for the older one's, and for those before it."""
-        first = [number for number, reduction in enumerate(self._under_way) if reduction.at_first]
-        if len(first) == 2:
-            self._wait_for(self._under_way[: first[1]])
+        """Takes in what has arrived; or, where a device waits, brings the older of two on, and those before it."""
+        if self._waits:
+            first = [number for number, reduction in enumerate(self._under_way) if reduction.at_first]
+            if len(first) == 2:
+                self._wait_for(self._under_way[: first[1]])
+        else:
+            self._wait_for([each for each in self._under_way if each.single and each.handle.is_completed()])
 
     def finish(self) -> None:
         """Waits for all reductions, which go on in turn."""

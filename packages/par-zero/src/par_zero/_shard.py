@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from par_groups import on_written
 
 from ._check import ENGINE, agreed_ranks, check, check_groups, described
-from ._collectives import Groups
+from ._collectives import Groups, same_ranks
 from ._engine import Engine
 from ._options import ShardOptions, Units
 from ._stage import STAGES
 from ._unit import Unit
 from .layout.build import make_chunks, members_of
 from .layout.records import SameShare, record_, record_of
-from .layout.units import Place, called, choose_units, places
+from .layout.units import Place, called, choose_units, places, unit_names
 
 
 def shard(
@@ -111,11 +111,18 @@ def shard(
     for chunk in chunks:
         for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
             member.parameter.data = view
+    gathers = same_ranks(group, chunks[0].own.device) if STAGES[stage].shards_parameters else group
+    groups = Groups(shards=group, gathers=gathers, replicas=replicas, mean=reduce == "mean")
     gathered = [
-        Unit(number, unit, [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number], group)
-        for number, unit in enumerate(modules)
+        Unit(
+            number,
+            name,
+            unit,
+            [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number],
+            gathers,
+        )
+        for number, (name, unit) in enumerate(zip(unit_names(module, modules), modules, strict=True))
     ]
-    groups = Groups(shards=group, replicas=replicas, mean=reduce == "mean")
     engine = Engine(module, optimizer, chunks, STAGES[stage], groups, gathered)
     record_(chunks, records, SameShare(group, replicas, share_of))
     on_written(parameters, engine.refresh)

@@ -6,6 +6,7 @@ that a wrapper would show in a step.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
         for name, hooks in vars(optimizer).items()
         if name.startswith("_optimizer_") and isinstance(hooks, dict)
     }
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group may take.
+
+    `_get_backend` and its `options._timeout` are there since torch 2.0. What `new_group` takes by default is torch's
+    own timeout, not that of the world.
+    """
+    device = torch.device(next(iter(str(dist.get_backend_config(group)).split(":"))))
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def default_store() -> Any:

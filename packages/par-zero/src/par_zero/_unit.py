@@ -40,9 +40,10 @@ class Unit:
 
     Args:
         number: Its place among the units; 0 is the root's own.
+        name: What errors call it, such as "'blocks.1'".
         modules: The modules, without their children.
         chunks: The chunks that hold parameters of theirs or of their children.
-        group: The ranks that keep the shares.
+        group: The ranks that keep the shares; a communicator for gathering alone.
 
     Attributes:
         state: Where its parameters are.
@@ -52,9 +53,14 @@ class Unit:
     """
 
     def __init__(
-        self, number: int, modules: Sequence[nn.Module], chunks: Sequence[Chunk], group: dist.ProcessGroup
+        self,
+        number: int,
+        name: str,
+        modules: Sequence[nn.Module],
+        chunks: Sequence[Chunk],
+        group: dist.ProcessGroup,
     ) -> None:
-        self.number, self.modules, self.chunks = number, tuple(modules), tuple(chunks)
+        self.number, self.name, self.modules, self.chunks = number, name, tuple(modules), tuple(chunks)
         self.state = State.SHOWN  # as the parameters are packed
         self.kept = False
         self.running = 0
@@ -75,6 +81,12 @@ class Unit:
             with without_new_version(chunk.flat):
                 self._handles.append(all_gather(chunk.flat, chunk.own, self._group))
 
+    def take_part(self) -> None:
+        """Gives the other ranks this one's shares, which has no need of theirs. All-gather over the group."""
+        for chunk in self.chunks:
+            unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.own.device)
+            all_gather(unused, chunk.own, self._group).wait()
+
     def wait(self) -> None:
         """Waits until an all-gather under way has filled the memory."""
         for handle in self._handles:
@@ -82,6 +94,13 @@ class Unit:
         self._handles.clear()
         if self.state is State.ARRIVING:
             self.state = State.HIDDEN
+
+    def gather(self) -> None:
+        """Makes parameters whole and shows them, whatever was before. All-gather over the group, if they are freed."""
+        if self.state is State.FREED:
+            self.begin_gathering()
+        self.wait()
+        self.show()
 
     def show(self) -> None:
         """The parameters of a gathered unit become whole."""

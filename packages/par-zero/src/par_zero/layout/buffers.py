@@ -35,5 +35,12 @@ class Buffers:
         storage = buffer.untyped_storage()
         self._free.append(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage))
 
+    def keep(self, count: int) -> bool:
+        """Gives the memory of free buffers back, but for that many, the largest. Whether there were more."""
+        more = len(self._free) > count
+        if more:
+            self._free = sorted(self._free, key=torch.Tensor.numel)[-count:]
+        return more
+
     def _forget(self, buffers: list[torch.Tensor]) -> None:
         self._free = [free for free in self._free if not any(free is buffer for buffer in buffers)]

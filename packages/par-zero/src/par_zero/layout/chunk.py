@@ -214,6 +214,11 @@ class Chunk:
             part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
         self._reduced = None  # the optimizer's now, for it to drop
 
+    def forget_buffer(self) -> None:
+        """Lets go of the memory that was lent for its gradients last, and given back."""
+        if self.gradient is None:
+            self._places = []
+
     def forget_gradients(self) -> None:
         """Drops gradients that are not reduced."""
         self._filled, self._earlier = False, None

@@ -99,6 +99,12 @@ def _items(module: nn.Module, apart: Sequence[nn.Module]) -> Iterator[nn.Module]
             yield from _items(child, apart)
 
 
+def unit_names(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[str]:
+    """What errors call the units: their first module, and the last if there are several; the root by its class."""
+    names = {id(module): repr(name) if name else f"the {type(root).__name__}" for name, module in root.named_modules()}
+    return [" to ".join(names[id(module)] for module in dict.fromkeys((unit[0], unit[-1]))) for unit in units]
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 

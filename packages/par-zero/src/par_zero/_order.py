@@ -1,0 +1,232 @@
+"""The order in which units are gathered at stage 3: learned step by step, then a contract.
+
+An all-gather needs all ranks of its group, in one order. But data may decide, on each rank for itself, which units run.
+So the first pass is supervised: before each all-gather the ranks compare which unit they need. What they needed is the
+contract of later passes of that kind. Then nothing is compared: a rank that skips a unit still gives the others its
+share of it, and one that needs a unit that is not to come gives them all that is to come, and then compares, which the
+others do at the end of the pass. There they learn of each other: all that need the same go on and learn it, or else all
+of them raise.
+
+    first pass      compare 1 | gather 1 | compare 2 | gather 2 | compare "end"
+    later passes                gather 1               gather 2 | compare "end"     the next one before it is needed
+
+This has a communicator of its own: when a chunk's gradients are complete depends on the data too, so that reductions
+may fall before a gathering on one rank, and behind it on another.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from ._collectives import all_reduce
+from ._reduce import Reducer
+from ._unit import State, Unit
+
+Numbers = tuple[int, ...]
+"""Units by number, in the order in which they are gathered."""
+
+_CONTRACTS = 100
+"""How many contracts are kept: a program whose passes are drawn at random has a new one after each."""
+
+_FLAGS = 1
+"""For how many flags there is room in a comparison."""
+
+
+class End(IntEnum):
+    """How a pass ends, as it is compared with the numbers of units, which are 0 or more."""
+
+    BACKWARD = -1
+    EVALUATION = -2
+    NO_GRADIENTS = -3
+
+    @property
+    def text(self) -> str:
+        """What a rank does that ends a pass so."""
+        return {
+            End.BACKWARD: "ends backward",
+            End.EVALUATION: "ends a forward without gradients",
+            End.NO_GRADIENTS: "ends a backward in which no parameter got a gradient",
+        }[self]
+
+
+class Kind(NamedTuple):
+    """What the program decides about a pass, and so is alike on all ranks. Each kind has an order of its own.
+
+    Args:
+        begins_with: What needs its first unit: "forward", "backward" or "evaluation".
+        kept: Whether units stay gathered, under `no_sync`.
+    """
+
+    begins_with: str
+    kept: bool
+
+
+class Order:
+    """The order in which the units of one module are gathered.
+
+    A pass here is all from one comparison of its end to the next: of several microbatches under `no_sync` it is one.
+
+    Args:
+        units: The units.
+        group: The ranks that share; a communicator that has no other use.
+        device: Where small numbers lie that all ranks compare.
+        reducer: Brings all ranks' reductions to the same place before they raise.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: dist.ProcessGroup, device: torch.device, reducer: Reducer) -> None:
+        self._units, self._group, self._device, self._reducer = tuple(units), group, device, reducer
+        self._contracts: dict[tuple[Kind, Numbers], Numbers] = {}  # by the pass before, as an actor's before a critic's
+        self._candidates: dict[tuple[Kind, Numbers], Numbers] = {}  # others, until a second pass confirms them
+        self._latest: dict[Kind, Numbers] = {}  # the contracts after a pass that was never seen before
+        self._before: Numbers = ()
+        self._data_decides = False  # whether the ranks have skipped different units in any pass
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the pass under way."""
+        self._kind: Kind | None = None
+        self._contract: Numbers = ()
+        self._gathered: list[int] = []  # units by number, as they were gathered in this pass
+        self._needed: list[bool] = []  # of these, which were for this rank too
+        self._ahead: int | None = None  # the place of what is on its way and not needed yet
+        self._supervised = False
+
+    def gather(self, unit: Unit, kind: Kind) -> None:
+        """Makes a unit's parameters whole, and begins to gather what comes next.
+
+        Raises:
+            RuntimeError: The ranks need different units. All of them raise.
+        """
+        if self._kind is None:
+            latest = self._latest.get(kind, ())
+            self._kind, self._contract = kind, self._contracts.get((kind, self._before), latest)
+        if unit.gathered and self._ahead is None:
+            return
+        ahead = None if self._ahead is None else self._units[self._gathered[self._ahead]]
+        if ahead is unit and unit.state is not State.FREED and self._ahead is not None:
+            self._needed[self._ahead], self._ahead = True, None
+        if unit.gathered:
+            return
+        if unit.state is State.FREED:
+            if ahead is not None:  # it is skipped
+                ahead.free()
+                self._ahead = None
+            self._come_to(unit)
+            unit.begin_gathering()
+        unit.wait()
+        self._begin_next()
+
+    def _come_to(self, unit: Unit) -> None:
+        """Takes part in what the other ranks gather before that unit, and notes that it is gathered."""
+        if not self._supervised:
+            to_come = self._contract[len(self._gathered) :]
+            skipped = to_come.index(unit.number) if unit.number in to_come else len(to_come)
+            self._skip(to_come[:skipped])
+            self._supervised = skipped == len(to_come)
+        if self._supervised:
+            self._compare(unit.number)
+        self._note(unit.number, needed=True)
+
+    def _begin_next(self) -> None:
+        """Begins to gather what comes next by contract, unless it is there still."""
+        place = len(self._gathered)
+        if not self._supervised and place < len(self._contract):
+            unit = self._units[self._contract[place]]
+            if unit.state is State.FREED:
+                self._ahead = place
+                self._note(unit.number, needed=False)
+                unit.begin_gathering()
+
+    def _note(self, number: int, *, needed: bool) -> None:
+        self._gathered.append(number)
+        self._needed.append(needed)
+
+    def _skip(self, numbers: Sequence[int]) -> None:
+        """Gives the other ranks this one's shares of units that it has no need of."""
+        for number in numbers:
+            self._units[number].take_part()
+            self._note(number, needed=False)
+
+    def end(self, end: End, flags: Sequence[bool] = ()) -> list[bool]:
+        """A pass ends. An all-reduce of a few numbers.
+
+        Args:
+            end: How it ends.
+            flags: What the ranks are to know of each other, at most one.
+
+        Returns:
+            For each flag, whether any rank has set it.
+
+        Raises:
+            RuntimeError: The ranks end differently, or some need another unit. All of them raise.
+        """
+        if not self._supervised:
+            self._skip(self._contract[len(self._gathered) :])
+        skipped = 0 if all(self._needed) else 1 + crc32(bytes(self._needed)) // 4
+        alike, told = self._compare(end, skipped, flags)
+        if self._kind is not None and self._gathered:
+            self._learn(self._kind, alike=alike)
+        self.forget()
+        return told
+
+    def _learn(self, kind: Kind, *, alike: bool) -> None:
+        """Makes a contract of a new order, or changes one that was twice another, so that an odd pass changes nothing.
+
+        Args:
+            kind: What pass it was.
+            alike: Whether all ranks have skipped the same. What they skip by their data may be needed the next time.
+        """
+        key, gathered = (kind, self._before), tuple(self._gathered)
+        self._data_decides |= not alike
+        order = gathered
+        if not self._data_decides:
+            order = tuple(number for number, needed in zip(gathered, self._needed, strict=True) if needed)
+        if key not in self._contracts:
+            if len(self._contracts) == _CONTRACTS:
+                self._contracts.clear()
+                self._candidates.clear()
+            self._contracts[key] = order if self._supervised else gathered
+        if order and order != self._contracts[key]:
+            if self._candidates.get(key) == order:
+                self._contracts[key] = order
+            self._candidates[key] = order
+        self._latest[kind] = self._contracts[key]
+        self._before = order
+
+    def _compare(self, what: int, skipped: int = 0, flags: Sequence[bool] = ()) -> tuple[bool, list[bool]]:
+        """Compares with all ranks what this one comes to: a unit by number, or an end.
+
+        Returns:
+            Whether all ranks have skipped the same, and for each flag, whether any rank has set it.
+        """
+        room = [False] * (_FLAGS - len(flags))  # as other ranks may come to something else
+        mine = [what, -what, skipped, -skipped, *flags, *room]
+        numbers = torch.tensor(mine, dtype=torch.int32, device=self._device)
+        all_reduce(numbers, self._group, dist.ReduceOp.MAX).wait()
+        most, least, most_skipped, least_skipped, *told = numbers.tolist()
+        if most != -least:
+            self._refuse(what)
+        return most_skipped == -least_skipped, [bool(flag) for flag in told[: len(flags)]]
+
+    def _refuse(self, what: int) -> NoReturn:
+        """Says which rank comes to what, on all of them, when none is left waiting for another."""
+        mine = torch.tensor([what, self._reducer.begun], dtype=torch.int32, device=self._device)
+        each = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(each, mine, group=self._group)
+        said = [numbers.tolist() for numbers in each]
+        self._reducer.begin_all(max(begun for _, begun in said))
+        self.forget()
+        ranks = dist.get_process_group_ranks(self._group)
+        other = next(place for place, (number, _) in enumerate(said) if number != said[0][0])
+        texts = [self._text(said[place][0]) for place in (other, 0)]
+        raise RuntimeError(
+            f"rank {ranks[other]} {texts[0]} where rank {ranks[0]} {texts[1]}, and at stage 3 all ranks gather a unit "
+            "together; make one unit of what not all ranks run, units=..., or pass stage=2"
+        )
+
+    def _text(self, number: int) -> str:
+        return f"runs {self._units[number].name}" if number >= 0 else End(number).text

@@ -1,0 +1,199 @@
+"""Stage 3 where data decides which units run: gathered in one order on all ranks, or a named error on all of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_testing import count_collectives, for_each
+from par_zero import no_sync, reset
+
+from .helpers import assert_near, assert_same, batch, copies, joint, loss_of, mlp, sgd, sharded, train, whole
+
+ALL = (0, 1, 2, 3)
+
+
+class Branching(nn.Module):
+    """Runs the branches that it is told to, in that order. The linears of a branch are of one unit."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in ALL)
+
+        def forward(branch, x, *, half):
+            return torch.tanh(branch[0](x) if half else branch[1](branch[0](x)))
+
+        for number, branch in enumerate(self.branches):
+            branch.forward = lambda x, half=False, branch=branch: forward(branch, x, half=half)
+            assert number in ALL
+
+    def forward(self, x, use, half=()):
+        for number in use:
+            x = x + self.branches[number](x, half=number in half)
+        return x
+
+
+def branching():
+    return sharded(Branching(), 3, sgd, units=lambda module: type(module) is nn.ModuleList and len(module) == 2)
+
+
+def backward(module, step, use, half=()):
+    module(batch(step, width=8), use, half).square().mean().backward()
+
+
+def run(module, optimizer, step, use, half=()):
+    """A step with the branches of this rank."""
+    optimizer.zero_grad()
+    backward(module, step, use, half)
+    optimizer.step()
+
+
+def check_against_one_device(module, steps):
+    """That parameters are those of one device after steps in which each rank used some branches, and halves of some."""
+    reference = Branching()
+    its = sgd(reference.parameters())
+    for step, of_rank in enumerate(steps):
+        its.zero_grad()
+        losses = [
+            reference(batch(step, rank, width=8), use, half).square().mean() for rank, (use, half) in enumerate(of_rank)
+        ]
+        (sum(losses) / len(losses)).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
+
+
+def comparisons(counted):
+    return [event for event in counted.events if event.dtype == torch.int32]
+
+
+DIFFERENT = {
+    "another": ((0, 1, 3), (0, 2, 3), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
+    "skipped": ((0, 1, 2), (0, 2), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
+    "swapped": ((0, 1, 2), (0, 2, 1), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
+    "less": ((0, 1, 2), (0, 1), r"rank 1 runs 'branches\.0' where rank 0 runs 'branches\.2'"),
+}
+
+
+@for_each(how=DIFFERENT)
+@pytest.mark.ranks(2, timeout=20)
+def test_different_units_in_the_first_pass_are_named_on_all_ranks(how):
+    *uses, words = DIFFERENT[how]
+    module, optimizer = branching()
+    with pytest.raises(RuntimeError, match=words + r".* make one unit of .* units=\.\.\., or pass stage=2"):
+        backward(module, 0, uses[dist.get_rank()])
+    reset(module)
+    steps = [ALL, (0, 2)]
+    for step, use in enumerate(steps):
+        run(module, optimizer, step, use)
+    check_against_one_device(module, [[(use, ())] * 2 for use in steps])
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_later_each_rank_may_skip_other_units():
+    module, optimizer = branching()
+    steps = [[ALL, ALL], [(0, 1), (2, 3)], [(3,), ALL], [(1, 2), (0, 3)], [(0,), (0,)], [(0, 2), (1, 3)]]
+    for step, uses in enumerate(steps):
+        run(module, optimizer, step, uses[dist.get_rank()])
+    check_against_one_device(module, [[(use, ()) for use in uses] for uses in steps])
+
+
+@pytest.mark.ranks(4, timeout=20)
+def test_each_of_four_ranks_may_leave_parameters_of_a_unit_unused():
+    """Its gradients are complete in time on some ranks alone, and what they begin crosses what others gather."""
+    module, optimizer = branching()
+    halves = [(), (3,), (2, 1), (0, 1, 2, 3)]
+    steps = [[(ALL, halves[(rank + step) % 4]) for rank in range(4)] for step in range(4)]
+    for step, of_rank in enumerate(steps):
+        run(module, optimizer, step, *of_rank[dist.get_rank()])
+    check_against_one_device(module, steps)
+
+
+@for_each(late=((0, 1, 2, 3), (1, 0, 2), (0, 2, 1), (3,)))
+@pytest.mark.ranks(2, timeout=20)
+def test_a_unit_that_one_rank_needs_later_is_named_on_all_ranks(late):
+    module, optimizer = branching()
+    for step in range(2):
+        run(module, optimizer, step, (0, 1, 2))
+    needs_more = dist.get_rank() == 1
+    with pytest.raises(RuntimeError, match=r"rank 1 runs 'branches\.\d' where rank 0 ends backward, .*; make one unit"):
+        backward(module, 2, late if needs_more else (0, 1, 2))
+    reset(module)
+    run(module, optimizer, 2, (0, 1, 2))
+    check_against_one_device(module, [[((0, 1, 2), ())] * 2] * 3)
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_what_all_ranks_need_later_is_learned():
+    module, optimizer = branching()
+    orders = [(0, 1), (0, 1), (3, 2, 1), (3, 2, 1), (3, 2, 1), (0,), ALL, (3, 2, 1)]
+    compared = []
+    for step, use in enumerate(orders):
+        with count_collectives() as counted:
+            run(module, optimizer, step, use)
+        compared.append(len([event for event in comparisons(counted) if event.elements == 5]))
+    check_against_one_device(module, [[(use, ())] * 2 for use in orders])
+    assert compared[0] > 1
+    assert compared[1] == 1
+    assert compared[4] == 1
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_evaluation_has_an_order_of_its_own_and_names_what_differs():
+    module, optimizer = branching()
+    reference = Branching()
+    for step in range(3):
+        run(module, optimizer, step, ALL)
+        reference.load_state_dict(whole(module))
+        use = (0, 1, 2) if step == 0 or dist.get_rank() == 0 else (0, 2)
+        with torch.no_grad(), count_collectives() as counted:
+            assert torch.equal(module(batch(step, width=8), use), reference(batch(step, width=8), use))
+        assert len(comparisons(counted)) == (1 if step else 5)  # the root's, each unit's, and the end's
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"rank 1 runs 'branches\.3' where rank 0 ends a forward"):
+        module(batch(0, width=8), ALL if dist.get_rank() == 1 else (0, 1, 2))
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_pass_for_inputs_alone_has_an_order_of_its_own():
+    module, _ = branching()
+    module.requires_grad_(False)
+    for step in range(3):
+        data = batch(step, width=8).requires_grad_()
+        with count_collectives() as counted:
+            module(data, ALL).square().mean().backward()
+        assert (len(comparisons(counted)) == 1) == (step > 0)
+
+
+@pytest.mark.ranks(2)
+def test_under_no_sync_units_are_gathered_ahead_in_every_step():
+    module, optimizer = sharded(mlp(), 3, sgd)
+    other, its = sharded(mlp(), 2, sgd)
+    for step in range(3):
+        for model, each in ((module, optimizer), (other, its)):
+            each.zero_grad()
+            with count_collectives() as counted:
+                for micro in range(3):
+                    with no_sync(model):
+                        loss_of(model, batch(step, width=8, micro=micro)).backward()
+                loss_of(model, batch(step, width=8, micro=3)).backward()
+            each.step()
+            if model is module and step:
+                assert len(comparisons(counted)) == 1
+    assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_without_backward_changes_the_order_for_its_pass_alone():
+    module, optimizer = sharded(mlp(), 3, sgd)
+    reference = mlp()
+    its = sgd(reference.parameters())
+    for step in range(5):
+        if step == 3:
+            for _ in range(3):
+                loss_of(module, batch(9, width=8))
+        with count_collectives() as counted:
+            train(module, optimizer, [[batch(step, width=8)]])
+        train(reference, its, [[joint(step, width=8)]])
+        if step == 4:
+            assert len(comparisons(counted)) == 1
+    assert_near(whole(module), copies(reference))
