@@ -62,6 +62,7 @@ def test_hooks_of_a_parameter_are_seen():
     before.register_hook(lambda gradient: gradient)
     after.register_post_accumulate_grad_hook(lambda parameter: None)
     assert [private.is_heard(parameter) for parameter in (plain, before, after)] == [False, True, True]
+    assert [private.has_tensor_hooks(parameter) for parameter in (plain, before, after)] == [False, True, False]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler warns of torch

@@ -50,6 +50,11 @@ def is_heard(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_tensor_hooks(parameter: nn.Parameter) -> bool:
+    """Whether hooks see a parameter's gradient, and may change it, before it is added. In 2.11 already, as above."""
+    return bool(parameter._backward_hooks)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is under torch.compile, called as a function or as its method.
 

@@ -28,11 +28,6 @@ class Product(NamedTuple):
     compute: Callable[[], Tensor]
     operands: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self) -> None:
-        """Adds the gradient to the weight's."""
-        gradient = self.compute().to(self.weight.dtype)
-        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad.add_(gradient)
-
     @classmethod
     def of_linear(cls, weight: Tensor, x: Tensor, gradient: Tensor) -> "Product":
         """The weight gradient of a linear layer.
@@ -47,6 +42,19 @@ class Product(NamedTuple):
         if right.dtype != left.dtype:  # under autocast they differ
             right = right.to(left.dtype)
         return cls(weight, lambda: left.t().mm(right), (left, right))
+
+
+def like_leaf(parameter: nn.Parameter) -> Tensor:
+    """A leaf that shares a parameter's memory and may have gradients of the same dtypes."""
+    leaf = parameter.detach().requires_grad_()
+    if hasattr(parameter, "grad_dtype"):  # torch of before gives gradients the parameter's dtype
+        leaf.grad_dtype = parameter.grad_dtype
+    return leaf
+
+
+def gradient_dtype_of(weight: Tensor) -> torch.dtype:
+    """The dtype of a weight's gradient."""
+    return getattr(weight, "grad_dtype", None) or weight.dtype
 
 
 def deferring_forward(module: nn.Module, put_off: PutOff) -> Callable[[Tensor], Tensor] | None:

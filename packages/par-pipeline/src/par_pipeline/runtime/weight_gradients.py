@@ -5,36 +5,25 @@ of a backward leaves the parameters alone. Linear and convolution layers put off
 gradient, as does any layer that calls its `weight_grad_hook`, such as tensor-parallel and float8 ones. Whatever else
 has parameters computes their gradients, small ones of norms and biases, in the first half.
 
-Where nobody listens, gradients are added to the stand-in's, which is the parameter's own tensor. Where hooks or a
-data-parallel reducer wait for them, those of the first half are kept, and the second brings all to the parameters in
-one pass, so that hooks fire once.
+Gradients of both halves are added up in the stand-in's. Where nobody listens, that is the parameter's own tensor. Where
+a data-parallel reducer or a post-accumulate hook waits for it, it is a tensor of the step's, and the stage's last
+second half brings it to the parameters in one pass, so that they hear of it once in a step. Tensor hooks may change a
+gradient, so they are given each microbatch's, as in a whole backward, for a temporary in each second half.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from par_groups import WeightGradient, add_product
 
-from .._torch_private import is_compiled, is_heard, parameters_of
-from .deferred_layers import Product, deferring_forward
+from .._torch_private import has_tensor_hooks, is_compiled, is_heard, parameters_of
+from .deferred_layers import Product, deferring_forward, gradient_dtype_of, like_leaf
 from .gradient_sync import FullyShardedModule, is_synchronised
-
-
-class Later(NamedTuple):
-    """What the first half of a backward leaves for the second.
-
-    Args:
-        products: The gradients that were put off, in the order in which the first half came to them.
-        kept: Gradients that are there already, by stand-in, where somebody listens.
-    """
-
-    products: list[Product | WeightGradient]
-    kept: list[tuple[Tensor, Tensor]]
 
 
 class SplitBackward:
@@ -47,10 +36,12 @@ class SplitBackward:
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self.stages = frozenset(modules)
         self._modules = modules
-        self._later: dict[tuple[int, int], Later] = {}  # by stage and microbatch
+        self._later: dict[tuple[int, int], list[Product | WeightGradient]] = {}  # by stage and microbatch
         self._products: list[Product | WeightGradient] | None = None  # of the pass under way
         self._pairs: dict[int, list[tuple[Tensor, nn.Parameter]]] = {}  # by stage: stand-ins and parameters
         self._is_heard = False
+        self._apart: dict[int, list[tuple[Tensor, nn.Parameter]]] = {}  # those with tensor hooks
+        self._kept: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}  # their gradients of the first half
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -64,6 +55,8 @@ class SplitBackward:
                 put_back()
             self._pairs.clear()
             self._later.clear()
+            self._apart.clear()
+            self._kept.clear()
             self._products = None
 
     def _replace(self, undo: list[Callable[[], object]]) -> None:
@@ -71,14 +64,15 @@ class SplitBackward:
         for module in self._modules.values():
             for parameter in module.parameters():
                 if isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter not in stand_ins:
-                    stand_in = stand_ins[parameter] = parameter.detach().requires_grad_()
+                    stand_in = stand_ins[parameter] = like_leaf(parameter)
                     stand_in.__dict__.update(parameter.__dict__)
-        self._is_heard = any(map(is_synchronised, self._modules.values())) or any(map(_must_deliver, stand_ins))
+        self._is_heard = any(map(is_synchronised, self._modules.values())) or any(map(is_heard, stand_ins))
         if not self._is_heard:
             for parameter, stand_in in stand_ins.items():
                 stand_in.grad = parameter.grad
         for stage, module in self._modules.items():
             self._pairs[stage] = [(stand_ins[own], own) for own in module.parameters() if own in stand_ins]
+            self._apart[stage] = [pair for pair in self._pairs[stage] if has_tensor_hooks(pair[1])]
         for layer in {layer for module in self._modules.values() for layer in module.modules()}:
             self._replace_in(layer, stand_ins, undo)
 
@@ -116,13 +110,12 @@ class SplitBackward:
 
     def keep(self, stage: int, microbatch: int) -> None:
         """Ends the first half of a backward: what it has put off waits for `finish`."""
-        kept = []
-        if self._is_heard:
-            kept = [(stand_in, stand_in.grad) for stand_in, _ in self._pairs[stage] if stand_in.grad is not None]
-            for stand_in, _ in kept:
-                stand_in.grad = None
-        self._later[stage, microbatch] = Later(self._products or [], kept)
+        self._later[stage, microbatch] = self._products or []
         self._products = None
+        kept = [(stand_in, stand_in.grad) for stand_in, _ in self._apart[stage] if stand_in.grad is not None]
+        for stand_in, _ in kept:
+            stand_in.grad = None
+        self._kept[stage, microbatch] = kept
 
     def ends(self, stage: int) -> list[Tensor]:
         """Tensors that every parameter of a stage leads to."""
@@ -138,15 +131,13 @@ class SplitBackward:
             last: Whether the stage's gradients are then complete.
             every: Whether parameters without a gradient get zeros, because a reduction waits for all.
         """
-        products, kept = self._later.pop((stage, microbatch))
         with torch.no_grad():
-            for stand_in, gradient in kept:
+            for stand_in, gradient in self._kept.pop((stage, microbatch)):
                 stand_in.grad = gradient
-            for product in products:
-                if self._is_heard or not _add_in_place(product):
-                    product()
+            for product in self._later.pop((stage, microbatch)):
+                _add(product)
             if self._is_heard:
-                self._deliver(stage, every)
+                self._deliver(self._pairs[stage] if last else self._apart[stage], every and last)
             elif last:
                 self._hand_over(stage)
 
@@ -158,17 +149,17 @@ class SplitBackward:
             elif stand_in.grad is not None and stand_in.grad is not parameter.grad:  # used by an unsplit stage, too
                 stand_in.grad = parameter.grad.add_(stand_in.grad)
 
-    def _deliver(self, stage: int, every: bool) -> None:
+    def _deliver(self, pairs: Sequence[tuple[Tensor, nn.Parameter]], every: bool) -> None:
         """Brings the stand-ins' gradients to the parameters in one backward pass, in which hooks fire."""
-        parameters, gradients = [], []
-        for stand_in, parameter in self._pairs[stage]:
-            gradient = torch.zeros_like(stand_in) if every and stand_in.grad is None else stand_in.grad
-            if gradient is not None:
-                parameters.append(parameter)
-                gradients.append(gradient)
-                stand_in.grad = None
-        if parameters:
-            torch.autograd.backward(parameters, gradients)
+        for stand_in, _ in pairs if every else ():
+            if stand_in.grad is None:
+                stand_in.grad = torch.zeros_like(stand_in)
+        pairs = [pair for pair in pairs if pair[0].grad is not None]
+        if pairs:
+            stand_ins, parameters = zip(*pairs, strict=True)
+            with torch.enable_grad():
+                end = _Delivery.apply(stand_ins, *parameters)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(end)
 
 
 def unsplittable(module: nn.Module) -> str | None:
@@ -184,23 +175,34 @@ def unsplittable(module: nn.Module) -> str | None:
     return None
 
 
-def _must_deliver(parameter: nn.Parameter) -> bool:
-    """Whether hooks wait for a parameter's gradient, or it has a dtype that a stand-in's cannot have."""
-    return is_heard(parameter) or (parameter.grad is not None and parameter.grad.dtype != parameter.dtype)
+class _Delivery(torch.autograd.Function):
+    """Gives the gradients of some leaves to parameters, which take the tensors themselves and copy nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, leaves: Sequence[Tensor], *_: nn.Parameter) -> Tensor:
+        """A number, whose backward delivers."""
+        ctx.leaves = leaves
+        return torch.zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, which nobody else holds any more."""
+        gradients: list[Tensor | None] = [None]
+        for leaf in ctx.leaves:
+            gradients.append(leaf.grad)
+            leaf.grad = None
+        return tuple(gradients)
 
 
-def _add_in_place(product: Product | WeightGradient) -> bool:
-    """Adds a product to the gradient that is there, which saves a temporary and a pass over it, where that is possible.
-
-    Returns:
-        Whether it was.
-    """
-    total = product.weight.grad
-    if total is None or product.operands is None or product.operands[0].dtype != total.dtype:
-        return False
-    left, right = product.operands
-    add_product(total, left, right)
-    return True
+def _add(product: Product | WeightGradient) -> None:
+    """Adds a product to the stand-in's gradient, in place and without a temporary where that is possible."""
+    weight = product.weight
+    if weight.grad is None:
+        weight.grad = product.compute().to(gradient_dtype_of(weight))
+    elif product.operands is not None and product.operands[0].dtype == weight.grad.dtype:
+        add_product(weight.grad, *product.operands)
+    else:
+        weight.grad.add_(product.compute())
 
 
 def _put_back(own: dict[str, Any], name: str, stand_in: Tensor, parameter: nn.Parameter) -> None:
