@@ -11,7 +11,7 @@ from par_groups import Sharding, sharding_of
 
 from ._random_bits import random_bits
 from .layers.parallel_layer import HasInit, check_records
-from .layers.parameter import ByPlace, Init
+from .layers.parameter import ByPlace, Init, half_normal
 
 
 def initialize(
@@ -54,6 +54,7 @@ def initialize(
         filled = nn.Parameter(local.to(device=place, dtype=dtype), requires_grad=parameter.requires_grad)
         filled.__dict__.update(parameter.__dict__)  # the record, and what others know of it
         torch.utils.swap_tensors(parameter, filled)
+    half_normal.cache_clear()
 
 
 _BLOCK = 1 << 17

@@ -139,7 +139,7 @@ class _Normal:
         values, found = words.view(torch.float32), more_words.view(torch.float32)
         values.copy_(torch.bitwise_and(drawn, 0x7FFFFFFF, out=bins)).add_(1.0)  # the probability times 2**31
         torch.bitwise_right_shift(words, _BIN_SHIFT, out=bins).sub_(_FIRST_BIN)
-        offset, slope = _half_normal()
+        offset, slope = half_normal()
         torch.index_select(slope, 0, bins.flatten(), out=found.view(-1))
         values.mul_(found)
         torch.index_select(offset, 0, bins.flatten(), out=found.view(-1))
@@ -182,8 +182,10 @@ _FIRST_BIN = 127 << (23 - _BIN_SHIFT)
 
 
 @lru_cache(maxsize=1)
-def _half_normal() -> tuple[Tensor, Tensor]:
+def half_normal() -> tuple[Tensor, Tensor]:
     """The absolute value of a normal number by its probability: offset and slope of a straight line in every bin.
+
+    The table is kept until `half_normal.cache_clear()`.
 
     The bins become narrower with the probability itself, so the tail, out to 6.3 standard deviations, is as exact as
     the middle: the lines are less than 3e-6 off.
