@@ -1,4 +1,5 @@
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -50,6 +51,50 @@ def test_ranks_that_torchrun_starts_again_meet_again():
         start_method="fork",
     )
     assert elastic_launch(config, dies_once)() == {0: 2, 1: 2}
+
+
+class CountingStore:
+    """A store in this process; it counts round trips, and need not have those for many keys at once."""
+
+    def __init__(self, extended=True, seconds=30):
+        self.inner, self.timeout, self.trips, self.extended = dist.HashStore(), timedelta(seconds=seconds), 0, extended
+
+    def has_extended_api(self):
+        return self.extended
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.trips += 1
+            return getattr(self.inner, name)(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("extended", [True, False])
+def test_ranks_meet_in_few_round_trips(extended, stale):
+    """300 ranks, as threads; the store may have words of an earlier start. All get the same new prefix."""
+    store, ranks = CountingStore(extended), 300
+    if stale:
+        for rank in range(1, ranks):
+            store.inner.set(f"par_groups/question/{rank}", f"old{rank}")
+            store.inner.set(f"par_groups/answer/old{rank}", "old")
+            store.inner.set(f"par_groups/received/old/{rank}", "")
+    with ThreadPoolExecutor(ranks) as threads:
+        others = [threads.submit(_launch._prefix_of_start, store.inner, rank, ranks) for rank in range(1, ranks)]
+        mine = _launch._prefix_of_start(store, 0, ranks)
+        assert {other.result() for other in others} == {mine} != {"old"}
+    if extended:  # 4 in each look, and 10 ms between two
+        assert store.trips < ranks
+
+
+def test_ranks_that_do_not_come_are_named():
+    store = CountingStore(seconds=0.05)
+    store.inner.set("par_groups/question/2", "old")
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come to the meeting"):
+        _launch._prefix_of_start(store, 0, 3)
+    with pytest.raises(TimeoutError, match="rank 1 has not come to the meeting of all ranks; look at the logs"):
+        _launch._prefix_of_start(store, 0, 2)
 
 
 @pytest.mark.ranks(2)

@@ -162,7 +162,14 @@ def _meeting_point(place: Launch) -> dict[str, Any]:
 
 
 def _store_of_agent(place: Launch) -> Any:
-    """The store that torchrun keeps, below a prefix that belongs to this start of the ranks alone.
+    """The store that torchrun keeps, below a prefix that belongs to this start of the ranks alone."""
+    store: Any = dist.TCPStore(place.address, place.port, place.world_size, is_master=False)  # type: ignore[attr-defined]
+    prefix = _prefix_of_start(store, place.rank, place.world_size)
+    return dist.PrefixStore(f"par_groups/start-{prefix}", store)  # type: ignore[attr-defined]
+
+
+def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
+    """A word that all ranks of this start have alike, and that no other start had. Round trips grow with nothing.
 
     When torchrun starts ranks again after a failure, its store still has everything that the ranks before them have
     left there, such as their addresses (pytorch issue 135712), and machines do not count the starts alike. So rank 0
@@ -170,30 +177,59 @@ def _store_of_agent(place: Launch) -> Any:
     with a word that only itself can know:
 
         rank r    question/r := a new random word, in place of that of an earlier start
-        rank 0    answer/word := prefix, for the word that is in question/r
+        rank 0    answer/word := prefix, for the word that is in question/r; for all ranks at once
         rank r    waits for the answer to its own word, then received/prefix/r := ""
-        rank 0    answers anew until that is there: the word it has seen may have been that of an earlier start
+        rank 0    answers anew until all of that is there: a word it has seen may have been that of an earlier start
+
+    Args:
+        store: The store that all ranks have.
+        rank: This rank.
+        world_size: The number of ranks.
+
+    Raises:
+        TimeoutError: On rank 0, another rank does not come; the message names it.
     """
-    store: Any = dist.TCPStore(place.address, place.port, place.world_size, is_master=False)  # type: ignore[attr-defined]
     word = uuid.uuid4().hex
-    if place.rank == 0:
-        prefix = word
-        deadline = time.monotonic() + store.timeout.total_seconds()
-        for rank in range(1, place.world_size):
-            while not store.check([f"par_groups/received/{prefix}/{rank}"]):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"rank {rank} has not come to the meeting of all ranks; look at its machine's log"
-                    )
-                if store.check([f"par_groups/question/{rank}"]):
-                    asked = store.get(f"par_groups/question/{rank}").decode()
-                    store.set(f"par_groups/answer/{asked}", prefix)
-                time.sleep(0.01)
-    else:
-        store.set(f"par_groups/question/{place.rank}", word)
-        prefix = store.get(f"par_groups/answer/{word}").decode()
-        store.set(f"par_groups/received/{prefix}/{place.rank}", "")
-    return dist.PrefixStore(f"par_groups/start-{prefix}", store)  # type: ignore[attr-defined]
+    if rank != 0:
+        store.set(f"par_groups/question/{rank}", word)
+        prefix: str = store.get(f"par_groups/answer/{word}").decode()
+        store.set(f"par_groups/received/{prefix}/{rank}", "")
+        return prefix
+    others = range(1, world_size)
+    questions = [f"par_groups/question/{other}" for other in others]
+    received = [f"par_groups/received/{word}/{other}" for other in others]
+    answered: set[str] = set()
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while not store.check(received):
+        if time.monotonic() > deadline:
+            missing = [other for other, key in zip(others, received, strict=True) if not store.check([key])]
+            several = f"ranks {missing[:8]}{' and others' if len(missing) > 8 else ''} have"
+            raise TimeoutError(
+                f"{several if len(missing) > 1 else f'rank {missing[0]} has'} not come to the meeting of all ranks; "
+                "look at the logs of their machines"
+            )
+        if store.check(questions):
+            asked = [each.decode() for each in _all_of(store, questions)]
+            answers = [f"par_groups/answer/{each}" for each in asked if each not in answered]
+            _set_all(store, answers, word)
+            answered.update(asked)
+        time.sleep(0.01)
+    return word
+
+
+def _all_of(store: Any, keys: list[str]) -> list[bytes]:
+    """The values of some keys that are there; in one round trip, if the store can do that."""
+    found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return found
+
+
+def _set_all(store: Any, keys: list[str], value: str) -> None:
+    """Gives some keys a value; in one round trip, if the store can do that."""
+    if keys and store.has_extended_api():
+        store.multi_set(keys, [value] * len(keys))
+        return
+    for key in keys:
+        store.set(key, value)
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
