@@ -63,8 +63,8 @@ def test_messages_keep_their_header_on_the_cpu_and_their_tensors_on_the_gpu():
     tensors, signature = flatten(value)
     device = torch.device("cuda")
     for expected in (None, signature):
-        room = room_for(Message(gradient=False, stage=1, microbatch=0), expected, device)
-        header, body = encode(signature, tensors, expected, room, device)
+        room = room_for(Message(gradient=False, stage=1, microbatch=0), expected, are_apart=True)
+        header, body = encode(signature, tensors, expected, room, device, are_apart=True)
         assert (header.device.type, len(header)) == ("cpu", room)
         assert (body.device.type, len(body)) == ("cuda", Header(header, header[0].item()).second)
         found, parts = Header(header, header[0].item()).decode(body, expected)

@@ -13,6 +13,7 @@ from par_pipeline import (
     gpipe,
     interleaved,
     looped_bfs,
+    make_lanes,
     one_f_one_b,
     v_half,
     v_min,
@@ -20,7 +21,6 @@ from par_pipeline import (
     zb_h2,
     zb_v,
 )
-from par_pipeline.wire import message as messages
 
 WHOLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "looped_bfs": looped_bfs}
 SPLIT = {
@@ -55,14 +55,27 @@ def mine(stages, schedule):
 
 
 def pipeline(stages, schedule, **options):
-    return Pipeline(
-        mine(stages, schedule), schedule, dist.group.WORLD, **{"loss_fn": mse, "timeout": TIMEOUT, **options}
-    )
+    given = {"loss_fn": mse, "timeout": TIMEOUT, "lanes": LANES[-1], **options}
+    return Pipeline(mine(stages, schedule), schedule, dist.group.WORLD, **given)
 
 
-def send_tensors_apart(apart=True):
-    """From now on, in this process: in messages of their own, as on GPUs, though over gloo."""
-    messages.are_apart = lambda device: apart
+def apart(group, device, timeout):
+    """Lanes on which tensors come in messages of their own, as on GPUs, though over gloo."""
+    return make_lanes(group, device, timeout)._replace(are_apart=True)
+
+
+def strict_apart(group, device, timeout):
+    """Headers go over gloo, as ever, and tensors over strict communicators, as they do over NCCL on GPUs."""
+    up, down = (dist.new_group(backend="strict", group_desc=name) for name in ("up", "down"))
+    return apart(group, device, timeout)._replace(up_second=up, down_second=down)
+
+
+LANES = [make_lanes]
+
+
+def send_tensors_apart(are_apart=True):
+    """From now on, in this process."""
+    LANES[-1] = apart if are_apart else make_lanes
 
 
 def mse(output, target):

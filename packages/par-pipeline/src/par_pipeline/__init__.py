@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .runtime.shared import Shared
     from .stages.build import build_stage
     from .stages.lazy import Lazy
+    from .wire.lanes import Lanes, make_lanes
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "Action",
     "Costs",
     "Event",
+    "Lanes",
     "Lazy",
     "Microbatches",
     "Offload",
@@ -53,6 +55,7 @@ __all__ = [
     "gpipe",
     "interleaved",
     "looped_bfs",
+    "make_lanes",
     "one_f_one_b",
     "partition",
     "register_schedule",
@@ -73,6 +76,7 @@ _LATE = {
     "runtime.offload": ("Offload",),
     "runtime.pipeline": ("Pipeline", "PipelineOptions", "Result"),
     "runtime.shared": ("Shared",),
+    "wire.lanes": ("Lanes", "make_lanes"),
 }
 
 

@@ -140,7 +140,7 @@ def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(na
         assert coming  # at least that word
         assert len(posted) == 1 or ahead > 1
         assert not inbox._planned or ahead < 1 << 28
-    send_tensors_apart(apart=False)
+    send_tensors_apart(are_apart=False)
 
 
 @pytest.mark.ranks(2)

@@ -25,6 +25,7 @@ from ..analysis.timeline import Timeline
 from ..schedules.actions import WEIGHT_GRAD
 from ..schedules.schedule import Schedule
 from ..schedules.walk import Event
+from ..wire.lanes import MakeLanes, make_lanes
 from ..wire.message import NOTHING
 from ..wire.wire import WaitFor, Wire
 from .clock import clock_of
@@ -74,6 +75,7 @@ class PipelineOptions:
     ahead: int = 1 << 28
     timeout: float = 600.0
     split_backward: SplitWhere = "required"
+    lanes: MakeLanes = make_lanes
 
     def __post_init__(self) -> None:
         if not (0 < self.timeout < math.inf and self.ahead > 0):
@@ -115,6 +117,8 @@ class Pipeline:
         split_backward: What happens to a stage whose weight gradients cannot be put off, under FSDP2, torch.compile or
             in torch's RNNs, if the schedule splits its backward: "required" refuses it; with "where possible" it runs
             whole backwards where the schedule has the first halves, and a warning says so.
+        lanes: Makes the connections: `lanes(group, device, timeout)`, on all ranks, gives `Lanes`. Default:
+            `make_lanes`. For tests, which may let tensors travel over other communicators.
 
     Raises:
         ValueError, TypeError: Something does not fit together; on every rank.
@@ -143,6 +147,7 @@ class Pipeline:
         ahead: int = 1 << 28,
         timeout: float = 600.0,
         split_backward: SplitWhere = "required",
+        lanes: MakeLanes = make_lanes,
     ) -> None:
         self.schedule, self.group = schedule, group
         self.rank = dist.get_rank(group)
@@ -162,6 +167,7 @@ class Pipeline:
                 ahead=ahead,
                 timeout=timeout,
                 split_backward=split_backward,
+                lanes=lanes,
             )
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
             self.stages = dict(zip(_check(modules, schedule, group, self.rank), modules, strict=True))
@@ -185,7 +191,7 @@ class Pipeline:
             },
             split=SplitBackward(splittable),
             syncs=syncs,
-            wire=Wire(group, _device_of(group), timedelta(seconds=timeout), ahead),
+            wire=Wire(group, _device_of(group), timedelta(seconds=timeout), ahead, lanes),
             rank=self.rank,
             last=last,
             loss_fn=loss_fn,
@@ -338,7 +344,7 @@ class Pipeline:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise PipelineError("the pipeline is closed; make a new one")
+            raise PipelineError("the pipeline is closed; make a new Pipeline(...)")
 
     def _forget(self) -> None:
         """Drops all microbatches that wait for a backward."""

@@ -54,10 +54,13 @@ class Inbox:
         device: Where tensors arrive.
         budget: Bytes of receives that may be posted ahead.
         settle: Called with each place of the peer's actions that it has come to.
+        are_apart: Whether tensors always come in messages of their own.
     """
 
-    def __init__(self, lane: Lane, device: torch.device, budget: int, settle: Callable[[int], None]) -> None:
-        self._lane, self._device, self._settle = lane, device, settle
+    def __init__(
+        self, lane: Lane, device: torch.device, budget: int, settle: Callable[[int], None], *, are_apart: bool
+    ) -> None:
+        self._lane, self._device, self._settle, self._are_apart = lane, device, settle, are_apart
         self._expected = {STATUS: NOTHING}  # what this rank expects of each message: what it was the last time
         self._coming: deque[Arrival] = deque()
         self._posted: deque[Posted] = deque()  # buffers for what comes first, and ...
@@ -70,7 +73,9 @@ class Inbox:
         have_buffers = len(self._posted) + len(self._planned)
         coming = [arrival.message for arrival in (*self._coming, *arrivals)]
         without_buffer = coming[have_buffers:]
-        self._planned.extend(room_for(message, self._expected.get(message), self._device) for message in without_buffer)
+        self._planned.extend(
+            room_for(message, self._expected.get(message), are_apart=self._are_apart) for message in without_buffer
+        )
 
     def begin(self, arrivals: tuple[Arrival, ...]) -> None:
         """Begins a step, in which the peer sends these messages, in this order."""

@@ -10,6 +10,7 @@ gloo lanes share one thread.
 
 import os
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -90,6 +91,7 @@ class Lanes(NamedTuple):
         down_second: The communicator of what a message to a lower rank announces; NCCL where tensors are on GPUs.
         rank: This rank, within the group.
         timeout: The longest wait for a message.
+        are_apart: Whether tensors always come in the second message, for which a host need not wait.
     """
 
     up: Any
@@ -98,6 +100,7 @@ class Lanes(NamedTuple):
     down_second: Any
     rank: int
     timeout: timedelta
+    are_apart: bool
 
     def to(self, peer: int) -> tuple[Lane, Lane]:
         """The lanes between this rank and a peer: the one to send on, and the one to receive on."""
@@ -136,4 +139,8 @@ def make_lanes(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
     if device.type != "cpu":
         options = nccl_options(max(timeout, _FOR_KERNELS))
         up_second, down_second = (make(dist.ProcessGroupNCCL, name, options) for name in ("up_second", "down_second"))
-    return Lanes(up, down, up_second, down_second, rank, timeout)
+    return Lanes(up, down, up_second, down_second, rank, timeout, device.type != "cpu")
+
+
+MakeLanes = Callable[[dist.ProcessGroup, torch.device, timedelta], Lanes]
+"""What makes the communicators of a pipeline, as `make_lanes` does."""

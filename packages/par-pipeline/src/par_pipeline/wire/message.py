@@ -48,12 +48,7 @@ class Kind(IntEnum):
     """Nothing has come yet."""
 
 
-def are_apart(device: torch.device) -> bool:
-    """Whether tensors come in messages of their own, because they are not where headers are."""
-    return device.type != "cpu"
-
-
-def room_for(message: Message, signature: Signature | None, device: torch.device) -> int:
+def room_for(message: Message, signature: Signature | None, *, are_apart: bool) -> int:
     """Bytes of the buffer for a message.
 
     Gradients of shared parameters get none from one step to the next: it would be as large as the parameters.
@@ -61,13 +56,19 @@ def room_for(message: Message, signature: Signature | None, device: torch.device
     Args:
         message: Which message it is.
         signature: What the message is expected to have; None: nothing is known yet.
-        device: Where tensors are sent from.
+        are_apart: Whether tensors always come in messages of their own.
     """
-    return HEADER + (0 if signature is None or are_apart(device) or is_sum(message) else signature.size)
+    return HEADER + (0 if signature is None or are_apart or is_sum(message) else signature.size)
 
 
 def encode(
-    signature: Signature, tensors: Sequence[Tensor], expected: Signature | None, room: int, device: torch.device
+    signature: Signature,
+    tensors: Sequence[Tensor],
+    expected: Signature | None,
+    room: int,
+    device: torch.device,
+    *,
+    are_apart: bool,
 ) -> list[Tensor]:
     """Writes a value as one message, or two: uint8 tensors, the first of them on the CPU.
 
@@ -77,10 +78,11 @@ def encode(
         expected: The signature that the receiver expects; None: it expects nothing yet.
         room: Bytes of the receiver's buffer.
         device: Where the bytes of tensors are sent from.
+        are_apart: Whether tensors always come in messages of their own.
     """
     parts = _parts(signature, tensors, device)
     as_expected = signature is expected or signature == expected
-    if as_expected and not are_apart(device) and HEADER + signature.size <= room:
+    if as_expected and not are_apart and HEADER + signature.size <= room:
         return [torch.cat([_nothing_new(), *parts])]
     description = b"" if as_expected else pickle.dumps(signature)
     if description:

@@ -37,10 +37,11 @@ class Outbox:
     Args:
         lane: The lane to the peer.
         device: Where tensors are sent from.
+        are_apart: Whether tensors always come in messages of their own.
     """
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
-        self._lane, self._device = lane, device
+    def __init__(self, lane: Lane, device: torch.device, *, are_apart: bool) -> None:
+        self._lane, self._device, self._are_apart = lane, device, are_apart
         self._expected = {STATUS: NOTHING}  # what the peer expects of each message: what it was the last time
         self._rooms: deque[int] = deque()  # bytes of the peer's buffers, for what it is sent next
         self._unawaited: list[tuple[Tensor, Any]] = []  # statuses of earlier steps
@@ -50,7 +51,9 @@ class Outbox:
     def plan(self, departures: tuple[Message, ...]) -> None:
         """Reckons which buffers the peer has for a step."""
         without_room = departures[len(self._rooms) :]
-        self._rooms.extend(room_for(message, self._expected.get(message), self._device) for message in without_room)
+        self._rooms.extend(
+            room_for(message, self._expected.get(message), are_apart=self._are_apart) for message in without_room
+        )
 
     def begin(self, departures: tuple[Message, ...], consumed: Mapping[Message, int]) -> None:
         """Begins a step.
@@ -66,7 +69,8 @@ class Outbox:
     def give(self, message: Message, contents: Contents) -> None:
         """Begins to send a message."""
         signature, tensors = contents
-        parts = encode(signature, tensors, self._expected.get(message), self._rooms.popleft(), self._device)
+        expected, room = self._expected.get(message), self._rooms.popleft()
+        parts = encode(signature, tensors, expected, room, self._device, are_apart=self._are_apart)
         self._expected[message] = signature
         works = [(part, self._lane.send(part, number)) for number, part in enumerate(parts)]
         self._sending.append(_Sent(self._consumed[message], works))
@@ -95,7 +99,8 @@ class Outbox:
             for _, work in self._unawaited:
                 self._lane.wait(work, 0)
             self._unawaited.clear()
-            (part,) = encode(NOTHING, [], NOTHING, self._rooms.popleft(), self._device)
+            room = self._rooms.popleft()
+            (part,) = encode(NOTHING, [], NOTHING, room, self._device, are_apart=self._are_apart)
             work = self._lane.send(part, 0)
             if awaited:
                 self._lane.wait(work, 0)

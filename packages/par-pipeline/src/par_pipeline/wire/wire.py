@@ -10,9 +10,9 @@ import torch.distributed as dist
 from .._errors import Failure
 from .._program import STATUS, Message, Program
 from .inbox import Inbox
-from .lanes import Lanes, make_lanes
+from .lanes import Lanes, MakeLanes
 from .meeting import Meeting
-from .message import Contents, are_apart
+from .message import Contents
 from .outbox import Outbox
 
 WaitFor = Literal["lower", "all", "none"]
@@ -28,14 +28,22 @@ class Wire:
         device: Where tensors are sent from: a GPU that the group has NCCL for, or the CPU.
         timeout: The longest wait for a message.
         ahead: Bytes of receives that may be posted ahead, from all neighbouring stages together.
+        make_lanes: Makes the communicators.
+
+    Attributes:
+        are_apart: Whether tensors always come in messages of their own, for which hosts do not wait.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, ahead: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, ahead: int, make_lanes: MakeLanes
+    ) -> None:
         self._group, self._device, self._timeout, self._ahead = group, device, timeout, ahead
+        self._make_lanes = make_lanes
         self._rank = dist.get_rank(group)
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._lanes: Lanes | None = make_lanes(group, device, timeout)
+        self.are_apart = self._lanes.are_apart
         self._meeting = Meeting(group)
 
     def reset(self, timeout: timedelta) -> None:
@@ -51,7 +59,7 @@ class Wire:
         """
         self.close("reset() was called on it", is_idle=False)
         self._meeting.meet(timeout)
-        self._lanes = make_lanes(self._group, self._device, self._timeout)
+        self._lanes = self._make_lanes(self._group, self._device, self._timeout)
 
     def close(self, why: str, *, is_idle: bool) -> None:
         """Ends this rank's connections, and waits for nobody. A peer that waits for this rank hears why.
@@ -75,11 +83,6 @@ class Wire:
             self._lanes.abort()
             self._lanes = None
 
-    @property
-    def are_apart(self) -> bool:
-        """Whether tensors come in messages of their own, for which hosts do not wait."""
-        return are_apart(self._device)
-
     def begin(self, program: Program) -> None:
         """Begins a step.
 
@@ -92,9 +95,9 @@ class Wire:
         for peer, arrivals in program.arrivals.items():
             if peer not in self._inboxes:
                 to_peer, from_peer = self._lanes.to(peer)
-                outbox = self._outboxes[peer] = Outbox(to_peer, self._device)
+                outbox = self._outboxes[peer] = Outbox(to_peer, self._device, are_apart=self.are_apart)
                 budget = self._ahead // max(1, program.neighbours)
-                self._inboxes[peer] = Inbox(from_peer, self._device, budget, outbox.settle)
+                self._inboxes[peer] = Inbox(from_peer, self._device, budget, outbox.settle, are_apart=self.are_apart)
             self._outboxes[peer].begin(program.departures[peer], program.consumed)
             self._inboxes[peer].begin(arrivals)
         for peer in program.arrivals:  # now that all have begun: word of a failure goes to every one
