@@ -1,8 +1,8 @@
 """What the collectives move is what `traffic` says, element by element.
 
-Beside it, every reduction tells the ranks whether one of them had a gradient of every parameter: an all-reduce of one
-int32, which is counted apart. If none had, another of one for each parameter tells which. At stage 3 the ranks
-compare there how the pass ends too.
+Beside it, every reduction tells the ranks whether one of them had a gradient of every parameter, and whether they learn
+another order: an all-reduce of two int32, which is counted apart. If none had, another of one for each parameter tells
+which. At stage 3 the ranks compare there how the pass ends too.
 """
 
 from fractions import Fraction
@@ -54,7 +54,7 @@ def moved(*arguments, **options):
 
 def flags_of(stage):
     """The numbers that all ranks compare at the end of a backward pass."""
-    return 5 if stage == 3 else 1
+    return 6 if stage == 3 else 2
 
 
 def part(ranks):
@@ -80,7 +80,7 @@ def test_what_is_unused_on_every_rank_is_told_parameter_by_parameter():
     part_of_it = model[:3]
     received, flags = moved(part_of_it, optimizer)
     assert received == traffic(2, PARAMETERS, ranks)
-    assert flags == 2 * (1 + TENSORS) * part(ranks)
+    assert flags == 2 * (2 + TENSORS) * part(ranks)
 
 
 @pytest.mark.ranks(4)
@@ -92,4 +92,4 @@ def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
     received, flags = moved(*sharded(stage, near, replicas=far))
     saved = BLOCK * part(2) if stage == 3 else 0  # the last unit stays gathered
     assert received == traffic(stage, PARAMETERS, 2, replicas=2) - saved
-    assert flags == 2 * (flags_of(stage) + 1) * part(2)  # told among the shards, then among the replicas
+    assert flags == 2 * (flags_of(stage) + 2) * part(2)  # told among the shards, then among the replicas

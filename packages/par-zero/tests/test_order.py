@@ -131,7 +131,7 @@ def test_what_all_ranks_need_later_is_learned():
     for step, use in enumerate(orders):
         with count_collectives() as counted:
             run(module, optimizer, step, use)
-        compared.append(len([event for event in comparisons(counted) if event.elements == 5]))
+        compared.append(len([event for event in comparisons(counted) if event.elements == 6]))
     check_against_one_device(module, [[(use, ())] * 2 for use in orders])
     assert compared[0] > 1
     assert compared[1] == 1
@@ -168,6 +168,8 @@ def test_a_pass_for_inputs_alone_has_an_order_of_its_own():
 def test_under_no_sync_units_are_gathered_ahead_in_every_step():
     module, optimizer = sharded(mlp(), 3, sgd)
     other, its = sharded(mlp(), 2, sgd)
+    ahead = []
+    module[0][0].register_forward_hook(lambda *_: ahead.append(len(counted.events) - len(comparisons(counted))))
     for step in range(3):
         for model, each in ((module, optimizer), (other, its)):
             each.zero_grad()
@@ -180,6 +182,8 @@ def test_under_no_sync_units_are_gathered_ahead_in_every_step():
             if model is module and step:
                 assert len(comparisons(counted)) == 1
     assert_same(whole(module), whole(other))
+    first, *later = ahead[::4]
+    assert later == [2 * first] * 2  # the first unit's, and the next one's
 
 
 @pytest.mark.ranks(2)

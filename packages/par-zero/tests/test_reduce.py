@@ -147,6 +147,102 @@ def test_nothing_in_backward_waits_for_a_rank_that_waits_for_this_one_in_backwar
     assert_near(*results)
 
 
+class Residual(nn.Module):
+    """Blocks that run in another order than they are registered in, or that are left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.when_first_ends = None
+
+    def forward(self, x, order):
+        for place, number in enumerate(order):
+            x = x + torch.tanh(self.blocks[number](x))
+            if place == 0 and self.when_first_ends is not None:
+                x.register_hook(lambda _: self.when_first_ends())
+        return x
+
+
+ORDERS = {
+    "reversed": (5, 4, 3, 2, 1, 0),
+    "one unused": (0, 1, 2, 4, 5),
+    "last unused": (0, 1, 2, 3, 4),
+    "last frozen": (0, 1, 2, 3, 4, 5),
+    "part frozen": (0, 1, 2, 3, 4, 5),
+    "unused on one rank": (0, 1, 2, 3, 4, 5),
+}
+
+
+@for_each(stage=(0, 1, 2, 3), how=ORDERS)
+@pytest.mark.ranks(2)
+def test_no_chunk_holds_back_the_others_once_the_order_is_learned(stage, how):
+    """When the first block's backward begins, all reductions of the blocks above have begun."""
+    module, order = Residual(), ORDERS[how]
+    module, optimizer = sharded(module, stage, sgd, bucket=1000)
+    reference = Residual()
+    its = sgd(reference.parameters())
+    for model in (module, reference):
+        if how == "last frozen":
+            model.blocks[5].requires_grad_(False)
+        if how == "part frozen":
+            model.blocks[4].bias.requires_grad_(False)
+    begun = []
+
+    def count():
+        reductions = ("all_reduce", "all_to_all", "reduce_scatter")
+        begun.append(sum(event.op in reductions and event.dtype == torch.float32 for event in counted.events))
+
+    module.when_first_ends = count
+    for step in range(4):
+        orders = [order, order[:3] + order[4:] if how == "unused on one rank" and step else order]
+        optimizer.zero_grad()
+        with count_collectives() as counted:
+            module(batch(step, width=16), orders[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        its.zero_grad()
+        losses = [reference(batch(step, rank, width=16), orders[rank]).square().mean() for rank in range(2)]
+        (sum(losses) / 2).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
+    if how != "unused on one rank":
+        assert begun[-1] == {"reversed": 5, "one unused": 4, "last unused": 4, "last frozen": 4, "part frozen": 5}[how]
+
+
+@pytest.mark.ranks(2)
+def test_what_is_frozen_and_trained_in_turn_is_reduced_rightly():
+    module, optimizer = sharded(Residual(), 1, sgd, bucket=1000)
+    reference = Residual()
+    its = sgd(reference.parameters())
+    for step, trained in enumerate((1, 0, 0, 1, 1, 0, 1, 1, 1)):
+        for model in (module, reference):
+            for each in (model.blocks[5].weight, model.blocks[2].weight, model.blocks[2].bias):
+                each.requires_grad_(bool(trained))
+        optimizer.zero_grad()
+        module(batch(step, width=16), range(6)).square().mean().backward()
+        optimizer.step()
+        its.zero_grad()
+        sum(reference(batch(step, rank, width=16), range(6)).square().mean() / 2 for rank in range(2)).backward()
+        its.step()
+    assert_near(whole(module), copies(reference))
+
+
+@for_each(stage=(0, 1, 2, 3), hybrid=(False, True))
+@pytest.mark.ranks(4)
+def test_a_mean_of_16_bits_does_not_overflow_where_the_sum_would(stage, hybrid):
+    rank = dist.get_rank()
+    near = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    far = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    module = nn.Linear(4, 4, bias=False).half()
+    optimizer = torch.optim.SGD(module.parameters(), lr=2**-15)
+    groups = {"group": near, "replicas": far} if hybrid else {"group": dist.group.WORLD}
+    shard(module, optimizer, stage=stage, **groups)
+    before = whole(module)["weight"]
+    module(torch.full((1, 4), 2.0**15, dtype=torch.float16)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(whole(module)["weight"], before - 1)
+
+
 def test_flags_go_by_a_device_that_all_groups_have(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: group)
     cuda, both, nccl = torch.device("cuda"), "cpu:gloo,cuda:nccl", "cuda:nccl"

@@ -55,14 +55,6 @@ class Groups:
         groups = [self.shards] if self.replicas is None else [self.shards, self.replicas]
         return torch.device("cpu") if all(backend_of(group, "cpu") for group in groups) else device
 
-    @property
-    def scale(self) -> float:
-        """What a sum over all ranks is multiplied with."""
-        if not self.mean:
-            return 1.0
-        copies = 1 if self.replicas is None else dist.get_world_size(self.replicas)
-        return 1.0 / (dist.get_world_size(self.shards) * copies)
-
 
 def same_ranks(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Another communicator of the same ranks, which alone take part, connected for that device here, not in a step."""
@@ -111,37 +103,36 @@ class Handle:
 
 
 def reduce_scatter(
-    flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, scale: float, buffers: Buffers
+    flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, mean: bool, buffers: Buffers
 ) -> Handle:
     """Sums the ranks' buffers, of which each rank keeps its share. Each rank receives n * (N - 1) elements.
 
     Args:
         flat: (N * n) elements, one share after the other; free for other use after the wait.
-        into: (n) elements for this rank's share of the sum, times `scale`. It may be a part of `flat`.
+        into: (n) elements for this rank's share of the sum. It may be a part of `flat`.
         group: The N ranks.
-        scale: Factor of the sum, such as 1 / N for the mean.
+        mean: Whether it is the mean, whose numbers are divided before they are added: 16 bits would overflow.
         buffers: Lends the memory for what gloo receives.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
-        return Handle([], lambda: _put(flat[: into.numel()], into, scale=scale))
+        return Handle([], lambda: _put(flat[: into.numel()], into))
     if _is_gloo(flat, group):
         received = buffers.take(flat.numel(), flat.dtype, flat.device)
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
         def finish() -> None:
-            rows = received.view(ranks, -1)
-            torch.add(rows[0], rows[1], out=into)
-            for row in rows[2:]:  # in the order of the ranks
-                into.add_(row)
-            _put(into, into, scale=scale)
+            rows, scale = received.view(ranks, -1), 1 / ranks if mean else 1
+            torch.mul(rows[0], scale, out=into)
+            for row in rows[1:]:  # in the order of the ranks
+                into.add_(row, alpha=scale)
             buffers.give_back(received)
 
         return Handle([work], finish)
     total = torch.empty(flat.numel() // ranks, dtype=flat.dtype, device=flat.device)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
-    work = scatter(total, flat, group=group, async_op=True)
-    return Handle([work], lambda: _put(total, into, scale=scale))
+    work = scatter(total, flat, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group=group, async_op=True)
+    return Handle([work], lambda: _put(total, into))
 
 
 def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup, *, overlapped: bool = True) -> Handle:
@@ -176,11 +167,18 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.Re
     return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)])
 
 
-def _put(total: torch.Tensor, into: torch.Tensor, *, scale: float) -> None:
-    """Writes a sum, times the scale, to its place."""
-    if scale != 1.0:
-        torch.mul(total, scale, out=into)
-    elif total.data_ptr() != into.data_ptr():
+def average(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
+    """Sums a tensor over the ranks of a group, in place; or takes the mean, whose numbers are divided before."""
+    if mean and _is_gloo(tensor, group):  # which has no mean
+        tensor.mul_(1 / dist.get_world_size(group))
+    elif mean:
+        return all_reduce(tensor, group, dist.ReduceOp.AVG)
+    return all_reduce(tensor, group)
+
+
+def _put(total: torch.Tensor, into: torch.Tensor) -> None:
+    """Writes a sum to its place."""
+    if total.data_ptr() != into.data_ptr():
         into.copy_(total)
 
 

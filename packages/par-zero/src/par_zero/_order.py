@@ -32,7 +32,7 @@ Numbers = tuple[int, ...]
 _CONTRACTS = 100
 """How many contracts are kept: a program whose passes are drawn at random has a new one after each."""
 
-_FLAGS = 1
+_FLAGS = 2
 """For how many flags there is room in a comparison."""
 
 
@@ -156,7 +156,7 @@ class Order:
 
         Args:
             end: How it ends.
-            flags: What the ranks are to know of each other, at most one.
+            flags: What the ranks are to know of each other, at most two.
 
         Returns:
             For each flag, whether any rank has set it.

@@ -4,13 +4,15 @@ backward   a parameter's gradient arrives -> its chunk is complete -> reduce-sca
                                                                    -> all-reduce the share     (replicas, if hybrid)
                                                                    -> all-gather it            (group, stage 0 alone)
            backward ends                  -> what is not all-reduced or all-gathered yet, and which parameters had a
-                                             gradient on any rank                              (both, one int32 or more)
+                                             gradient on any rank                              (both, two int32 or more)
 step       the optimizer updates its flat slices in one fused call each
            -> all-gather the parameters                                                        (group, stages 1 and 2)
            at stage 3 a unit's parameters are gathered before it runs, forward and backward    (group)
 
-All ranks begin reductions in one order, on one communicator. Nothing waits for another rank while backward goes on:
-that rank may need this one first, where backward itself exchanges, over a communicator of its own, as experts do.
+All ranks begin reductions in one order, on one communicator: that in which the first rank's chunks were complete in an
+earlier pass. So a chunk that is frozen, unused or registered elsewhere holds no other back. Nothing waits for another
+rank while backward goes on: that rank may need this one first, where backward itself exchanges, over a communicator of
+its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._collectives import Groups, Handle, all_gather, all_reduce, reduce_scatter
+from ._collectives import Groups, Handle, all_gather, all_reduce, average, reduce_scatter
 from ._torch_private import call_at_end_of_backward, is_in_backward
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
@@ -32,7 +34,7 @@ class Reducer:
     """Reduces the gradients of chunks during backward.
 
     Args:
-        chunks: The trained chunks, in the order in which their gradients are expected.
+        chunks: The trained chunks, in the order in which their gradients are expected before any have come.
         groups: The ranks that take part.
     """
 
@@ -42,7 +44,13 @@ class Reducer:
         self._running = False  # whether a backward pass has begun and not ended
         self._any = False  # whether a gradient has arrived in this pass; it may be a pass for inputs alone
         self._arrived: list[set[int]] = [set() for _ in chunks]  # the members that have their gradient in this pass
+        self._awaited = [len(chunk.members) for chunk in chunks]  # how many members have one when a chunk is complete
+        self._frozen: set[int] = set()  # the chunks with fewer than all
         self._taken: set[int] = set()  # the chunks whose gradients lie in their buffers
+        self._completed: list[int] = []  # the chunks that were complete in this pass, in that order
+        self._sequence = list(range(len(chunks)))  # the chunks in the order in which their reductions begin
+        self._seen: list[int] | None = None  # the order in which chunks were complete in the pass before
+        self._asked: list[int] | None = None  # the last one that this rank wanted to be learned
         self.begun = 0  # how many chunks' reductions have begun in this pass
         single = groups.replicas is None and all(chunk.stage.shards_state for chunk in chunks)
         on_cpu = all(chunk.own.is_cpu for chunk in chunks)
@@ -72,14 +80,14 @@ class Reducer:
 
         Other ranks have begun as many, which else would never end.
         """
-        for chunk in self._chunks[self.begun : count]:
-            chunk.take_gradients(self._gradients)
-            self._begin(chunk)
+        for number in self._sequence[self.begun : count]:
+            self._chunks[number].take_gradients(self._gradients)
+            self._begin(self._chunks[number])
         self._reductions.abandon()
 
     def has_all_gradients(self, chunk: Chunk) -> bool:
         """Whether the pass under way has brought all gradients of a chunk; one that is not trained waits for none."""
-        return chunk.number < 0 or len(self._arrived[chunk.number]) == len(chunk.members)
+        return chunk.number < 0 or len(self._arrived[chunk.number]) >= self._awaited[chunk.number]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -118,6 +126,8 @@ class Reducer:
         """A backward pass begins. Passes within it, of activation checkpointing, belong to it."""
         if not self._running:
             self._running = True
+            for number in self._frozen:  # or not any more
+                self._awaited[number] = _trainable(self._chunks[number])
             call_at_end_of_backward(self._end)
 
     def _gradient_arrived(self, number: int, index: int) -> None:
@@ -131,24 +141,25 @@ class Reducer:
             )
         self.start()
         self._any = True
-        if index in arrived and not self._deferring and self.begun > number:
+        if index in arrived and not self._deferring and number in self._sequence[: self.begun]:
             raise RuntimeError(
                 f"{member.names[0]!r} got another gradient after its sum over the ranks had begun: it is "
                 "used in two reentrant checkpoints; pass use_reentrant=False"
             )
         arrived.add(index)
-        if len(arrived) == len(chunk.members):  # again where activation checkpointing runs a pass within the pass
+        if len(arrived) >= self._awaited[number]:  # again where activation checkpointing runs a pass within the pass
+            self._completed.append(number)
             self._take(chunk)
 
     def _take(self, chunk: Chunk) -> None:
         """Takes the gradients of a chunk, and begins to reduce all chunks whose turn has come."""
-        if not self._deferring and chunk.number == self.begun:
+        if not self._deferring and chunk.number == self._sequence[self.begun]:
             self._reductions.make_room()  # so that its buffer can be lent to this chunk
         used = chunk.take_gradients(self._gradients)
         self._used[chunk.number] |= torch.tensor(used, dtype=torch.int32)
         self._taken.add(chunk.number)
-        while not self._deferring and self.begun in self._taken:
-            self._begin(self._chunks[self.begun])
+        while not self._deferring and self.begun < len(self._chunks) and self._sequence[self.begun] in self._taken:
+            self._begin(self._chunks[self._sequence[self.begun]])
 
     def _begin(self, chunk: Chunk) -> None:
         """Begins to reduce the next chunk."""
@@ -167,27 +178,29 @@ class Reducer:
             raise RuntimeError(f"chunk {chunk.number} is reduced before its gradients were taken; a bug of par-zero")
         share = chunk.place_of_sum(gradient)
         if self._reduces_at_once(chunk):
-            yield all_reduce(gradient, groups.shards)
-            gradient.mul_(groups.scale)
+            yield average(gradient, groups.shards, mean=groups.mean)
             chunk.take_sum(share, self._gradients)
             return
-        yield reduce_scatter(gradient, share, groups.shards, scale=groups.scale, buffers=self._received)
+        yield reduce_scatter(gradient, share, groups.shards, mean=groups.mean, buffers=self._received)
         chunk.take_sum(share, self._gradients)  # the next chunk may have its buffer
         if groups.replicas is not None:
-            yield all_reduce(share, groups.replicas)
+            yield average(share, groups.replicas, mean=groups.mean)
         chunk.add_earlier_(share)
         if not chunk.stage.shards_state:
             yield all_gather(gradient, share, groups.shards)
 
     def _end(self) -> None:
         """A backward pass ends."""
-        for chunk in self._chunks if self._any else ():
-            if chunk.number not in self._taken and (not self._deferring or self._arrived[chunk.number]):
-                self._take(chunk)
         reduced = self._any and not self._deferring
+        learns = self._asks_for_order() if reduced else False
+        for number in self._sequence if self._any else ():
+            if number not in self._taken and (reduced or self._arrived[number]):
+                self._take(self._chunks[number])
         if reduced:
-            had_all = self._finish([all(bool(used.all()) for used in self._used)])[0]
+            had_all, learns = self._finish([all(bool(used.all()) for used in self._used), learns])
             self._share_used(had_all=had_all)
+            if learns:
+                self._learn_order()
             for chunk in self._chunks:
                 chunk.bind_gradients()
         self._forget_pass()
@@ -216,6 +229,34 @@ class Reducer:
             flags = told.tolist()
         return [bool(flag) for flag in flags]
 
+    def _asks_for_order(self) -> bool:
+        """Whether the order in which chunks were complete is a new one, in the first pass, or in two that follow.
+
+        Chunks that are not complete by now, such as unused ones, are last.
+        """
+        if self._completed == self._sequence:
+            self._seen = self._sequence
+            return False
+        completed = dict.fromkeys(self._completed)
+        if len(completed) < len(self._chunks):
+            for number, chunk in enumerate(self._chunks):
+                if number not in completed:
+                    self._awaited[number] = count = _trainable(chunk)
+                    (self._frozen.discard if count == len(chunk.members) else self._frozen.add)(number)
+        before, self._seen = self._seen, [*completed, *(each for each in self._sequence if each not in completed)]
+        if self._seen in (self._sequence, self._asked) or before not in (None, self._seen):
+            return False
+        self._asked = self._seen
+        return True
+
+    def _learn_order(self) -> None:
+        """Takes the first rank's order of completion for that of reductions. A broadcast of a number for each chunk."""
+        order = torch.tensor(self._seen or self._sequence, dtype=torch.int32, device=self._device_of_flags)
+        for group in (self._groups.shards, self._groups.replicas):
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.broadcast(order, group=group, group_src=0)
+        self._sequence = order.tolist()
+
     def _share_used(self, *, had_all: bool) -> None:
         """Makes `used` say which members had a gradient on any rank.
 
@@ -239,6 +280,7 @@ class Reducer:
     def _forget_pass(self) -> None:
         self._running, self._any, self.begun = False, False, 0
         self._taken.clear()
+        self._completed.clear()
         for arrived in self._arrived:
             arrived.clear()
 
@@ -314,6 +356,11 @@ class Reductions:
                 self._under_way.remove(reduction)
             else:
                 reduction.handle, reduction.at_first = following, False
+
+
+def _trainable(chunk: Chunk) -> int:
+    """How many members want gradients."""
+    return sum(member.parameter.requires_grad for member in chunk.members)
 
 
 def _weakly(method: Callable[[int, int], None], number: int, index: int) -> Callable[[torch.Tensor], None]:

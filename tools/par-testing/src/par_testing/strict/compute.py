@@ -22,15 +22,18 @@ REDUCTIONS = frozenset(_PAIRWISE)
 
 
 def reduced(shares: Shares, reduction: str, sums: Sums) -> Tensor:
-    """The ranks' numbers combined, element by element; sums of 16-bit floats are rounded after each addition."""
+    """The ranks' numbers combined, element by element; sums of 16-bit floats are rounded after each addition.
+
+    For a mean NCCL divides floats before it adds them.
+    """
     combine = _PAIRWISE[reduction]
+    whole = not (shares[0].dtype.is_floating_point or shares[0].dtype.is_complex)
+    if reduction == "avg" and not whole:
+        shares = [share / len(shares) for share in shares]
     if shares[0].dtype == torch.bool:  # the sum of truths is whether there is one, as in gloo and NCCL
         combine = torch.logical_and if reduction in ("product", "min") else torch.logical_or
     total = _as_tree(shares, combine) if sums == "halves" else _in_order(shares, combine)
-    if reduction == "avg":
-        whole = not (total.dtype.is_floating_point or total.dtype.is_complex)
-        return total // len(shares) if whole else total / len(shares)
-    return total
+    return total // len(shares) if reduction == "avg" and whole else total
 
 
 def part_of(whole: Tensor, member: int, members: int) -> Tensor:
