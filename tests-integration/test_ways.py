@@ -13,7 +13,7 @@ MOST = {
     "save": (12, 33),
     "load": (10, 36),
     "zero-step": (11, 11),
-    "pipeline-step": (16, 16),
+    "pipeline-step": (17, 17),
     "strategy-step": (31, 31),
 }
 
