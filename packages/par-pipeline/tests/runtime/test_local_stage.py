@@ -1,5 +1,8 @@
 """What a stage may do, take and pass on: its gradients are those of the serial step."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from par_pipeline import (
     one_f_one_b,
     zb_h1,
 )
+from par_pipeline.runtime.local_stage import LocalStage
 from par_testing import for_each
 
 from ..runtime_helpers import (
@@ -408,3 +412,28 @@ def test_a_parameter_that_a_forward_replaces_stays_replaced(name):
     pipeline(stages, schedule).step(x, target=y)
     for each in mine(stages, schedule):
         torch.testing.assert_close(each.codes.detach(), torch.full((5,), 0.4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_that_gives_its_input_gradients_early_keeps_nothing(fails):
+    """Of each step a stage that reduces gradients by itself kept an input, its gradient and all that the step knew."""
+    stage, given = LocalStage(nn.Linear(3, 3)), []
+    x = torch.ones(2, 3, requires_grad=True)
+    y = stage.module(x)
+    if fails:
+        y.register_hook(lambda _: 1 / 0)
+    stage.keep(0, [x], [y])
+
+    def ready(gradients):
+        given.append([gradient.shape for gradient in gradients])
+
+    kept = [ref(x), ref(ready)]
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            stage.backward(0, (torch.ones(2, 3),), ready)
+    else:
+        stage.backward(0, (torch.ones(2, 3),), ready)
+    assert given == ([] if fails else [[(2, 3)]])
+    del x, y, ready
+    gc.collect()
+    assert [each() for each in kept] == [None, None]

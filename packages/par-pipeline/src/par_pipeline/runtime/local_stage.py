@@ -1,6 +1,7 @@
 """One stage's forwards and backwards, with autograd cut off at its borders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -78,10 +79,9 @@ class LocalStage:
         """
         inputs, edges, _ = self._saved.pop(microbatch)
         used = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-        if ready is not None:
-            _when_ready(inputs, ready)
-        if used:
-            run_backward(tuple(edge for edge, _ in used), tuple(gradient for _, gradient in used))
+        with nullcontext() if ready is None else _when_ready(inputs, ready):
+            if used:
+                run_backward(tuple(edge for edge, _ in used), tuple(gradient for _, gradient in used))
         return tuple(tensor.grad for tensor in inputs)
 
     def reset(self) -> None:
@@ -112,8 +112,13 @@ def across_border(signature: Signature, tensors: Sequence[Tensor], *, copied: bo
     return signature.build([leaf.clone() for leaf in leaves] if copied else leaves), leaves
 
 
-def _when_ready(inputs: Sequence[Tensor], ready: Callable[[Gradients], None]) -> None:
-    """Calls `ready` when the last of the inputs has its gradient."""
+@contextmanager
+def _when_ready(inputs: Sequence[Tensor], ready: Callable[[Gradients], None]) -> Iterator[None]:
+    """A context that calls `ready` when the last of the inputs has its gradient.
+
+    At its end the inputs' hooks go: the garbage collector does not see through them, and they know the inputs and, by
+    `ready`, the whole step.
+    """
     waiting = len(inputs)
 
     def arrived(_: Tensor) -> None:
@@ -122,5 +127,9 @@ def _when_ready(inputs: Sequence[Tensor], ready: Callable[[Gradients], None]) ->
         if waiting == 0:
             ready(tuple(tensor.grad for tensor in inputs))
 
-    for tensor in inputs:
-        tensor.register_post_accumulate_grad_hook(arrived)
+    handles = [tensor.register_post_accumulate_grad_hook(arrived) for tensor in inputs]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
