@@ -100,7 +100,7 @@ def test_parameters_alone():
     assert {move.what: move.bytes for move in moves} == {
         "gradients": 2 * 1_000_000 * 7 / 8,
         "parameters": 2 * 2 * 1_000_000 * 7 / 8,
-        "flags": 2 * 4 * 7 / 8,
+        "flags": 2 * 6 * 4 * 7 / 8,
     }
     assert predict_parameters(10, 10, ranks=1, job=job)[1] == []
 

@@ -39,7 +39,10 @@ class Move:
 
 
 def data_traffic(replicas: Replicas, numbers: Numbers) -> list[Move]:
-    """Gradients and parameters over the data axis, and for each reduction a word: that a rank had all gradients."""
+    """Gradients and parameters over the data axis, and at the end of each reduction some flags.
+
+    They say that a rank had all gradients and that the order of reductions stands; at stage 3 also how the pass ends.
+    """
     zero, ranks, accumulates = replicas.zero, replicas.ranks, replicas.accumulates
     if ranks == 1:
         return []
@@ -49,7 +52,7 @@ def data_traffic(replicas: Replicas, numbers: Numbers) -> list[Move]:
     gradients = (2 if zero == 0 else 1) * replicas.elements * others
     moves = [
         Move(axis="data", what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
-        Move(axis="data", what="flags", operations=1, bytes=2 * others * 4),
+        Move(axis="data", what="flags", operations=1, bytes=2 * others * 4 * (6 if zero == 3 else 2)),
     ]
     if zero:
         again = zero == 3 and not accumulates  # gathered for forward and for backward, but for those that stay
