@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .operation import Operation
 from .options import Compute, Links
+from .payloads import itemsize
 
 MICRO = 1e6  # of seconds, Perfetto's unit
 
@@ -96,9 +96,9 @@ def seconds_of(operation: Operation, members: Sequence[int], links: Links) -> fl
     latency, bandwidth = links.inside if len(hosts) == 1 else links.across
     ranks = len(members)
     if operation.parts:
-        sizes = [part.elements * _itemsize(part.dtype) for part in operation.parts]
+        sizes = [part.elements * itemsize(part.dtype) for part in operation.parts]
         return sum(sizes) / bandwidth + latency
-    own = sum(elements * _itemsize(dtype) for elements, dtype in operation.items)
+    own = sum(elements * itemsize(dtype) for elements, dtype in operation.items)
     if ranks == 1:
         return 0.0
     share = (ranks - 1) / ranks
@@ -188,8 +188,3 @@ class Meter(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, named, result)) if isinstance(leaf, Tensor)]
         moved = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
         return max(flops / compute.flops, moved / compute.memory)
-
-
-def _itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size

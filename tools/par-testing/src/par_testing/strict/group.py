@@ -1,6 +1,6 @@
 """The process group that torch calls: every operation is described, handed to the player, and refused if NCCL would."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +22,6 @@ from .sites import batch_around, sites
 from .step import check_objects, refuse_in_step
 
 _libraries: list[torch.library.Library] = []  # of this process; a library's kernels end with it
-
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs have two signatures for each method, and this one's takes either
 
@@ -49,7 +48,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         backend = backend_class._create_internal(rank, len(members), options)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
-    # What torch calls. Newer names first; older ones, which torch 2.11 calls, lead to them.
+    # What torch calls, by its newer names.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """The name that torch knows the backend by."""
@@ -61,7 +60,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         reduction = self._reduction(named.get("op", opts), tensors)
 
         def compute(shares: Sequence[Share]) -> list[bytes]:
-            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in by_tensor(shares, tensors)]
+            return self._combined(by_tensor(shares, tensors), reduction)
 
         return self._issue("all_reduce", tensors, tensors, compute, reduction=reduction)
 
@@ -112,8 +111,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> StrictWork:
         """As `allgather`, for several tensors; the lists go by member."""
-        by_tensor = [list(each) for each in zip(*output_lists, strict=True)]
-        return self.allgather(by_tensor, input_list)
+        return self.allgather([list(each) for each in zip(*output_lists, strict=True)], input_list)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
         """This member's part of the ranks' numbers combined."""
@@ -128,7 +126,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
         def compute(shares: Sequence[Share]) -> list[bytes]:
             parts = ([part_of(share, self.rank(), self.size()) for share in each] for each in by_tensor(shares, inputs))
-            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in parts]
+            return self._combined(parts, reduction)
 
         return self._issue("reduce_scatter", inputs, outputs, compute, reduction=reduction)
 
@@ -143,7 +141,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         def compute(shares: Sequence[Share]) -> list[bytes]:
             tensors = by_tensor(shares, flat)
             mine = [tensors[each * self.size() + self.rank()] for each in range(len(outputs))]
-            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in mine]
+            return self._combined(mine, reduction)
 
         return self._issue("reduce_scatter", flat, outputs, compute, reduction=reduction)
 
@@ -185,7 +183,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         def compute(shares: Sequence[Share]) -> list[bytes]:
             if not mine:
                 return []
-            return [bytes_of(reduced(each, reduction, self._player.strict.sums)) for each in by_tensor(shares, tensors)]
+            return self._combined(by_tensor(shares, tensors), reduction)
 
         return self._issue("reduce", tensors, tensors if mine else [], compute, reduction=reduction, root=root)
 
@@ -233,30 +231,12 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         """
         raise StrictError("recv from any rank: NCCL cannot; name the rank that sends")
 
-    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
-        return self.all_gather_single(output, given, opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
-        """The older name of `all_gather_single_coalesced`."""
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None, *rest: Any) -> StrictWork:
-        return self.reduce_scatter_single(output, given, opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
-        """The older name of `reduce_scatter_single_coalesced`."""
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def alltoall_base(
-        self,
-        output: Tensor,
-        given: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        *rest: Any,
-    ) -> StrictWork:
-        """The older name of `all_to_all_single`."""
-        return self.all_to_all_single(output, given, output_splits, input_splits)
+    # The older names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     def abort(self) -> None:
         """Ends all works of this rank with an error."""
@@ -356,6 +336,10 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             if name == "avg" and tensor.dtype == torch.bool:
                 raise StrictError("avg of bool: NCCL cannot; cast it first")
         return name
+
+    def _combined(self, tensors: Iterable[Sequence[Tensor]], reduction: str) -> list[bytes]:
+        """Each tensor of all members, combined."""
+        return [bytes_of(reduced(members, reduction, self._player.strict.sums)) for members in tensors]
 
     def _splits(self, tensor: Tensor, splits: Sequence[int]) -> tuple[int, ...]:
         """The elements for each member, of splits that are given in rows."""

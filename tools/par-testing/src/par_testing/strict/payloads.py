@@ -26,7 +26,7 @@ def cut(payload: bytes, like: Sequence[Tensor]) -> list[bytes]:
 
 
 def by_tensor(shares: Sequence[Share], like: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Of each tensor, what each member has of it, flat."""
+    """Sorts what the members have by tensor: for each one, a flat tensor of each member."""
     members = [cut(payload, like) for _, payload in shares]
     return [[tensor_of(pieces[each], tensor.dtype) for pieces in members] for each, tensor in enumerate(like)]
 
@@ -41,7 +41,13 @@ def messages_to(rank: int, batch: Operation, payload: bytes) -> list[bytes]:
     found, begin = [], 0
     for part in batch.parts:
         if part.kind == "send":
-            size = part.elements * getattr(torch, part.dtype).itemsize
+            size = part.elements * itemsize(part.dtype)
             found += [payload[begin : begin + size]] if part.peer == rank else []
             begin += size
     return found
+
+
+def itemsize(dtype: str) -> int:
+    """The bytes of an element, by the name of its dtype."""
+    size: int = getattr(torch, dtype).itemsize
+    return size
