@@ -138,4 +138,75 @@ class NormScaled(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
 
 
+class NewtonSchulz(torch.optim.Optimizer):
+    """What Muon does, in the dtype of the parameters: a matrix moves by its momentum, made orthogonal."""
+
+    def __init__(self, parameters, lr=0.05, momentum=0.9, weight_decay=0.1):
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.ndim != 2:
+                    raise ValueError(f"a parameter has {parameter.ndim} dims; it steps matrices alone")
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(orthogonal(momentum), alpha=group["lr"])
+        return loss
+
+
+def orthogonal(matrix):
+    """The matrix with singular values near one, by five steps of Newton and Schulz."""
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Divides a matrix by the fourth roots of the second moments of its rows and of its columns."""
+
+    def __init__(self, parameters, lr=0.05, eps=1e-2):
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, gradient = self.state[parameter], parameter.grad
+                rows, columns = parameter.shape
+                if not state:
+                    state["rows"] = group["eps"] * torch.eye(rows, dtype=parameter.dtype)
+                    state["columns"] = group["eps"] * torch.eye(columns, dtype=parameter.dtype)
+                state["rows"].add_(gradient @ gradient.T)
+                state["columns"].add_(gradient.T @ gradient)
+                parameter.sub_(root(state["rows"]) @ gradient @ root(state["columns"]), alpha=group["lr"])
+
+
+def root(matrix):
+    """One over the fourth root of a symmetric matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.pow(-0.25) @ vectors.T
+
+
+def matrices_and_rest(module):
+    """The parameters that a matrix optimizer steps, and the others."""
+    parameters = list(module.parameters())
+    return [each for each in parameters if each.ndim == 2], [each for each in parameters if each.ndim != 2]
+
+
 WHOLE = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "NormScaled": NormScaled}

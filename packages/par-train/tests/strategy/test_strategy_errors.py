@@ -266,3 +266,39 @@ def test_help_lists_every_option_with_its_default():
     assert sorted(signature.parameters) == sorted(field.name for field in dataclasses.fields(StrategyOptions))
     assert not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
     assert signature.parameters["precision"].default == "fp32"
+
+
+class JointlyScaled(torch.optim.SGD):
+    """Divides by one norm of all gradients that it has."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        given = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm([each.grad for each in given])
+        for each in given:
+            each.grad /= norm
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
+    """Without par-zero, too, where nobody else looks."""
+    part = r"the {} would step a part of 'weight' as if it were the whole: this rank has 32 of 64 elements"
+    tensor = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+    for zero in (0, 1):
+        strategy = Strategy(**tensor, zero={"stage": zero, "atomic": True})
+        model = strategy.layers.ColumnLinear(8, 8, bias=False)
+        raises(part.format("Muon"), strategy.initialize, model, torch.optim.Muon(model.parameters()))
+    strategy = Strategy(**tensor, gradient_handlers=[{"type": "partial"}])
+    model = strategy.layers.ColumnLinear(8, 8, bias=False)
+    raises(part.format("Adafactor"), strategy.initialize, model, torch.optim.Adafactor(model.parameters()))
+    strategy.initialize(model, sgd(model))
+    for parallel in (tensor["parallel"], {"pipeline": 2}):
+        strategy = Strategy(parallel=parallel)
+        layers = strategy.layers
+        model = nn.Sequential(layers.ColumnLinear(8, 8), layers.RowLinear(8, 8))
+        words = f"JointlyScaled steps a parameter by what it sees of all .* each of 2 {next(iter(parallel))} ranks sees"
+        raises(words, strategy.initialize, model, JointlyScaled(model.parameters(), lr=0.1))
+    strategy = Strategy()
+    model = nn.Linear(8, 8)
+    strategy.initialize(model, JointlyScaled(model.parameters(), lr=0.1))  # all ranks see all

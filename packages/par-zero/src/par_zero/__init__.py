@@ -3,7 +3,19 @@
 from ._cost import Memory, memory, traffic
 from ._options import ShardOptions
 from ._shard import no_sync, reset, shard, summon
+from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
 
 __version__ = "0.1.0"
 
-__all__ = ["Memory", "ShardOptions", "memory", "no_sync", "reset", "shard", "summon", "traffic"]
+__all__ = [
+    "Memory",
+    "ShardOptions",
+    "looks_at_all_tensors",
+    "looks_at_whole_tensors",
+    "memory",
+    "no_sync",
+    "reset",
+    "shard",
+    "summon",
+    "traffic",
+]

@@ -6,31 +6,35 @@ from collections.abc import Container, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from par_groups import agree, check_alike
 
 from ._options import ShardOptions
-from ._probe import looks_at_all_tensors, looks_at_whole_tensors
+from ._param_groups import ParamGroup
 from ._stage import STAGES, Stage
-from ._step import is_fresh
 from .layout.chunk import Member
+from .layout.records import part_of_a_whole
 from .layout.units import Place
+from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
+from .optimizer.step import is_fresh
 
 ENGINE = "par_zero"
 """The attribute of a sharded module that holds its engine."""
 
 
-def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: ShardOptions) -> None:
+def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int) -> None:
     """Checks what is to be sharded, as far as this rank sees it.
+
+    Args:
+        module: The module.
+        groups: The param groups of all its optimizers.
+        stage: The ZeRO stage, as a number.
 
     Raises:
         ValueError, TypeError: What cannot be sharded.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
     if type(stage) is not int or stage not in range(len(STAGES)):
         raise ValueError(f"stage is {stage!r}; it can be 0, 1, 2 or 3")
     if any(ENGINE in part.__dict__ for part in module.modules()):
@@ -44,40 +48,59 @@ def check(module: nn.Module, optimizer: Optimizer | None, stage: int, options: S
             raise ValueError(
                 f"{name!r} is a DTensor; shard plain parameters, with a par_groups.Sharding if they are cut"
             )
-    if optimizer is not None:
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        _check_parameters(optimizer, names)
-        _check_way_of_working(optimizer, names, STAGES[stage], options)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    by_optimizer: dict[int, list[ParamGroup]] = {}
+    for group in groups:
+        by_optimizer.setdefault(group.owner, []).append(group)
+    for own in by_optimizer.values():
+        _check_parameters(own, names)
+    if groups:
+        _check_each_has_one(groups, names)
+    for own in by_optimizer.values():
+        _check_way_of_working(own, names, STAGES[stage])
 
 
-def _check_parameters(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Checks that the optimizer has not stepped, and has the module's parameters and no others."""
+def _check_parameters(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str]) -> None:
+    """Checks that an optimizer has not stepped, and has parameters of the module and no others."""
+    optimizer = groups[0].optimizer
     kind = type(optimizer).__name__
     if not is_fresh(optimizer):
         raise ValueError(f"the {kind} has stepped already; shard first, then load its state from a checkpoint")
-    for number, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
+    for group in groups:
+        for i, parameter in enumerate(group.settings["params"]):
             if parameter not in names:
                 raise ValueError(
-                    f"param_groups[{number}].params[{i}] of the {kind} is no parameter of the module; make the "
+                    f"param_groups[{group.number}].params[{i}] of the {kind} is no parameter of the module; make the "
                     "optimizer from the parameters of the module that is sharded"
                 )
-        for key, value in group.items():
+        for key, value in group.settings.items():
             if isinstance(value, float) and math.isnan(value):
-                raise ValueError(f"param_groups[{number}][{key!r}] of the {kind} is NaN; give a number")
-    listed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+                raise ValueError(f"param_groups[{group.number}][{key!r}] of the {kind} is NaN; give a number")
+
+
+def _check_each_has_one(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str]) -> None:
+    """Checks that every parameter that wants gradients has an optimizer, and none has two."""
+    group_of: dict[nn.Parameter, ParamGroup] = {}
+    for group in groups:
+        for parameter in group.settings["params"]:
+            if parameter in group_of:
+                raise ValueError(
+                    f"{names[parameter]!r} is in {group_of[parameter].place} and in {group.place}, which would both "
+                    "step it; give each parameter to one optimizer"
+                )
+            group_of[parameter] = group
+    kinds = " and the ".join(dict.fromkeys(type(group.optimizer).__name__ for group in groups))
     for parameter, name in names.items():
-        if parameter.requires_grad and parameter not in listed:
+        if parameter.requires_grad and parameter not in group_of:
             raise ValueError(
-                f"{name!r} wants gradients, but the {kind} does not have it, so each rank would keep its own; give it "
+                f"{name!r} wants gradients, but the {kinds} does not have it, so each rank would keep its own; give it "
                 "to the optimizer, or call requires_grad_(False)"
             )
 
 
-def _check_way_of_working(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], stage: Stage, options: ShardOptions
-) -> None:
-    """Checks that the optimizer steps what its param groups hold, and needs no more of it than a rank has."""
+def _check_way_of_working(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str], stage: Stage) -> None:
+    """Checks that an optimizer steps what its param groups hold, and needs no more of it than a rank has."""
+    optimizer = groups[0].optimizer
     kind = type(optimizer).__name__
     for attribute, value in optimizer.__dict__.items():
         if attribute not in ("param_groups", "state", "defaults") and _contains_any(value, names):
@@ -86,22 +109,44 @@ def _check_way_of_working(
                 "of the flat ones that shard() puts into its param groups; take an optimizer that reads param_groups "
                 "alone"
             )
+    parts = {
+        names[parameter]: record
+        for group in groups
+        for parameter in group.settings["params"]
+        if (record := part_of_a_whole(parameter)) is not None
+    }
     tried = set()
-    for number, group in enumerate(optimizer.param_groups):
-        settings = repr([(key, value) for key, value in group.items() if key not in ("params", "param_names")])
-        if settings in tried:
+    for group in groups:
+        settings = repr([(key, value) for key, value in group.settings.items() if key not in ("params", "param_names")])
+        if (settings, group.atomic) in tried:
             continue
-        tried.add(settings)
-        if stage.shards_state and looks_at_all_tensors(optimizer, group):
+        tried.add((settings, group.atomic))
+        if (stage.shards_state or parts) and looks_at_all_tensors(optimizer, group.settings):
+            place = f"the {kind} steps a parameter by what it sees of all (param_groups[{group.number}])"
+            if stage.shards_state:
+                raise ValueError(
+                    f"{place}, such as one norm of all gradients, and from stage 1 on no rank sees all; pass stage=0, "
+                    "or take another optimizer"
+                )
             raise ValueError(
-                f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
-                "all gradients, and from stage 1 on no rank sees all; pass stage=0, or take another optimizer"
+                f"{place}, such as one norm of all gradients, and of {next(iter(parts))!r} each rank sees a part; take "
+                "another optimizer, or do not cut parameters over tensor ranks"
             )
-        if not options.atomic and looks_at_whole_tensors(optimizer, group):
+        if not group.atomic and looks_at_whole_tensors(optimizer, group.settings):
             raise ValueError(
-                f"{kind} does not treat each element by itself (param_groups[{number}]), so its parameters cannot be "
-                "cut; pass atomic=True, which keeps each whole on one rank"
+                f"{kind} does not treat each element by itself (param_groups[{group.number}]), so its parameters "
+                "cannot be cut; pass atomic=True, which keeps each whole on one rank"
             )
+    for group in groups:
+        for parameter in group.settings["params"]:
+            if group.atomic and names[parameter] in parts:
+                record = parts[names[parameter]]
+                raise ValueError(
+                    f"the {kind} would step a part of {names[parameter]!r} as if it were the whole: this rank has "
+                    f"{record.local_numel} of {record.numel} elements, of shape {tuple(record.shape)}, and "
+                    f"{group.place} are atomic; give the parameter to an optimizer that works element by element, or "
+                    "do not cut it over tensor ranks"
+                )
 
 
 def _contains_any(value: object, parameters: Container[nn.Parameter]) -> bool:
@@ -134,12 +179,13 @@ def described(
     """A text of everything that all ranks must have alike, for them to make the same chunks."""
     parts = [
         (
-            *(member.names, tuple(member.shape), str(member.parameter.dtype), member.group, place_of[member.parameter]),
+            *(member.names, tuple(member.shape), str(member.parameter.dtype), place_of[member.parameter]),
+            *(member.group, member.owner, member.atomic),
             member.parameter.requires_grad and member.group < 0,
         )
         for member in members
     ]
-    fields = (stage, options.bucket, options.param_dtype, options.reduce_dtype, options.reduce, options.atomic)
+    fields = (stage, options.bucket, options.param_dtype, options.reduce_dtype, options.reduce)
     return repr((fields, parts))
 
 

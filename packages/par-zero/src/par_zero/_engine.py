@@ -14,11 +14,11 @@ from ._gather import Gatherer, computed
 from ._order import Order
 from ._reduce import Reducer
 from ._stage import Stage
-from ._step import Unmoved, rewire_
 from ._unit import Unit
 from .layout.chunk import Chunk
 from .layout.packed import Packed
 from .layout.units import called
+from .optimizer.step import Unmoved, rewire_
 
 
 class Engine:
@@ -26,7 +26,7 @@ class Engine:
 
     Args:
         module: The module.
-        optimizer: The optimizer of its parameters, or None.
+        optimizers: The optimizers of its parameters.
         chunks: The chunks that hold the parameters.
         stage: The ZeRO stage: of what a rank keeps its share alone.
         groups: The ranks that share.
@@ -36,26 +36,30 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         chunks: Sequence[Chunk],
         stage: Stage,
         groups: Groups,
         units: Sequence[Unit],
     ) -> None:
-        self._optimizer, self._stage, self._groups, self._chunks = optimizer, stage, groups, tuple(chunks)
+        self._optimizers, self._stage, self._groups, self._chunks = tuple(optimizers), stage, groups, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
+        self._stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
         self._reducer = Reducer(self._trained, groups)
         self._gatherer: Gatherer | None = None
         if stage.shards_parameters:
             order = Order(units, groups.gathers, groups.device_of_flags(chunks[0].own.device), self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, order)
         self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
-        self._unmoved: Unmoved | None = None
-        if optimizer is not None:
-            rewire_(optimizer, self._trained)
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
-            _override_(optimizer, zero_grad=self.zero_grad, add_param_group=_refuse_group)
+        self._unmoved: dict[int, Unmoved] = {}  # by number of the optimizer that is about to step
+        first = 0
+        for number, optimizer in enumerate(optimizers):
+            rewire_(optimizer, self._stepped[number], first)
+            first += len(optimizer.param_groups)
+            optimizer.register_step_pre_hook(partial(self._before_step, number))
+            optimizer.register_step_post_hook(partial(self._after_step, number))
+            zero_grad = partial(self._zero_grad_of_optimizer, number)
+            _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             entry.register_load_state_dict_post_hook(self.refresh)
@@ -85,10 +89,16 @@ class Engine:
                 chunk.master.copy_(torch.where(chunk.own == old, chunk.master, chunk.own))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, those too that wait under `no_sync`. It is the module's method, and the optimizer's."""
+        """Drops all gradients, those too that wait under `no_sync`. It is the module's method."""
         self._reducer.forget(self._trained)
-        if self._optimizer is not None:
-            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+        for optimizer in self._optimizers:
+            type(optimizer).zero_grad(optimizer, set_to_none)
+
+    def _zero_grad_of_optimizer(self, number: int, set_to_none: bool = True) -> None:
+        """Drops the gradients of what one optimizer steps. It is the optimizer's method."""
+        self._reducer.forget(self._stepped[number])
+        optimizer = self._optimizers[number]
+        type(optimizer).zero_grad(optimizer, set_to_none)
 
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drops the gradients of one of several called modules."""
@@ -123,12 +133,15 @@ class Engine:
         if tensors and torch.is_grad_enabled():
             torch.autograd.graph.register_multi_grad_hook(tensors, self._reducer.start, mode="any")
 
-    def _before_step(self, optimizer: Optimizer, args: Any, keywords: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _before_step(
+        self, number: int, optimizer: Optimizer, args: Any, keywords: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         """Notes what must not move; of a step with a closure, when that has made the gradients."""
+        chunks = self._stepped[number]
 
         def prepare() -> None:
             self._packed.look()
-            self._unmoved = Unmoved(optimizer, self._trained, self._reducer.unused())
+            self._unmoved[number] = Unmoved(optimizer, chunks, self._reducer.unused(chunks))
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
         closure = given.pop("closure", None)
@@ -144,14 +157,14 @@ class Engine:
 
         return (given.pop("self"), closure_then_prepare), given
 
-    def _after_step(self, *_: Any) -> None:
-        """Brings what the optimizer has updated to the parameters, and to the other ranks."""
-        if self._unmoved is not None:
-            self._unmoved.restore_()
-        self._unmoved = None
+    def _after_step(self, number: int, *_: Any) -> None:
+        """Brings what an optimizer has updated to the parameters, and to the other ranks."""
+        unmoved = self._unmoved.pop(number, None)
+        if unmoved is not None:
+            unmoved.restore_()
         handles: list[Handle] = []
         with torch.no_grad():
-            for chunk in self._trained:
+            for chunk in self._stepped[number]:
                 if chunk.master is not chunk.own:
                     chunk.own.copy_(chunk.master)
                 if self._stage.shards_state and not self._stage.shards_parameters:

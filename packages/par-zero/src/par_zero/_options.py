@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ._param_groups import Atomic
+
 Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
 """How units are chosen: "auto", a function that says of a module whether it is one, or the modules themselves."""
 
@@ -23,8 +25,8 @@ class ShardOptions:
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
         reduce: "mean" or "sum" of the gradients over the ranks.
-        atomic: Whether every parameter stays whole on one rank, which optimizers need that do not work element by
-            element, such as Muon and Adafactor.
+        atomic: Whether parameters stay whole on one rank, which optimizers need that do not work element by element,
+            such as Muon and Adafactor. True: all; or a function that says so of a param group.
 
     Raises:
         TypeError: A value of another type.
@@ -36,13 +38,13 @@ class ShardOptions:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reduce: str = "mean"
-    atomic: bool = False
+    atomic: Atomic = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.bucket, int) or isinstance(self.bucket, bool):
             raise TypeError(f"bucket is {self.bucket!r}; give a whole number of bytes, such as 10_000_000")
-        if not isinstance(self.atomic, bool):
-            raise TypeError(f"atomic is {self.atomic!r}; give True or False")
+        if not isinstance(self.atomic, bool) and not callable(self.atomic):
+            raise TypeError(f"atomic is {self.atomic!r}; give True, False, or a function of a param group")
         if self.bucket < 1:
             raise ValueError(f"bucket is {self.bucket} bytes; give 1 or more")
         if self.reduce not in ("mean", "sum"):

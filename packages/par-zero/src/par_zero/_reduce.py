@@ -98,10 +98,11 @@ class Reducer:
         finally:
             self._deferring -= 1
 
-    def unused(self) -> list[list[int]]:
-        """For each chunk, the members that had no gradient on any rank since the last call."""
-        unused = [(used == 0).nonzero().flatten().tolist() for used in self._used]
-        for used in self._used:
+    def unused(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        """For each of some chunks, the members that had no gradient on any rank since the last call with it."""
+        flags = [self._used[chunk.number] for chunk in chunks]
+        unused = [(used == 0).nonzero().flatten().tolist() for used in flags]
+        for used in flags:
             used.zero_()
         return unused
 

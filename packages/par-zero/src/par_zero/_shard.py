@@ -14,6 +14,7 @@ from ._check import ENGINE, agreed_ranks, check, check_groups, described
 from ._collectives import Groups, same_ranks
 from ._engine import Engine
 from ._options import ShardOptions, Units
+from ._param_groups import Atomic, in_a_row, param_groups
 from ._stage import STAGES
 from ._unit import Unit
 from .layout.build import make_chunks, members_of
@@ -23,7 +24,7 @@ from .layout.units import Place, called, choose_units, places, unit_names
 
 def shard(
     module: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     stage: int,
     group: dist.ProcessGroup,
@@ -33,9 +34,9 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce: str = "mean",
-    atomic: bool = False,
+    atomic: Atomic = False,
     share_of: Callable[[int], int] | None = None,
-) -> tuple[nn.Module, Optimizer | None]:
+) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
     They stay an ordinary nn.Module and torch.optim.Optimizer: `loss.backward(); optimizer.step()`. Rank 0's parameters
@@ -45,8 +46,9 @@ def shard(
     Args:
         module: The module, on its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an
             actor and a critic that share an optimizer; `no_sync`, `summon` and `reset` of an item are those of all.
-        optimizer: An optimizer that has all of the module's parameters that want gradients, and has not stepped. None
-            if the module is only run.
+        optimizer: An optimizer that has all of the module's parameters that want gradients, and has not stepped; or a
+            list of several that have each of them once, such as Muon for matrices and AdamW for the rest. None if the
+            module is only run.
         stage: What is not kept twice: 0 nothing (what DistributedDataParallel does), 1 the optimizer's state,
             2 gradients too, 3 parameters too.
         group: The ranks with different data that share the work.
@@ -59,20 +61,21 @@ def shard(
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
         reduce: "mean" or "sum" of the gradients over the ranks.
-        atomic: Whether every parameter stays whole on one rank, which optimizers need that do not work element by
-            element, such as Muon and Adafactor.
+        atomic: Whether parameters stay whole on one rank, which optimizers need that do not work element by element,
+            such as Muon and Adafactor. True: all; or a function that says so of a param group, which it gets as the
+            dict that it is, such as `lambda group: "ns_steps" in group`, which Muon's have.
         share_of: The number of the share that a rank of the world keeps: its position in its own `group`, such as
             `lambda rank: topology.index("data", rank)`. For parameters that ranks outside of `group` and `replicas`
             have copies of, such as a bias of a tensor group; None: the ranks ask each other, which takes longer.
 
     Returns:
-        The module and the optimizer.
+        The module, and what was given as optimizer.
 
     Raises:
         ValueError, TypeError: What cannot be sharded, and what differs between the ranks; on every rank.
     """
     problem: Exception | None = None
-    members, options, modules = [], ShardOptions(), [[module]]
+    members, options, modules, optimizers = [], ShardOptions(), [[module]], list[Optimizer]()
     place_of: dict[nn.Parameter, Place] = {}
     try:
         options = ShardOptions(
@@ -83,7 +86,9 @@ def shard(
             reduce=reduce,
             atomic=atomic,
         )
-        check(module, optimizer, stage, options)
+        optimizers = in_a_row(optimizer)
+        stepped = param_groups(optimizers, options.atomic)
+        check(module, stepped, stage)
         check_groups(group, replicas)
         if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
             raise ValueError(
@@ -94,7 +99,7 @@ def shard(
         if STAGES[stage].shards_parameters:
             modules = choose_units(module, units, bucket)
         place_of = places(module, modules)
-        members = members_of(module, optimizer, STAGES[stage])
+        members = members_of(module, stepped, STAGES[stage])
         if not members:
             raise ValueError(
                 f"the {type(module).__name__} has no parameters to shard; give one that has, or leave it alone"
@@ -123,7 +128,7 @@ def shard(
         )
         for number, (name, unit) in enumerate(zip(unit_names(module, modules), modules, strict=True))
     ]
-    engine = Engine(module, optimizer, chunks, STAGES[stage], groups, gathered)
+    engine = Engine(module, optimizers, chunks, STAGES[stage], groups, gathered)
     record_(chunks, records, SameShare(group, replicas, share_of))
     on_written(parameters, engine.refresh)
     for entry in (module, *called(module)):

@@ -26,6 +26,7 @@ from .files import PathLike as Path
 from .files import load_object, load_run, newest_step, save_object, save_run
 from .handlers import DEFAULT, kinds_of
 from .initialize import paired, wire
+from .optimizers import check_sees_enough
 from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
@@ -195,6 +196,10 @@ class Strategy(Setup):
         loaders: dict[int, GlobalDataLoader] = {}
         try:
             pairs = paired(objects)
+            alone = not any(isinstance(plugin, Zero) for plugin in self.plugins)
+            for pair in pairs:
+                if pair.optimizer is not None:
+                    check_sees_enough(pair.optimizer, pair.models, self.groups, alone=alone)
             replica, replicas, seed = self.groups.rank("data"), self.groups.size("data"), self.options.seed
             for given in (given for given in objects if isinstance(given, DataLoader)):
                 loaders[id(given)] = GlobalDataLoader(given, replica=replica, replicas=replicas, seed=seed)

@@ -5,35 +5,51 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from par_groups import Sharding
 
 from .._options import ShardOptions
+from .._param_groups import ParamGroup
 from .._stage import Stage
 from .chunk import Chunk, Member
 from .packing import Item, pack, pack_atomic
 from .units import Place
 
 
-def members_of(module: nn.Module, optimizer: Optimizer | None, stage: Stage) -> list[Member]:
+def members_of(module: nn.Module, groups: Sequence[ParamGroup], stage: Stage) -> list[Member]:
     """The parameters that are packed.
 
-    They are those of the optimizer; without one, those that want gradients; where parameters are sharded, all.
+    They are those of the optimizers; without one, those that want gradients; where parameters are sharded, all.
+
+    Args:
+        module: The module.
+        groups: The param groups of all its optimizers.
+        stage: The ZeRO stage.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    groups = {
-        parameter: number
-        for number, group in enumerate(() if optimizer is None else optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    return [
-        Member(parameter=parameter, names=tuple(all_names), group=groups.get(parameter, -1), shape=parameter.shape)
-        for parameter, all_names in names.items()
-        if parameter in groups or stage.shards_parameters or (optimizer is None and parameter.requires_grad)
-    ]
+    numbers = {parameter: number for number, group in enumerate(groups) for parameter in group.settings["params"]}
+    members = []
+    for parameter, all_names in names.items():
+        number = numbers.get(parameter, -1)
+        if number >= 0:
+            owner, atomic = groups[number].owner, groups[number].atomic
+        elif stage.shards_parameters or (not groups and parameter.requires_grad):
+            owner, atomic = -1, False
+        else:
+            continue
+        members.append(
+            Member(
+                parameter=parameter,
+                names=tuple(all_names),
+                group=number,
+                owner=owner,
+                atomic=atomic,
+                shape=parameter.shape,
+            )
+        )
+    return members
 
 
 def make_chunks(
@@ -46,8 +62,8 @@ def make_chunks(
 ) -> list[Chunk]:
     """Packs parameters into chunks, the last first: their gradients come first.
 
-    A chunk holds parameters of one place, dtype and device that are trained, or that are not. What ranks of other axes
-    hold alike lies apart from what each of them holds for itself, so that it is cut alike there.
+    A chunk holds parameters of one place, dtype and device that are trained, by one optimizer, or that are not. What
+    ranks of other axes hold alike lies apart from what each of them holds for itself, so that it is cut alike there.
 
     Args:
         members: The parameters.
@@ -55,14 +71,16 @@ def make_chunks(
         records: The parameters' records, before they are cut.
         stage: The ZeRO stage: of what a rank keeps its share alone.
         group: The ranks that share.
-        options: The size of a chunk, dtypes, and whether parameters may be cut.
+        options: The size of a chunk, and dtypes.
     """
     kinds: dict[tuple[object, ...], list[Member]] = {}
     for member in reversed(members):
         parameter = member.parameter
         trained = member.group >= 0 or parameter.requires_grad
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
-        kinds.setdefault((place_of[parameter], parameter.dtype, parameter.device, trained, copies), []).append(member)
+        stepped = (trained, member.owner, member.atomic)
+        kind = (place_of[parameter], parameter.dtype, parameter.device, *stepped, copies)
+        kinds.setdefault(kind, []).append(member)
     chunks = [
         _make(part[::-1], place_of[part[0].parameter].items, stage, group, options)
         for kind in kinds.values()
@@ -90,7 +108,7 @@ def _buckets(members: Iterable[Member], limit: int) -> Iterator[list[Member]]:
 def _make(
     members: Sequence[Member], items: tuple[int, ...], stage: Stage, group: dist.ProcessGroup, options: ShardOptions
 ) -> Chunk:
-    layout = (pack_atomic if options.atomic else pack)(
+    layout = (pack_atomic if members[0].atomic else pack)(
         [Item(numel=member.shape.numel(), group=member.group) for member in members], dist.get_world_size(group)
     )
     first = members[0].parameter

@@ -19,13 +19,17 @@ class Member:
     Args:
         parameter: The module's parameter.
         names: All its names in the module, of which a tied parameter has several.
-        group: Number of its param group; -1 where no optimizer has it.
+        group: Number of its param group among those of all optimizers; -1 where no optimizer has it.
+        owner: Number of its optimizer; -1 where none has it.
+        atomic: Whether its optimizer must see it as a whole.
         shape: Shape of the parameter on this rank, before it is cut.
     """
 
     parameter: nn.Parameter
     names: tuple[str, ...]
     group: int
+    owner: int = -1
+    atomic: bool = False
     shape: torch.Size
 
 
@@ -35,7 +39,7 @@ class Slice:
 
     Args:
         tensor: The optimizer's tensor, flat unless parameters are kept whole.
-        group: Number of its param group.
+        group: Number of its param group among those of all optimizers.
         start: Its first element in the chunk.
     """
 
@@ -101,6 +105,11 @@ class Chunk:
         self._earlier: torch.Tensor | None = None  # this rank's share of what earlier reductions have given
         self._share_of_sum: torch.Tensor | None = None  # memory for it, where it does not lie in `gradient`
         self._reduced: torch.Tensor | None = None  # elements `updated` of the sum, until the optimizer has them
+
+    @property
+    def owner(self) -> int:
+        """Number of the optimizer that has its parameters, all of them; -1 where none has them."""
+        return self.members[0].owner
 
     @property
     def trained(self) -> bool:

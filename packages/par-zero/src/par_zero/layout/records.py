@@ -28,6 +28,14 @@ def record_of(parameter: nn.Parameter, ranks: tuple[int, ...]) -> Sharding:
     return sharding_of(parameter) if hasattr(parameter, "par_sharding") else whole(tuple(parameter.shape), ranks)
 
 
+def part_of_a_whole(parameter: nn.Parameter) -> Sharding | None:
+    """A parameter's own record, where it says that this rank has a part of it; None where it has all, or no record."""
+    if not hasattr(parameter, "par_sharding"):
+        return None
+    record = sharding_of(parameter)
+    return record if record.local_numel < record.numel else None
+
+
 class SameShare:
     """Which ranks keep the same share of a parameter as this one.
 

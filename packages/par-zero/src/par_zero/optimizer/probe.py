@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ._step import is_per_element
-from ._torch_private import hooks_of
+from .._torch_private import hooks_of
+from .step import is_per_element
 
 _STEPS = 3
 

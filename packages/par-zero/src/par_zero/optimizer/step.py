@@ -8,15 +8,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .layout.chunk import Chunk, Slice
+from ..layout.chunk import Chunk, Slice
 
 
-def rewire_(optimizer: Optimizer, chunks: Sequence[Chunk]) -> None:
+def rewire_(optimizer: Optimizer, chunks: Sequence[Chunk], first: int = 0) -> None:
     """Replaces the parameters in each param group by flat slices; group dicts and all their other entries stay.
 
     Args:
         optimizer: An optimizer that has not stepped; state that its constructor has made is cut like the parameters.
         chunks: The chunks that hold its parameters; they are given their slices.
+        first: Number of its first param group among those of all optimizers.
     """
     by_group: dict[int, list[nn.Parameter]] = defaultdict(list)
     made = dict(optimizer.state)
@@ -29,7 +30,7 @@ def rewire_(optimizer: Optimizer, chunks: Sequence[Chunk]) -> None:
             if state:
                 optimizer.state[part.tensor] = state
     for number, group in enumerate(optimizer.param_groups):
-        group["params"] = by_group[number]
+        group["params"] = by_group[first + number]
         group.pop("param_names", None)  # these were of the parameters; the records of the slices have the names
 
 

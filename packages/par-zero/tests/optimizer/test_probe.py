@@ -8,7 +8,7 @@ from torch import nn
 from par_testing import for_each
 from par_zero import shard
 
-from .helpers import WHOLE, NormScaled, assert_same, batch, copies, loss_of, mlp, sharded
+from ..helpers import WHOLE, NormScaled, assert_same, batch, copies, loss_of, mlp, sharded
 
 FLAT = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

@@ -8,7 +8,7 @@ from torch import nn
 from par_testing import for_each
 from par_zero import shard
 
-from .helpers import (
+from ..helpers import (
     STAGES,
     WHOLE,
     adamw,

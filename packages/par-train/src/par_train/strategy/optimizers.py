@@ -1,0 +1,42 @@
+"""Whether an optimizer sees of a model what it needs: some look at whole tensors, or at all of them."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import ProcessGroups, sharding_of
+from par_zero import looks_at_all_tensors, looks_at_whole_tensors
+
+
+def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups: ProcessGroups, *, alone: bool) -> None:
+    """Checks that what an optimizer does to a parameter does not depend on how many ranks there are.
+
+    Args:
+        optimizer: The optimizer, which has not stepped.
+        models: What it trains.
+        groups: The groups of ranks along each axis.
+        alone: Whether it will step the models' own parameters. Else par-zero has a look, which can gather tensors.
+
+    Raises:
+        ValueError: It looks at all tensors, of which ranks have parts; or at whole ones, which are cut.
+    """
+    kind, parts = type(optimizer).__name__, [axis for axis in ("tensor", "pipeline") if groups.size(axis) > 1]
+    names = {parameter: name for model in models for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups) if parts else ():
+        if looks_at_all_tensors(optimizer, group):
+            raise ValueError(
+                f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
+                f"all gradients, and each of {groups.size(parts[0])} {parts[0]} ranks sees a part; take another "
+                f"optimizer, or {parts[0]}=1"
+            )
+        if not alone or not looks_at_whole_tensors(optimizer, group):
+            continue
+        for parameter in group["params"]:
+            record = sharding_of(parameter)
+            if record.local_numel < record.numel:
+                raise ValueError(
+                    f"the {kind} would step a part of {names[parameter]!r} as if it were the whole: this rank has "
+                    f"{record.local_numel} of {record.numel} elements; give it to an optimizer that works element by "
+                    "element, or tensor=1"
+                )
