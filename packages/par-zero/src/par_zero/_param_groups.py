@@ -47,7 +47,7 @@ def in_a_row(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimize
             f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, a list of several, or None"
         )
     if optimizer is not None and not given:
-        raise ValueError("optimizer is an empty list; give the optimizers of the module's parameters, or None")
+        raise ValueError(f"optimizer is {optimizer!r}; give the optimizers that have the module's parameters, or None")
     for number, one in enumerate(given):
         if not isinstance(one, Optimizer):
             raise TypeError(f"optimizer[{number}] is a {type(one).__name__}; give a torch.optim.Optimizer")

@@ -237,7 +237,7 @@ def test_mistakes_are_named_on_all_ranks():
     lacking = [NewtonSchulz(matrices), adamw(rest[1:])]
     words = ("'0.0.bias' wants gradients", "NewtonSchulz and the AdamW")
     refused(ValueError, *words, module=module, optimizer=lacking, atomic=is_matrix)
-    refused(ValueError, "empty list", module=module, optimizer=[])
+    refused(ValueError, "optimizer is []", module=module, optimizer=[])
     refused(TypeError, "optimizer[1] is a str", module=module, optimizer=[adamw(rest), "adamw"])
     words = ("NewtonSchulz does not treat each element by itself", "atomic=True")
     refused(ValueError, *words, module=module, optimizer=pair_of(module))
