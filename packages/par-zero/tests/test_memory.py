@@ -1,11 +1,13 @@
-"""The bytes that live on a rank after a step are what `memory` says. Each case has a world of its own to count in."""
+"""The bytes that live on a rank, in `shard` and after a step, are what is said. Each case has a world of its own to
+count in.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import live_bytes
+from par_testing import live_bytes, peak_bytes
 from par_zero import memory, shard
 
 WIDTH, BLOCKS = 128, 4
@@ -64,3 +66,42 @@ def test_bf16_gradients_are_cast_for_the_optimizer_until_they_are_dropped(stage)
     expected = memory(stage, PARAMETERS, ranks, chunk=CHUNK, **BF16)
     cast = PARAMETERS * 4 / (ranks if stage else 1)
     assert_grown(expected.total + cast, stage, BF16, buffers=expected.buffers)
+
+
+UNEVEN = (96, 160, 40, 200)  # widths of blocks
+SIZES = [4 * (width * width + width) for width in UNEVEN]
+
+
+def uneven_blocks():
+    return nn.Sequential(*(nn.Linear(width, width) for width in UNEVEN))
+
+
+def kept_of(options):
+    """The part of a chunk's bytes that a rank keeps of it, by stage."""
+    ranks, weights = dist.get_world_size(), options.get("param_dtype", torch.float32).itemsize / 4
+    master = 1.0 if options else 0.0
+    return (weights + master, weights + master / ranks, weights + master / ranks, (weights + master) / ranks)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("options", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_shard_has_what_is_packed_and_what_is_not_and_one_chunk(stage, options):
+    """At its fullest moment, in bytes. Here each block is a chunk, and the last one is packed first."""
+    before = live_bytes()
+    module = uneven_blocks()
+    optimizer = torch.optim.AdamW(module.parameters())
+    assert live_bytes() - before == sum(SIZES)
+    kept = kept_of(options)[stage]
+    moments = [
+        sum(SIZES[:number]) + SIZES[number] + kept * sum(SIZES[number + 1 :]) + SIZES[number]
+        for number in range(len(SIZES))
+    ]
+    padding = 4 * len(SIZES) * 2 * 16 * dist.get_world_size()
+
+    def run():
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=SIZES[2], **options)
+
+    peak = peak_bytes(run, before + max(moments) + padding) - before
+    assert max(moments) - padding < peak < max(moments) + padding, (peak, max(moments), sum(SIZES))
+    assert max(moments) < 1.75 * sum(SIZES)

@@ -50,7 +50,6 @@ class Gatherer:
                 for other in units
                 if other is not unit and any(unit.modules[0] in set(outer.modules()) for outer in other.modules)
             )
-            unit.free()
             for module in unit.modules:
                 _hook_(module, partial(self._enter, unit), partial(self._leave, unit))
         unit_of = {id(member.parameter): unit for unit in units for chunk in unit.chunks for member in chunk.members}

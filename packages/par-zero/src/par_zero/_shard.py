@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from ._options import ShardOptions, Units
 from ._param_groups import Atomic, in_a_row, param_groups
 from ._stage import STAGES
 from ._unit import Unit
-from .layout.build import make_chunks, members_of
+from .layout.build import members_of, pack_chunk_, plan_chunks
 from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places, unit_names
 
@@ -41,7 +42,8 @@ def shard(
 
     They stay an ordinary nn.Module and torch.optim.Optimizer: `loss.backward(); optimizer.step()`. Rank 0's parameters
     become those of all ranks, buffers stay each rank's own. The optimizer comes to hold flat slices; the dicts of its
-    param groups stay the objects that they were.
+    param groups stay the objects that they were. Parameters are packed one chunk after the other, and what is packed
+    gives its memory back: there is never more than what is packed, what is not yet, and one chunk.
 
     Args:
         module: The module, on its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an
@@ -110,12 +112,10 @@ def shard(
     ranks = agreed_ranks(problem, text, group, replicas)
 
     parameters = [member.parameter for member in members]
-    _same_everywhere_(parameters, group, replicas)
     records = {parameter: record_of(parameter, ranks) for parameter in parameters}
-    chunks = make_chunks(members, place_of, records, STAGES[stage], group, options)
-    for chunk in chunks:
-        for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
-            member.parameter.data = view
+    plans = plan_chunks(members, place_of, records, STAGES[stage], dist.get_world_size(group), options)
+    make_alike = partial(_make_alike_, group=group, replicas=replicas)
+    chunks = [pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, make_alike) for plan in plans]
     gathers = same_ranks(group, chunks[0].own.device) if STAGES[stage].shards_parameters else group
     groups = Groups(shards=group, gathers=gathers, replicas=replicas, mean=reduce == "mean")
     gathered = [
@@ -182,14 +182,8 @@ def _engine_of(module: nn.Module) -> Engine:
     return engine
 
 
-def _same_everywhere_(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
-) -> None:
-    """Gives all ranks the first one's values. A broadcast of each parameter over each group."""
-    for parameter in parameters:
-        data = parameter.detach().contiguous()
-        for ranks in (group, replicas):
-            if ranks is not None and dist.get_world_size(ranks) > 1:
-                dist.broadcast(data, group=ranks, group_src=0)
-        if data.data_ptr() != parameter.data_ptr():
-            parameter.detach().copy_(data)
+def _make_alike_(packed: torch.Tensor, *, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
+    """Gives all ranks the first one's values of a buffer. A broadcast over each group."""
+    for ranks in (group, replicas):
+        if ranks is not None and dist.get_world_size(ranks) > 1:
+            dist.broadcast(packed, group=ranks, group_src=0)

@@ -61,7 +61,7 @@ class Unit:
         group: dist.ProcessGroup,
     ) -> None:
         self.number, self.name, self.modules, self.chunks = number, name, tuple(modules), tuple(chunks)
-        self.state = State.SHOWN  # as the parameters are packed
+        self.state = State.FREED  # as the parameters are packed
         self.kept = False
         self.running = 0
         self.outer: frozenset[int] = frozenset()
@@ -77,7 +77,7 @@ class Unit:
         """Takes memory for whole parameters of a freed unit, and begins to fill it. All-gather over the group."""
         self.state = State.ARRIVING
         for chunk in self.chunks:
-            _resize_(chunk.flat, chunk.layout.size * chunk.flat.element_size())
+            chunk.resize_(chunk.layout.size)
             with without_new_version(chunk.flat):
                 self._handles.append(all_gather(chunk.flat, chunk.own, self._group))
 
@@ -108,8 +108,7 @@ class Unit:
             return
         self.state = State.SHOWN
         for chunk in self.chunks:
-            for member, view in zip(chunk.members, chunk.views(chunk.flat), strict=True):
-                member.parameter.data = view
+            chunk.show_whole()
 
     def hide(self) -> None:
         """The parameters show this rank's part; a pass that needs them whole shows them, or gathers them again."""
@@ -117,10 +116,7 @@ class Unit:
             return
         self.state = State.HIDDEN
         for chunk in self.chunks:
-            low, high = chunk.share
-            for member, (start, stop) in zip(chunk.members, chunk.layout.slots, strict=True):
-                first = min(max(start, low), high)
-                member.parameter.data = chunk.own[first - low : max(first, min(stop, high)) - low]
+            chunk.show_share()
 
     def free(self) -> None:
         """Gives back the memory of whole parameters."""
@@ -128,17 +124,10 @@ class Unit:
         self.hide()
         self.state, self.kept = State.FREED, False
         for chunk in self.chunks:
-            _resize_(chunk.flat, 0)
+            chunk.resize_(0)
 
     def write_back(self) -> None:
         """This rank's part becomes what was written to whole parameters."""
         for chunk in self.chunks:
             low, high = chunk.share
             chunk.own.copy_(chunk.flat[low:high])
-
-
-def _resize_(flat: torch.Tensor, size: int) -> None:
-    """Gives memory back, or takes it. What NumPy has seen of it may still be in use, and stays as it is."""
-    storage = flat.untyped_storage()
-    if storage.resizable():
-        storage.resize_(size)

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from par_testing import live_bytes, saved_bytes
+from par_testing import live_bytes, peak_bytes, saved_bytes
 
 
 def test_each_storage_is_counted_once_and_parameters_are_left_out():
@@ -26,6 +26,34 @@ def test_live_bytes_count_each_storage_once():
     kept.append(kept[0][10:])
     assert live_bytes() - before == 400
     del sparse
+
+
+def test_tensors_on_meta_have_no_bytes():
+    before = live_bytes()
+    on_meta = torch.empty(100, device="meta")
+    assert live_bytes() == before
+    del on_meta
+
+
+def test_peak_bytes_are_those_of_the_fullest_moment():
+    kept = [torch.zeros(1000)]
+    before = live_bytes()
+
+    def run():
+        kept.append(kept[0].clone())  # 1000 elements more
+        kept[0] = kept[1][10:]  # views take nothing, and the first 1000 are gone
+        kept.append(torch.zeros(500))
+        del kept[:]
+        kept.append(torch.zeros(1200))
+
+    assert peak_bytes(run, least=1000) - before == 4000
+    assert live_bytes() - before == 800
+
+
+def test_peak_bytes_pass_over_small_tensors():
+    before = live_bytes()
+    assert peak_bytes(lambda: [torch.zeros(10) for _ in range(100)], least=100) == 0
+    assert peak_bytes(lambda: [torch.zeros(10) for _ in range(100)], least=40) - before == 4000
 
 
 def test_live_bytes_are_counted_again_until_they_are_as_expected():

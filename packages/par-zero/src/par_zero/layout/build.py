@@ -1,9 +1,9 @@
-"""Chunks out of a module's parameters."""
+"""Chunks out of a module's parameters: first what goes into which, then one chunk after the other is packed."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from par_groups import Sharding
@@ -12,7 +12,7 @@ from .._options import ShardOptions
 from .._param_groups import ParamGroup
 from .._stage import Stage
 from .chunk import Chunk, Member
-from .packing import Item, pack, pack_atomic
+from .packing import Item, Layout, pack, pack_atomic
 from .units import Place
 
 
@@ -52,15 +52,30 @@ def members_of(module: nn.Module, groups: Sequence[ParamGroup], stage: Stage) ->
     return members
 
 
-def make_chunks(
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan:
+    """A chunk that has no memory yet.
+
+    Args:
+        members: The parameters, which have memory of their own.
+        place: Where they belong.
+        layout: Where they will lie in the chunk.
+    """
+
+    members: tuple[Member, ...]
+    place: Place
+    layout: Layout
+
+
+def plan_chunks(
     members: Sequence[Member],
     place_of: Mapping[nn.Parameter, Place],
     records: Mapping[nn.Parameter, Sharding],
     stage: Stage,
-    group: dist.ProcessGroup,
+    ranks: int,
     options: ShardOptions,
-) -> list[Chunk]:
-    """Packs parameters into chunks, the last first: their gradients come first.
+) -> list[Plan]:
+    """Deals parameters out to chunks, the last first: their gradients come first.
 
     A chunk holds parameters of one place, dtype and device that are trained, by one optimizer, or that are not. What
     ranks of other axes hold alike lies apart from what each of them holds for itself, so that it is cut alike there.
@@ -70,8 +85,8 @@ def make_chunks(
         place_of: Where each parameter belongs; at stage 3 a unit's parameters of one kind are one chunk.
         records: The parameters' records, before they are cut.
         stage: The ZeRO stage: of what a rank keeps its share alone.
-        group: The ranks that share.
-        options: The size of a chunk, and dtypes.
+        ranks: Number of ranks that share.
+        options: The size of a chunk.
     """
     kinds: dict[tuple[object, ...], list[Member]] = {}
     for member in reversed(members):
@@ -81,14 +96,20 @@ def make_chunks(
         stepped = (trained, member.owner, member.atomic)
         kind = (place_of[parameter], parameter.dtype, parameter.device, *stepped, copies)
         kinds.setdefault(kind, []).append(member)
-    chunks = [
-        _make(part[::-1], place_of[part[0].parameter].items, stage, group, options)
+    plans = [
+        Plan(
+            members=tuple(part[::-1]),
+            place=place_of[part[0].parameter],
+            layout=(pack_atomic if part[0].atomic else pack)(
+                [Item(numel=member.shape.numel(), group=member.group) for member in part[::-1]], ranks
+            ),
+        )
         for kind in kinds.values()
         for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket))
     ]
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
-    return sorted(chunks, key=lambda chunk: -min(first[member.parameter] for member in chunk.members))
+    return sorted(plans, key=lambda plan: -min(first[member.parameter] for member in plan.members))
 
 
 def _buckets(members: Iterable[Member], limit: int) -> Iterator[list[Member]]:
@@ -105,26 +126,37 @@ def _buckets(members: Iterable[Member], limit: int) -> Iterator[list[Member]]:
         yield current
 
 
-def _make(
-    members: Sequence[Member], items: tuple[int, ...], stage: Stage, group: dist.ProcessGroup, options: ShardOptions
+def pack_chunk_(
+    plan: Plan, rank: int, stage: Stage, options: ShardOptions, make_alike: Callable[[torch.Tensor], None]
 ) -> Chunk:
-    layout = (pack_atomic if members[0].atomic else pack)(
-        [Item(numel=member.shape.numel(), group=member.group) for member in members], dist.get_world_size(group)
-    )
-    first = members[0].parameter
-    packed = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+    """Makes a chunk. Its parameters come to lie in it, and the memory that they had is given back.
+
+    On the way there is memory for one whole chunk beside that of its parameters.
+
+    Args:
+        plan: What goes into the chunk.
+        rank: Which share is this rank's.
+        stage: The ZeRO stage: of what a rank keeps its share alone.
+        options: Dtypes.
+        make_alike: Gives the values of the whole buffer, of which each rank has its own, the first rank's.
+    """
+    first = plan.members[0].parameter
+    packed = torch.zeros(plan.layout.size, dtype=first.dtype, device=first.device)
     with torch.no_grad():
-        for member, (start, stop) in zip(members, layout.slots, strict=True):
-            packed[start:stop].view(member.shape).copy_(member.parameter)
+        for member, (start, stop) in zip(plan.members, plan.layout.slots, strict=True):
+            view = packed[start:stop].view(member.shape)
+            view.copy_(member.parameter)
+            member.parameter.data = view  # so that its own memory is given back before there is more
+    make_alike(packed)
     real = first.is_floating_point()  # complex ones keep their dtype, and their gradients too
     dtype = options.param_dtype if options.param_dtype is not None and real else first.dtype
     return Chunk(
-        members,
-        layout,
-        dist.get_rank(group),
+        plan.members,
+        plan.layout,
+        rank,
         stage=stage,
         packed=packed,
         dtype=dtype,
         reduce_dtype=options.reduce_dtype if options.reduce_dtype is not None and real else dtype,
-        items=items,
+        items=plan.place.items,
     )

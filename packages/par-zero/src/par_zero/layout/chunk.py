@@ -56,12 +56,15 @@ class Slice:
 class Chunk:
     """Parameters in one flat buffer of `size` elements, which the layout deals out to the ranks in shares.
 
+    A new chunk's parameters are views of it: whole ones, or this rank's share where parameters are sharded.
+
     Args:
         members: The parameters.
         layout: Where they lie in the buffer.
         rank: Which share is this rank's.
         stage: The ZeRO stage: of what this rank keeps its share alone.
-        packed: (size) The parameters' values, in the dtype of the optimizer.
+        packed: (size) The parameters' values, in the dtype of the optimizer. The chunk takes its memory, or gives it
+            back.
         dtype: Dtype of the parameters in use.
         reduce_dtype: Dtype of gradients while they are summed.
         items: Numbers of the called modules that have its parameters.
@@ -93,9 +96,24 @@ class Chunk:
         self.share = layout.share(rank)
         self.updated = self.share if stage.shards_state else (0, layout.size)
         low, high = self.updated
-        self.flat = packed.to(dtype)
-        self.own = self.flat[low:high].clone() if stage.shards_parameters else self.flat[low:high]
-        self.master = self.own if dtype == packed.dtype else packed[low:high].clone()
+        if stage.shards_parameters:
+            self.own = packed[low:high].to(dtype, copy=True)
+        else:
+            self.flat = packed.to(dtype)
+            self.own = self.flat[low:high]
+        self.master = self.own
+        if dtype != packed.dtype:
+            self.master = packed if high - low == layout.size else packed[low:high].clone()
+        if stage.shards_parameters:
+            self.show_share()
+            self.flat = packed
+            if dtype != packed.dtype:
+                if self.master is not packed:
+                    self.resize_(0)  # before there is more
+                self.flat = packed.new_empty(layout.size, dtype=dtype)
+            self.resize_(0)
+        else:
+            self.show_whole()
         self.reduce_dtype, self.items = reduce_dtype, items
         self.slices: list[Slice] = []
         self.number = -1
@@ -120,6 +138,27 @@ class Chunk:
         """The members' places in a buffer of this layout, in their shapes."""
         for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
             yield flat[start:stop].view(member.shape)
+
+    def show_whole(self) -> None:
+        """The parameters become views of `flat`, which has its memory."""
+        for member, view in zip(self.members, self.views(self.flat), strict=True):
+            member.parameter.data = view
+
+    def show_share(self) -> None:
+        """The parameters become views of this rank's share in `own`, flat, where parameters are sharded."""
+        low, high = self.share
+        for member, (start, stop) in zip(self.members, self.layout.slots, strict=True):
+            first = min(max(start, low), high)
+            member.parameter.data = self.own[first - low : max(first, min(stop, high)) - low]
+
+    def resize_(self, count: int) -> None:
+        """Gives the memory of `flat` back, or takes it, for that many elements.
+
+        What NumPy has seen of it may still be in use, and stays as it is.
+        """
+        storage = self.flat.untyped_storage()
+        if storage.resizable():
+            storage.resize_(count * self.flat.element_size())
 
     # The way of a gradient: autograd leaves it in the parameter, `take_gradients` moves it into the buffer, its sum
     # over the ranks is made in `place_of_sum` and kept by `take_sum`, and `bind_gradients` shows it to the optimizer.

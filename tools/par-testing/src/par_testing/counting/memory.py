@@ -3,9 +3,12 @@
 import gc
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def saved_bytes(run: Callable[[], object], ignore: Iterable[Tensor] = ()) -> int:
@@ -32,7 +35,7 @@ def saved_bytes(run: Callable[[], object], ignore: Iterable[Tensor] = ()) -> int
 
 
 def live_bytes(expected: Callable[[int], bool] = lambda _: True, *, patience: float = 5.0) -> int:
-    """Bytes of all tensors that Python knows, each storage counted once; sparse ones, which have none, left out.
+    """Bytes of all tensors that Python knows, each storage counted once; sparse and meta ones have none.
 
     Args:
         expected: Whether a number of bytes is what the test expects. While it is not, the tensors are counted again:
@@ -44,10 +47,49 @@ def live_bytes(expected: Callable[[int], bool] = lambda _: True, *, patience: fl
     while True:
         gc.collect()
         found = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-        tensors = [tensor for tensor in found if tensor.layout is torch.strided]
+        tensors = [tensor for tensor in found if tensor.layout is torch.strided and not tensor.is_meta]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
         total: int = sum(storages.values())
         if expected(total) or time.monotonic() >= limit:
             return total
         del found, tensors
         time.sleep(0.01)
+
+
+def peak_bytes(run: Callable[[], object], expected: float = float("inf"), *, least: int = 4096) -> int:
+    """The most bytes that are alive at one time while `run` computes, counted by `live_bytes` wherever there are more.
+
+    Args:
+        run: What allocates and frees tensors. What one operator takes and gives back by itself is not seen.
+        expected: How many bytes the test expects at most. Where there are more, they are counted again for 5 seconds,
+            as gloo may hold a tensor for a little longer.
+        least: Operators that make smaller tensors than this many bytes are passed over, as counting takes a while.
+    """
+    peak = _Peak(expected, least)
+    with peak:
+        run()
+    return peak.most
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the live bytes after each operator that has made a new storage."""
+
+    def __init__(self, expected: float, least: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._expected, self._least = expected, least
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        if any(_storage(leaf) not in given and leaf.untyped_storage().nbytes() >= self._least for leaf in made):
+            patience = 5.0 if self.most <= self._expected else 0.0
+            self.most = max(self.most, live_bytes(lambda total: total <= self._expected, patience=patience))
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number of the memory that a tensor is a view of; 0 for a sparse one, which has none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
