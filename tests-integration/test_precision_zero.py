@@ -65,6 +65,10 @@ def test_training_under_zero_follows_one_device(stage, precision):
     reference = model()
     its, _ = train(*mixed(reference, adamw(reference, fused=fused), precision, clip_norm=0.5), range(5))
     module, optimizer = made(precision, stage, fused=fused)
+    if stage == 3 and precision.endswith("-amp"):  # the casts of all weights would be kept until backward
+        with pytest.raises(ValueError, match=r"pass param_dtype=torch.b?float16 to shard"):
+            train(module, optimizer, range(1), ranks=2, rank=dist.get_rank())
+        return
     norms, _ = train(module, optimizer, range(5), ranks=2, rank=dist.get_rank())
     assert norms == pytest.approx(its, rel=DISTANCE[precision])
     digits = torch.finfo(WEIGHTS[precision]).eps if precision in WEIGHTS else 0  # of a weight that rounds otherwise
@@ -112,6 +116,8 @@ def test_the_norm_of_flat_slices_is_exact_and_one_all_reduce(stage):
 @pytest.mark.ranks(2)
 def test_an_infinity_in_one_ranks_slice_is_skipped_by_all(stage):
     for precision in ("fp16", "fp16-amp", "bf16"):
+        if stage == 3 and precision.endswith("-amp"):
+            continue  # refused
         scale = DynamicScale(init=64.0) if precision.startswith("fp16") else None
         module, optimizer = made(precision, stage, scale=scale)
         train(module, optimizer, range(1), ranks=2, rank=dist.get_rank())

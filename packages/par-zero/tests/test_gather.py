@@ -1,5 +1,6 @@
 """Stage 3: what is gathered when, what is seen outside, and that memory is given back."""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
-from par_groups import check_owned, sharding_of, written_
-from par_testing import for_each
+from par_groups import Channels, ProcessGroups, Topology, check_owned, sharding_of, written_
+from par_testing import StrictError, for_each
 from par_zero import no_sync, shard, summon
 
 from .helpers import (
+    STAGES,
     adamw,
     assert_near,
     assert_same,
@@ -35,6 +38,11 @@ def buffers(module):
     with summon(module):
         storages = [parameter.untyped_storage() for parameter in module.parameters()]
         return list({storage.data_ptr(): storage for storage in storages}.values())
+
+
+def number_of_groups():
+    """Those that torch knows of in this process."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def sizes(buffers):
@@ -271,6 +279,43 @@ class Slots:
     x: torch.Tensor
 
 
+class Named:
+    """What has a `__dict__`, in which it refers to itself."""
+
+    def __init__(self, x):
+        self.inner, self.own = [{"x": x}], self
+
+
+class Private:
+    """What has a slot whose name Python changes, and one that is empty."""
+
+    __slots__ = ("__x", "unset")
+
+    def __init__(self, x):
+        self.__x = x
+
+    def x(self):
+        return self.__x
+
+
+class Hiding:
+    """What nobody sees through, unless torch has been told how."""
+
+    def __init__(self, x):
+        self.x = lambda: x
+
+
+KINDS = {
+    "dict": (lambda x: {"x": x}, lambda value: value["x"]),
+    "tuple": (lambda x: (None, [x]), lambda value: value[1][0]),
+    "slots": (Slots, lambda value: value.x),
+    "named": (Named, lambda value: value.inner[0]["x"]),
+    "private": (Private, Private.x),
+    "hiding": (Hiding, lambda value: value.x()),
+}
+"""How a tensor is wrapped, and how it is taken out again."""
+
+
 class Wrapped(nn.Module):
     """Blocks that return other things than tensors."""
 
@@ -282,27 +327,137 @@ class Wrapped(nn.Module):
             self.linear, self.kind = nn.Linear(8, 8), kind
 
         def forward(self, x):
-            x = torch.tanh(self.linear(x))
-            return {"dict": {"x": x}, "tuple": (None, [x]), "slots": Slots(x)}[self.kind]
+            return KINDS[self.kind][0](torch.tanh(self.linear(x)))
 
-    def __init__(self):
+    def __init__(self, kinds):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Wrapped.Block("dict"), Wrapped.Block("tuple"), Wrapped.Block("slots")])
+        self.blocks = nn.ModuleList([Wrapped.Block(kind) for kind in kinds])
 
     def forward(self, x):
-        x = self.blocks[0](x)["x"]
-        x = self.blocks[1](x)[1][0]
-        return self.blocks[2](x).x
+        for block in self.blocks:
+            x = KINDS[block.kind][1](block(x))
+        return x
+
+
+def most_gathered(module, optimizer):
+    """Trains three steps. How many units' parameters were there at once, at most, and after each backward."""
+    memory = buffers(module)
+    counts, left = [], []
+    for block in module.blocks:
+        for each in (block.register_forward_hook, block.linear.register_full_backward_hook):
+            each(lambda *_: counts.append(sum(size > 0 for size in sizes(memory))))
+    for step in range(3):
+        train(module, optimizer, [[batch(step, width=8).requires_grad_()]])  # torch's hooks of backward want that
+        left += sizes(memory)
+    return max(counts), any(left)
 
 
 @pytest.mark.ranks(2)
-def test_blocks_return_dicts_tuples_and_dataclasses():
-    module, optimizer = sharded(Wrapped(), 3)
-    other, its = sharded(Wrapped(), 1)
-    for model, each in ((module, optimizer), (other, its)):
-        train(model, each, [[batch(step, width=8)] for step in range(3)])
+def test_blocks_return_dicts_tuples_dataclasses_and_objects():
+    kinds = [kind for kind in KINDS if kind != "hiding"]
+    module, optimizer = sharded(Wrapped(kinds), 3)
+    other, its = sharded(Wrapped(kinds), 1)
+    assert most_gathered(module, optimizer) == (2, False)
+    train(other, its, [[batch(step, width=8)] for step in range(3)])
     assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2)
+def test_blocks_return_what_was_registered_with_torch():
+    register_pytree_node(Hiding, lambda hiding: ([hiding.x()], None), lambda leaves, _: Hiding(leaves[0]))
+    kinds = ["hiding"] * 5
+    module, optimizer = sharded(Wrapped(kinds), 3)
+    other, its = sharded(Wrapped(kinds), 1)
+    assert most_gathered(module, optimizer) == (2, False)
+    train(other, its, [[batch(step, width=8)] for step in range(3)])
+    assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2)
+def test_a_unit_that_hides_its_tensors_stays_gathered_to_the_end_of_backward_and_is_named_once():
+    kinds = ["dict", "hiding", "tuple", "tuple", "tuple", "tuple"]
+    module, optimizer = sharded(Wrapped(kinds), 3)
+    other, its = sharded(Wrapped(kinds), 1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert most_gathered(module, optimizer) == (3, False)
+    (warning,) = warned
+    assert str(warning.message).startswith("no tensor is found in the Hiding that 'blocks.1' returns, so its param")
+    train(other, its, [[batch(step, width=8)] for step in range(3)])
+    assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_units_are_gathered_over_the_communicator_that_is_given():
+    topology = Topology({"data": 2})
+    with ProcessGroups(topology, declare=[Channels("data", 1)]) as groups:
+        module, other = mlp(), mlp()
+        words = r"gathers are the ranks \[[01]\], and group the ranks \[0, 1\]; give a comm"
+        with pytest.raises(ValueError, match=words):
+            shard(module, None, stage=3, group=groups["data"], gathers=groups[()])
+        gathers = groups[()] if dist.get_rank() == 1 else None
+        words = "gathers are" if dist.get_rank() == 1 else "rank 1: ValueError: gathers are"
+        with pytest.raises(ValueError, match=words):
+            shard(module, None, stage=3, group=groups["data"], gathers=gathers)
+        (channel,) = groups.channels("data", 1)
+        made = number_of_groups()
+        optimizer, its = adamw(module.parameters()), adamw(other.parameters())
+        shard(module, optimizer, stage=3, group=groups["data"], gathers=channel, bucket=300)
+        assert number_of_groups() == made
+        shard(other, its, stage=1, group=groups["data"])
+        for model, each in ((module, optimizer), (other, its)):
+            train(model, each, [[batch(step, width=8)] for step in range(2)])
+        assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2, timeout=10)
+def test_under_autocast_parameters_of_another_dtype_are_refused_on_all_ranks():
+    module, optimizer = sharded(mlp(), 3)
+    other, its = sharded(mlp(), 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"pass param_dtype=torch.bfloat16 to shard.* or stage=2"):
+            module(batch(0, width=8))
+        with torch.no_grad():  # nothing is kept for a backward
+            assert module(batch(0, width=8)).dtype == other(batch(0, width=8)).dtype == torch.bfloat16
+    other.zero_grad()
+    for model, each in ((module, optimizer), (other, its)):
+        train(model, each, [[batch(step, width=8)] for step in range(2)])
+    assert_same(whole(module), whole(other))
+
+
+@pytest.mark.ranks(2)
+def test_under_autocast_parameters_gathered_in_its_dtype_are_not_copied():
+    module, optimizer = sharded(mlp(), 3, param_dtype=torch.bfloat16)
+    gathered = []
+
+    def look(tensor):
+        if tensor.shape in ((8, 16), (16, 8)):
+            storages = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+            gathered.append(tensor.untyped_storage().data_ptr() in storages)
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(look, lambda kept: kept):
+        loss_of(module, batch(0, width=8).bfloat16()).backward()
+    assert gathered == [True] * 5  # the first weight is not needed, as the batch wants no gradient
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        train(module, optimizer, [[batch(step, width=8).bfloat16()] for step in range(2)])
+    other, its = sharded(mlp(), 1, param_dtype=torch.bfloat16)
+    train(other, its, [[batch(step, width=8).bfloat16()] for step in range(2)])
+    assert_same(whole(module), whole(other))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.ranks(2, backend="strict", timeout=20)
+def test_strict_ranks_tell_what_lies_in_a_flat_buffer(stage):
+    """Of two collectives of equal sizes, only that tells which one is another."""
+    module, optimizer = sharded(mlp(), stage)
+    train(module, optimizer, [[batch(0, width=8)]])  # in a first pass at stage 3 the ranks compare what they need
+    words = "'0.0.weight to 0.2.bias'" if stage == 3 else "'2.2.weight to 2.2.bias'"
+    acts = (lambda: loss_of(module, batch(0, width=8)).backward(), lambda: dist.all_reduce(torch.zeros(1)))
+    with pytest.raises(StrictError, match=words):
+        acts[dist.get_rank()]()
 
 
 @pytest.mark.ranks(2)

@@ -1,5 +1,6 @@
 """Every underscore name of torch that is used, by itself: this file fails first when a new torch breaks something."""
 
+from collections import OrderedDict
 from datetime import timedelta
 
 import pytest
@@ -35,6 +36,11 @@ def test_every_one_does_what_it_is_used_for():
     with private.without_new_version(one):
         one.zero_()
     assert one._version == version
+
+    assert private.tree_leaves(OrderedDict(a=[one, 3])) == [one, 3]
+    assert private.tree_leaves(notes) == notes
+    (leaf,) = private.tree_leaves(nn.Identity)
+    assert leaf is nn.Identity
 
     linear = nn.Linear(2, 2)
     assert private.own_parameters(linear)["weight"] is linear.weight

@@ -158,12 +158,20 @@ def _contains_any(value: object, parameters: Container[nn.Parameter]) -> bool:
     return isinstance(value, nn.Parameter) and value in parameters
 
 
-def check_groups(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
-    """Checks that no rank would be a replica of one with which it shares.
+def check_groups(
+    group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, gathers: dist.ProcessGroup | None = None
+) -> None:
+    """Checks that no rank would be a replica of one with which it shares, and that those that share gather.
 
     Raises:
-        ValueError: The groups have more ranks in common than this one.
+        ValueError: The groups have more ranks in common than this one, or `gathers` is of other ranks than `group`.
     """
+    ranks = dist.get_process_group_ranks(group)
+    if gathers is not None and dist.get_process_group_ranks(gathers) != ranks:
+        raise ValueError(
+            f"gathers are the ranks {dist.get_process_group_ranks(gathers)}, and group the ranks {ranks}; give a "
+            "communicator of the same ranks in the same order, or leave gathers out"
+        )
     if replicas is not None:
         near, far = (sorted(dist.get_process_group_ranks(one)) for one in (group, replicas))
         if set(near) & set(far) != {dist.get_rank()}:

@@ -8,19 +8,28 @@ backward   the gradient of a unit's output is there -> the units are freed whose
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._order import End, Kind, Order
 from ._reduce import Reducer
+from ._torch_private import tree_leaves
 from ._unit import State, Unit
+
+_CLOSED = (
+    *(str, bytes, int, float, complex, torch.dtype, torch.device),
+    *(nn.Module, Optimizer, ModuleType, FunctionType, MethodType, type),
+)
+"""Types of values in which no output is looked for: they have none, or whatever a program has."""
 
 
 class Gatherer:
@@ -42,6 +51,9 @@ class Gatherer:
         self._begun: list[Unit] = []  # the units whose backward has begun
         self._marks = WeakTensorKeyDictionary()  # an object for each tensor that a unit has returned
         self._mark: object = None  # of what the units returned whose backward began last
+        self._opaque: set[Unit] = set()  # the units that have returned something in which no tensor was found
+        flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
+        self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
         reducer.compare_by(partial(order.end, End.BACKWARD))
         reducer.at_end(self._end_backward)
         for unit in units:
@@ -108,10 +120,28 @@ class Gatherer:
 
     def _gather(self, unit: Unit) -> None:
         """Makes a unit's parameters whole. All-gather over the group, unless they are there."""
+        if torch.is_grad_enabled():
+            self._refuse_autocast()
         without = "forward" if torch.is_grad_enabled() else "evaluation"
         self._order.gather(unit, Kind("backward" if self._in_backward else without, self._keepers > 0))
         unit.show()
         unit.kept |= self._keepers > 0
+
+    def _refuse_autocast(self) -> None:
+        """Raises if a forward would cast parameters.
+
+        Autograd and autocast would keep the copies of all units until backward, which is the memory that stage 3 saves.
+        """
+        for device, dtype in self._dtypes:
+            if not torch.is_autocast_enabled(device):
+                continue
+            wanted = torch.get_autocast_dtype(device)
+            if dtype not in (wanted, torch.float64):  # autocast leaves float64 alone
+                raise ValueError(
+                    f"a forward under autocast to {wanted} with parameters of {dtype} would keep a cast copy of all of "
+                    f"them until backward, which stage 3 is there to save; pass param_dtype={wanted} to shard(), which "
+                    "gathers them in that dtype, or stage=2"
+                )
 
     def _enter(self, unit: Unit, *_: Any) -> None:
         """A module of a unit begins. The units that ran before are done, unless this is backward."""
@@ -155,12 +185,34 @@ class Gatherer:
         return not any(member.parameter.requires_grad for chunk in chunks for member in chunk.members)
 
     def _expect_backward(self, units: Sequence[Unit], output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         tensors = computed(output)
-        if tensors and torch.is_grad_enabled():
+        if not tensors and next(_tensors_of(output), None) is None and sys.exception() is None:
+            self._keep_opaque(units, output)
+        if tensors:
             mark = self._marks.setdefault(tensors[0], object())
             for unit in units:
                 before = partial(self._before_backward, unit, mark)
                 torch.autograd.graph.register_multi_grad_hook(tensors, before, mode="any")
+
+    def _keep_opaque(self, units: Sequence[Unit], output: Any) -> None:
+        """Keeps units to the end of backward that have returned something in which no tensor is found.
+
+        Nothing tells when their backward begins, so their parameters must be there.
+        """
+        for unit in units:
+            if unit.number == 0 or not unit.chunks:
+                continue
+            unit.kept = True
+            if unit not in self._opaque:
+                self._opaque.add(unit)
+                warnings.warn(
+                    f"no tensor is found in the {type(output).__name__} that {unit.name} returns, so its parameters "
+                    "stay gathered to the end of backward; return tensors, collections of them or objects that have "
+                    "them as attributes",
+                    stacklevel=2,
+                )
 
     def _before_backward(self, unit: Unit, mark: object, _: torch.Tensor) -> None:
         """The gradient of a unit's output is there, so the units that began before are done, if their gradients are.
@@ -217,16 +269,40 @@ def computed(output: Any) -> list[torch.Tensor]:
     return [tensor for tensor in _tensors_of(output) if tensor.requires_grad and not tensor.is_leaf]
 
 
-def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns, also in collections and dataclasses."""
+def _tensors_of(output: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returns: in collections, in what torch's pytree knows, in attributes of objects.
+
+    Args:
+        output: What the module returns, or a part of it.
+        seen: Objects that were looked into before, by their `id`.
+    """
     if isinstance(output, torch.Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_of(value)
-    elif is_dataclass(output):
-        for field in fields(output):
-            yield from _tensors_of(getattr(output, field.name, None))
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors_of(value)
+        return
+    seen = set() if seen is None else seen
+    if output is None or isinstance(output, _CLOSED) or id(output) in seen:
+        return
+    seen.add(id(output))
+    for part in _parts_of(output):
+        yield from _tensors_of(part, seen)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """The items of a collection; of any other object what it was registered with, or else its attributes."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    leaves = tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots_of(type(value)))]
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """The names under which the slots of a class, and of those that it is made from, are attributes."""
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield f"_{each.__name__.lstrip('_')}{name}" if is_private else name

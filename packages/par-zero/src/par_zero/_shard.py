@@ -37,6 +37,7 @@ def shard(
     reduce: str = "mean",
     atomic: Atomic = False,
     share_of: Callable[[int], int] | None = None,
+    gathers: dist.ProcessGroup | None = None,
 ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
@@ -69,6 +70,9 @@ def shard(
         share_of: The number of the share that a rank of the world keeps: its position in its own `group`, such as
             `lambda rank: topology.index("data", rank)`. For parameters that ranks outside of `group` and `replicas`
             have copies of, such as a bias of a tensor group; None: the ranks ask each other, which takes longer.
+        gathers: Another communicator of the ranks of `group`, in the same order, over which stage 3 gathers alone, such
+            as `groups.channels("data", 1)[0]`, which ends with its owner. None: one is made, which ends with
+            torch.distributed.
 
     Returns:
         The module, and what was given as optimizer.
@@ -91,7 +95,7 @@ def shard(
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
         check(module, stepped, stage)
-        check_groups(group, replicas)
+        check_groups(group, replicas, gathers)
         if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
             raise ValueError(
                 f"share_of({dist.get_rank()}) is {share_of(dist.get_rank())!r}, but this rank is number "
@@ -108,7 +112,7 @@ def shard(
             )
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
-    text = f"{described(members, place_of, stage, options)} {share_of is None}"
+    text = f"{described(members, place_of, stage, options)} {share_of is None} {gathers is None}"
     ranks = agreed_ranks(problem, text, group, replicas)
 
     parameters = [member.parameter for member in members]
@@ -116,7 +120,10 @@ def shard(
     plans = plan_chunks(members, place_of, records, STAGES[stage], dist.get_world_size(group), options)
     make_alike = partial(_make_alike_, group=group, replicas=replicas)
     chunks = [pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, make_alike) for plan in plans]
-    gathers = same_ranks(group, chunks[0].own.device) if STAGES[stage].shards_parameters else group
+    if not STAGES[stage].shards_parameters:
+        gathers = group
+    elif gathers is None:
+        gathers = same_ranks(group, chunks[0].own.device)
     groups = Groups(shards=group, gathers=gathers, replicas=replicas, mean=reduce == "mean")
     gathered = [
         Unit(

@@ -13,12 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 foreach_copy_ = torch._foreach_copy_
 """Copies a list of tensors to another in one call. Since torch 2.0; without it every gradient is a call of its own."""
 
 foreach_add_ = torch._foreach_add_
 """Adds a list of tensors to another in one call. Since torch 1.9."""
+
+
+tree_leaves = _pytree.tree_leaves
+"""Lists what a container holds that torch or a package has registered; any other object is its own leaf.
+
+Since torch 2.2. torch.export's public registry has no function that reads containers.
+"""
 
 
 def is_in_backward() -> bool:

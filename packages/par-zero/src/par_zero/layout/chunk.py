@@ -11,6 +11,9 @@ from .._torch_private import foreach_add_, foreach_copy_
 from .buffers import Buffers
 from .packing import Layout
 
+LABEL = "par_label"
+"""The attribute of a tensor that says what lies in it, for tools that watch what the ranks exchange."""
+
 
 @dataclass(eq=False, kw_only=True)
 class Member:
@@ -114,6 +117,10 @@ class Chunk:
             self.resize_(0)
         else:
             self.show_whole()
+        names = [member.names[0] for member in members]
+        self._label = " to ".join(dict.fromkeys((names[0], names[-1])))
+        for tensor in (self.flat, self.own):
+            setattr(tensor, LABEL, self._label)
         self.reduce_dtype, self.items = reduce_dtype, items
         self.slices: list[Slice] = []
         self.number = -1
@@ -197,6 +204,7 @@ class Chunk:
                 self.gradient = buffers.take(size, self.reduce_dtype, device)
             else:
                 self.gradient = torch.empty(size, dtype=self.reduce_dtype, device=device)
+            setattr(self.gradient, LABEL, self._label)
             for start, stop in self.layout.gaps:  # padding is summed with the rest, whatever was there before
                 self.gradient[start:stop].zero_()
             if not self._places or self._places[0].untyped_storage().data_ptr() != self.gradient.data_ptr():
@@ -223,10 +231,13 @@ class Chunk:
         """
         low, high = self.share
         if not self.stage.shards_gradients:
-            return gradient[low:high]
-        if self._share_of_sum is None:
-            self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
-        return self._share_of_sum
+            share = gradient[low:high]
+        else:
+            if self._share_of_sum is None:
+                self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
+            share = self._share_of_sum
+        setattr(share, LABEL, self._label)
+        return share
 
     @property
     def has_earlier(self) -> bool:
