@@ -129,6 +129,11 @@ def test_a_misspelt_key_of_parallel_is_refused_without_ranks(parallel, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_stage_3_under_autocast_is_refused_without_ranks():
+    with pytest.raises(UserError, match=r"zero is 3 with precision 'fp16-amp'.* use precision 'fp16', or zero 2"):
+        check_config(build(Options, {"zero": 3, "precision": "fp16-amp"}), 2)
+
+
 def test_a_whole_number_is_a_number():
     assert isinstance(load(Options, None, {"train.learning_rate": "1"}).train.learning_rate, float)
 

@@ -1,6 +1,7 @@
 """The search: what is allowed, and that leaving out what cannot win changes nothing."""
 
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -62,6 +63,12 @@ def test_all_modes_and_stages_are_looked_at():
 
 def test_float8_is_not_planned_where_it_cannot_multiply():
     assert {each.get("mode") for each in tensor_configs(SHAPE, 64, "fp8")} == {None, "1d"}
+
+
+@pytest.mark.parametrize(("precision", "stages"), [("bf16", {0, 1, 2, 3}), ("bf16-amp", {0, 1, 2})])
+def test_stage_3_is_not_planned_under_autocast(precision, stages):
+    frames = configurations(SHAPE, 8, replace(JOB, precision=precision))
+    assert {job.zero for topology, frame in frames for job in variants(topology, frame)} == stages
 
 
 @pytest.mark.parametrize("memory", [1e12, 2e9, 0.8e9])

@@ -32,6 +32,7 @@ def sgd(model):
 def test_options_that_make_no_sense():
     raises("precision is 'fp12'; it can be 'fp32'", Strategy, precision="fp12")
     raises("zero is 4; it can be 0, 1, 2 or 3", Strategy, zero=4)
+    raises("zero is 3 with precision 'bf16-amp', .* use precision 'bf16'", Strategy, zero=3, precision="bf16-amp")
     raises("unknown key 'tensr'", Strategy, parallel={"tensr": 2})
     raises("unexpected keyword argument 'zeros'", Strategy, zeros=1)
     raises("no layers for sequence=2 yet: .* give these ranks to data, tensor or", Strategy, parallel={"sequence": 2})

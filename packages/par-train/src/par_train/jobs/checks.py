@@ -27,6 +27,11 @@ def check_config(options: Options, world_size: int) -> Topology:
     if options.resume != "no" and options.overwrite:
         raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
     _refuse_other_axes(options)
+    if options.zero == 3 and options.precision.endswith("-amp"):
+        raise UserError(
+            f"zero is 3 with precision {options.precision!r}, which would keep a cast copy of every weight until "
+            f"backward; use precision {options.precision.removesuffix('-amp')!r}, or zero 2"
+        )
     if options.model.width % options.model.heads:
         raise UserError(
             f"model.width {options.model.width} is not a multiple of model.heads {options.model.heads}; change one"

@@ -13,7 +13,7 @@ from typing import Any
 
 from par_groups import Topology
 
-from .inputs import Job, Machine
+from .inputs import NUMBERS, Job, Machine
 from .pipeline import SCHEDULES
 from .predict import Prediction, predict
 from .shape import Shape, cut_of, make_cut, misfit
@@ -151,10 +151,12 @@ def variants(topology: Topology, job: Job) -> Iterator[Job]:
 
 
 def _last_stage(topology: Topology, job: Job) -> int:
-    """The highest ZeRO stage that is of use."""
+    """The highest ZeRO stage that is of use; under autocast, which keeps casts of all weights, there is no stage 3."""
     if topology.size("data") == 1:
         return 0
-    return 1 if job.microbatches > 1 or topology.size("pipeline") > 1 else 3
+    if job.microbatches > 1 or topology.size("pipeline") > 1:
+        return 1
+    return 2 if NUMBERS[job.precision].cast else 3
 
 
 def _order(prediction: Prediction) -> tuple[float, float]:

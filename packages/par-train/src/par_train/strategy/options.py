@@ -39,6 +39,13 @@ class StrategyOptions:
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
         if own:
             raise ValueError(f"pipeline has {own[0]!r}, which a strategy sets itself; leave it out")
+        autocast = precision_of(self.precision).autocast
+        if self.stage == 3 and autocast is not None and "param_dtype" not in self.zero_keywords:
+            raise ValueError(
+                f"zero is 3 with precision {self.precision!r}, which would keep a cast copy of every weight until "
+                f"backward; use precision {self.precision.removesuffix('-amp')!r}, whose weights are gathered in 16 "
+                "bits, or zero=2"
+            )
         if self.groups is not None and self.parallel:
             raise ValueError(f"parallel is {dict(self.parallel)} and groups are given; give one of them")
         if self.stage and not self.shards:
