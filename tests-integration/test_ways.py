@@ -10,8 +10,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 # Modules that a tensor passes through, and modules that have a part in the call at all.
 MOST = {
-    "save": (12, 33),
-    "load": (10, 36),
+    "save": (12, 34),
+    "load": (10, 37),
     "zero-step": (11, 11),
     "pipeline-step": (17, 17),
     "strategy-step": (31, 31),

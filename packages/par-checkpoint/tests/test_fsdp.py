@@ -140,6 +140,9 @@ class Buffers(nn.Module):
         self.register_buffer("derived", torch.full((3,), value), persistent=False)
         self.note = note
 
+    def reset_buffers(self):
+        self.derived.fill_(7.0)
+
     def get_extra_state(self):
         return self.note
 
@@ -195,7 +198,9 @@ def test_a_model_on_the_meta_device_is_made_while_loading(tmp_path):
     other[0][0].weight.requires_grad_(False)
     parameters = list(other.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.5)
-    load(tmp_path / "c", model=other, optimizer=optimizer)
+    report = load(tmp_path / "c", model=other, optimizer=optimizer)
+    assert report.recomputed == ("1.derived",)
+    assert other[1].derived.tolist() == [7.0] * 3
     assert all(a is b for a, b in zip(other.parameters(), parameters, strict=True))
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
     assert [p.requires_grad for p in parameters[:2]] == [False, True]

@@ -38,6 +38,15 @@ def test_changes_are_counted():
     assert private.version_of(tensor) == before + 1
 
 
+def test_a_module_tells_its_own_buffers():
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(2))
+    module.register_buffer("derived", torch.ones(2), persistent=False)
+    module.register_buffer("later", None)
+    assert private.non_persistent_buffers(module) == {"derived"}
+    assert private.buffers_of(module) == {"kept": module.kept, "derived": module.derived, "later": None}
+
+
 def test_an_outline_tells_where_data_lies_in_its_file(tmp_path):
     values = torch.arange(64.0)
     torch.save({"w": values}, tmp_path / "w.pt")

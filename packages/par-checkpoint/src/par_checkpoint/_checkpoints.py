@@ -1,6 +1,6 @@
 """A run's checkpoints: step directories below a root, saved when due, resumed from the latest, old ones removed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -93,6 +93,8 @@ class Checkpoints:
         convert: Convert | None = None,
         dtype: torch.dtype | None = None,
         config: Any = None,
+        assets: Sequence[str | PathLike[str]] | None = None,
+        stem: str = "model",
         budget: str | int = "256MB",
         threads: int = 2,
         timeout: float = 1800.0,
@@ -122,7 +124,9 @@ class Checkpoints:
             names: From a tensor's name in the model to its name in the files.
             convert: From a tensor's name and global shape to the tensors on disk that make it up.
             dtype: Floating-point tensors of the model are cast to this dtype on their way to the files.
-            config: What is written as config.json.
+            config: What is written as config.json; None: what transformers would write of its own models.
+            assets: Paths of further files, which are copied as they are, such as a tokenizer's, or of its folder.
+            stem: What the names of the model's files begin with.
             budget: Bytes that a rank may hold beside its own state, such as "256MB".
             threads: Number of threads of a rank that checksum and write.
             timeout: Seconds to wait for a rank that does not answer.
@@ -161,6 +165,8 @@ class Checkpoints:
             convert=convert,
             dtype=dtype,
             config=config,
+            assets=assets,
+            stem=stem,
             budget=budget,
             threads=threads,
             timeout=timeout,
@@ -200,6 +206,7 @@ class Checkpoints:
         dtype: torch.dtype | None = None,
         verify: str = "auto",
         variant: str | None = None,
+        stem: str = "model",
         device: str | torch.device = "cpu",
         budget: str | int = "256MB",
         threads: int = 2,
@@ -220,6 +227,7 @@ class Checkpoints:
             dtype: Floating-point tensors of the model of this dtype may be filled from files of another one.
             verify: "auto", "full" or "off".
             variant: Which files of other writers to read, such as "fp16".
+            stem: What the names of other writers' files begin with.
             device: The device on which tensors of the meta device are made.
             budget: Bytes that a rank may hold beside its own state, such as "256MB".
             threads: Number of threads of a rank that read and checksum.
@@ -247,6 +255,7 @@ class Checkpoints:
             dtype=dtype,
             verify=verify,
             variant=variant,
+            stem=stem,
             device=device,
             budget=budget,
             threads=threads,

@@ -1,6 +1,5 @@
 """The first and the last acts of a save, which one rank does: files of the right size, then index, manifest, commit."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
 from .format.crc import Crc
-from .format.index import INDEX, encode_index
-from .format.manifest import BLOCK, CONFIG, MANIFEST, SIDE_FILE, FileRecord, Manifest, encode_manifest, record_of
+from .format.index import STEMS, encode_index, index_of
+from .format.manifest import BLOCK, MANIFEST, SIDE_FILE, FileRecord, Manifest, encode_manifest, record_of
 from .plan.claims import section_of
 from .plan.files import File, Prepared, join_crcs
 from .state.collect import Content
@@ -28,8 +27,9 @@ class Noted:
 
 
 def needed_bytes(prepared: Prepared, content: Content) -> int:
-    """What the checkpoint will take, without its small files."""
+    """What the checkpoint will take, without indexes and manifest."""
     side = sum(tensor.numel() * tensor.element_size() for tensor in content.state.tensors.values())
+    side += sum(map(len, content.beside.values()))
     return side + sum(file.size for file in prepared.files)
 
 
@@ -63,8 +63,8 @@ def commit(
     for name, data in small.items():
         staging.write(name, data)
         records[name] = record_of(data, BLOCK)
-    if content.config is not None:  # which people edit: it has no checksum
-        staging.write(CONFIG, (json.dumps(content.config, indent=2, sort_keys=True) + "\n").encode())
+    for name, data in content.beside.items():  # which people edit: they have no checksums
+        staging.write(name, data)
     manifest = Manifest(
         style=noted.style,
         files=records,
@@ -74,7 +74,7 @@ def commit(
         scheduler=content.state.parts["scheduler"],
         extra=content.state.parts["extra"],
         step=noted.step,
-        beside=() if content.config is None else (CONFIG,),
+        beside=tuple(content.beside),
         version=__version__,
     )
     staging.write(MANIFEST, encode_manifest(manifest))
@@ -100,10 +100,15 @@ def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileReco
     }
 
 
-def indexes(prepared: Prepared) -> dict[str, bytes]:
-    """The index of each section that needs one: of several files, and always of the optimizer's."""
+def indexes(prepared: Prepared, stem: str) -> dict[str, bytes]:
+    """The index of each section that needs one: of several files, and always of the optimizer's.
+
+    Args:
+        prepared: All tensors and files.
+        stem: What the names of the model's files begin with.
+    """
     found = {}
-    for section, name in INDEX.items():
+    for section, prefix in {**STEMS, "model": stem}.items():
         files = [file for file in prepared.files if file.section == section]
         tensors = [tensor for tensor in prepared.tensors if section_of(tensor.key) == section]
         if len(files) > 1 or (tensors and section == "optimizer"):
@@ -114,7 +119,9 @@ def indexes(prepared: Prepared) -> dict[str, bytes]:
             }
             total = sum(file.size - file.data_begin for file in files)
             parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-            found[name] = encode_index({tensor.name: places[tensor.name] for tensor in tensors}, total, parameters)
+            found[index_of(prefix)] = encode_index(
+                {tensor.name: places[tensor.name] for tensor in tensors}, total, parameters
+            )
     return found
 
 

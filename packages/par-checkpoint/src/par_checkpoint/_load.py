@@ -1,8 +1,8 @@
 """Loading: look, match, check, read, set; nothing is changed before everything that can be checked beforehand is."""
 
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -18,6 +18,7 @@ from ._options import LoadOptions, check_options, parse_size, takes_options, usa
 from .format.index import STEMS
 from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of
+from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, layout_names, model_state, rename
 from .state.optimizer import Naming
@@ -47,11 +48,13 @@ class Report:
     """What a load has done.
 
     Args:
-        missing: Names that the model or optimizer has and the checkpoint has not.
+        missing: Names that the model or optimizer has and the checkpoint has not. Without `strict`, also buffers on the
+            meta device that no file holds and that nobody computes.
         unexpected: Names that the checkpoint has and no model or optimizer on any rank.
         mismatched: What has another shape or dtype, in words.
         extra: What `save` was given as `extra`.
         step: What `save` was given as `step`.
+        recomputed: Buffers that no file holds and that were computed, for they were on the meta device.
     """
 
     missing: tuple[str, ...] = ()
@@ -59,6 +62,7 @@ class Report:
     mismatched: tuple[str, ...] = ()
     extra: Any = None
     step: int | None = None
+    recomputed: tuple[str, ...] = ()
 
 
 @takes_options(LoadOptions)
@@ -76,6 +80,7 @@ def load(
     dtype: torch.dtype | None = None,
     verify: str = "auto",
     variant: str | None = None,
+    stem: str = "model",
     device: str | torch.device = "cpu",
     budget: str | int = "256MB",
     threads: int = 2,
@@ -92,7 +97,8 @@ def load(
     Args:
         path: The folder, or a URL. Also any Hugging Face folder: one file, shards with an index, or pytorch_model.bin.
         model: A module (wrapped or not, of FSDP2, DTensors, or with `Sharding` records), or a mapping of tensors.
-            Parameters on the meta device are made while loading.
+            What is on the meta device is made while loading, buffers that no file holds among it: a module computes its
+            own in a method `reset_buffers()`, and models of transformers need none.
         optimizer: An optimizer. It needs the model beside it for names, or to be made from named parameters. It need
             not have stepped: its state is made, not by a step.
         scheduler: An lr scheduler, or a list of them; anything with `load_state_dict()`.
@@ -109,6 +115,8 @@ def load(
         verify: "auto" checks every block that is read, while it is read; "full" checks all files before anything is
             changed; "off" checks sizes and headers alone.
         variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
+        stem: What the names of other writers' files begin with: "adapter_model" reads an adapter of peft. What was
+            saved here is known by its manifest.
         device: The device on which tensors of the meta device are made.
         budget: Bytes that a rank may hold beside its own state, such as "256MB".
         threads: Number of threads of a rank that read and checksum.
@@ -138,6 +146,7 @@ def load(
             dtype=dtype,
             verify=verify,
             variant=variant,
+            stem=stem,
             device=device,
             budget=budget,
             threads=threads,
@@ -177,6 +186,8 @@ class _Announced:
         host: Name of its machine.
         layout: The names of `layout` that the rank lacks, and those that it has.
         missing: Names that its model or optimizer has and the files have not.
+        buffers: Names of buffers on the meta device that no file holds, and which it can have computed.
+        unmade: What is wrong with those that it cannot, in words, by name.
         mismatched: What has another shape or dtype in the files, in words.
         used: A byte for each tensor in the files: whether the rank has a place for it.
         same: Pairs of names in the files that are one tensor in its model.
@@ -188,6 +199,8 @@ class _Announced:
     host: str
     layout: LayoutNames
     missing: list[str]
+    buffers: list[str]
+    unmade: dict[str, str]
     mismatched: list[str]
     used: bytes
     same: list[tuple[str, str]]
@@ -200,21 +213,32 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     """Loads what is there now, and tells whether all of it was compared with checksums."""
     model, optimizer = into.model, into.optimizer
     outline = ranks.on_first(
-        lambda: read_outline(folder, model=model is not None, optimizer=optimizer is not None, variant=options.variant)
+        lambda: read_outline(
+            folder,
+            model=model is not None,
+            optimizer=optimizer is not None,
+            variant=options.variant,
+            stem=options.stem,
+        )
     )
     stored = [key_of(section, name) for section in STEMS for name in outline.places(section)]
     stored += [key_of("model", name) for name in outline.objects()]
     scheduler_state = outline.part("scheduler") if into.scheduler is not None else None
 
-    def match() -> tuple[tuple[Targets, OptimizerTargets], _Announced]:
+    def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer]], _Announced]:
         folder.recover()  # the first rank may have seen it replaced since this one has looked
+        tie_(model)
+        without_file = meta_buffers(model)
+        buffers = [buffer for buffer in without_file if buffer.can_be_made]
         of_model, of_optimizer = _match(outline, options, into)
         check_schedulers(into.scheduler, scheduler_state)
         used = of_model.used | of_optimizer.used
-        return (of_model, of_optimizer), _Announced(
+        return (of_model, of_optimizer, buffers), _Announced(
             host=socket.gethostname(),
             layout=layout_names(options.layout, model),
             missing=[*of_model.missing, *of_optimizer.missing],
+            buffers=[buffer.name for buffer in buffers],
+            unmade={buffer.name: buffer.text() for buffer in without_file if not buffer.can_be_made},
             mismatched=[*of_model.mismatched, *of_optimizer.mismatched],
             used=bytes(key in used for key in stored),
             same=of_model.same,
@@ -223,11 +247,13 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
             fills_optimizer=bool(of_optimizer.pending),
         )
 
-    (of_model, of_optimizer), announced = ranks.share(match)
+    (of_model, of_optimizer, buffers), announced = ranks.share(match)
     check_layout([of_rank.layout for of_rank in announced])
     report = _report(outline, stored, announced)
+    unmade = {name: text for of_rank in announced for name, text in of_rank.unmade.items()}
     if into.strict:
-        _check_strict(folder, report)
+        _check_strict(folder, report, unmade.values())
+    report = replace(report, missing=(*report.missing, *unmade))
     matches = matching_groups([of_rank.groups for of_rank in announced], len(outline.groups()))
     same = {pair for of_rank in announced for pair in of_rank.same}
     if same:
@@ -248,6 +274,8 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     )
     if any(of_rank.fills_model for of_rank in announced):
         fill_(of_model, filling)
+    if report.recomputed:
+        ranks.agree(lambda: make_buffers_(model, buffers, filling.device))
     if model is not None:  # holders of masters take the weights, before the optimizer's own, more exact ones are read
         written_(model.parameters() if isinstance(model, nn.Module) else model.values())
     if any(of_rank.fills_optimizer for of_rank in announced):
@@ -308,15 +336,23 @@ def _report(outline: Outline, stored: Sequence[str], announced: Sequence[_Announ
         mismatched=tuple(dict.fromkeys(text for of_rank in announced for text in of_rank.mismatched)),
         extra=outline.part("extra"),
         step=None if outline.manifest is None else outline.manifest.step,
+        recomputed=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.buffers)),
     )
 
 
-def _check_strict(folder: Folder, report: Report) -> None:
-    """Raises CheckpointError that lists everything that does not fit."""
+def _check_strict(folder: Folder, report: Report, unmade: Iterable[str]) -> None:
+    """Raises CheckpointError that lists everything that does not fit.
+
+    Args:
+        folder: The checkpoint's folder.
+        report: What is missing or too much.
+        unmade: What is wrong with buffers that nobody computes, in words.
+    """
     lines = [
         *(f"missing in the checkpoint: {name}" for name in report.missing),
         *(f"not wanted by anybody: {name}" for name in report.unexpected),
         *report.mismatched,
+        *unmade,
     ]
     if lines:
         shown = "\n  ".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")

@@ -5,8 +5,9 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+_STEM = re.compile("[0-9A-Za-z_]+")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
 
 Parameters = ParamSpec("Parameters")
@@ -62,6 +64,11 @@ class SaveOptions:
             where it is there as it is. Default: what transformers does to its own models.
         dtype: Floating-point tensors of the model are cast to this dtype on their way to the files; None: none are.
         config: What is written as config.json: a mapping, or an object with `to_dict`, such as a transformers config.
+            None: what `save_pretrained` would write if `model` is one of transformers, else nothing.
+        assets: Paths of further files, which are copied as they are, such as a tokenizer's; a folder stands for the
+            files of its tokenizer and processor. Rank 0 reads them before anything is written.
+        stem: What the names of the model's files begin with. Other stems than "model" leave a model of transformers
+            unconverted and without its config files: "adapter_model" is for the tensors of a peft adapter.
         budget: Bytes that a rank may hold beside its own state, such as "256MB". The copy of `async_` is extra.
         threads: Number of threads of a rank that checksum and write.
         timeout: Seconds to wait for a rank that does not answer.
@@ -83,6 +90,8 @@ class SaveOptions:
     convert: Convert | None = None
     dtype: torch.dtype | None = None
     config: Any = None
+    assets: Sequence[str | PathLike[str]] | None = None
+    stem: str = "model"
     budget: str | int = "256MB"
     threads: int = 2
     timeout: float = 1800.0
@@ -95,6 +104,7 @@ class SaveOptions:
         _one_of("writer", self.writer, _WRITERS)
         parse_size(self.max_shard_size)
         _check_common(self)
+        _check_assets(self.assets)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ValueError(
                 f"dtype is {self.dtype!r}; give a floating-point torch.dtype, or None to keep each tensor's"
@@ -117,6 +127,8 @@ class LoadOptions:
         verify: "auto" checks every block that is read, while it is read; "full" checks all files before anything is
             changed; "off" checks sizes and headers alone.
         variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
+        stem: What the names of other writers' files begin with: "adapter_model" reads an adapter of peft. What was
+            saved here is known by its manifest.
         device: The device on which tensors of the meta device are made.
         budget: Bytes that a rank may hold beside its own state, such as "256MB".
         threads: Number of threads of a rank that read and checksum.
@@ -134,6 +146,7 @@ class LoadOptions:
     dtype: torch.dtype | None = None
     verify: str = "auto"
     variant: str | None = None
+    stem: str = "model"
     device: str | torch.device = "cpu"
     budget: str | int = "256MB"
     threads: int = 2
@@ -233,8 +246,24 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; it can be {', '.join(map(repr, allowed))}")
 
 
+def _check_assets(assets: object) -> None:
+    """Raises TypeError unless these are paths; one path alone is iterable too, but no list of them."""
+    if assets is None:
+        return
+    if not isinstance(assets, Sequence) or isinstance(assets, str | bytes):
+        raise TypeError(f"assets is {assets!r}; give a list of paths of files or folders")
+    wrong = [path for path in assets if not isinstance(path, str | PathLike)]
+    if wrong:
+        raise TypeError(f"assets has {wrong[0]!r}; each item is the path of a file or a folder")
+
+
 def _check_common(options: "SaveOptions | LoadOptions") -> None:
     """Checks the fields that both kinds of options have."""
+    if not isinstance(options.stem, str) or _STEM.fullmatch(options.stem) is None or options.stem == "par_checkpoint":
+        raise ValueError(
+            f"stem is {options.stem!r}; give letters, digits and underscores, such as 'adapter_model', and not the "
+            "name of the manifest"
+        )
     parse_size(options.budget)
     check_progress(options.progress)
     if not isinstance(options.threads, int) or options.threads < 1:

@@ -25,6 +25,7 @@ from .format.crc import Crc
 from .plan.claims import Claims, check_covered, digest, merge
 from .plan.files import File, Prepared, data_blocks, lay_out
 from .plan.plan import Planner
+from .state.beside import check_config, files_beside
 from .state.collect import Content, check_replicas, collect, digest_of, summary_of, united_state
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, layout_names
@@ -60,6 +61,8 @@ def save(
     convert: Convert | None = None,
     dtype: torch.dtype | None = None,
     config: Any = None,
+    assets: Sequence[str | PathLike[str]] | None = None,
+    stem: str = "model",
     budget: str | int = "256MB",
     threads: int = 2,
     timeout: float = 1800.0,
@@ -97,6 +100,11 @@ def save(
             where it is there as it is. Default: what transformers does to its own models.
         dtype: Floating-point tensors of the model are cast to this dtype on their way to the files; None: none are.
         config: What is written as config.json: a mapping, or an object with `to_dict`, such as a transformers config.
+            None: what `save_pretrained` would write if `model` is one of transformers, else nothing.
+        assets: Paths of further files, which are copied as they are, such as a tokenizer's; a folder stands for the
+            files of its tokenizer and processor. Rank 0 reads them before anything is written.
+        stem: What the names of the model's files begin with: "model", or "adapter_model" for the tensors of a peft
+            adapter. See `SaveOptions`.
         budget: Bytes that a rank may hold beside its own state, such as "256MB". The copy of `async_` is extra.
         threads: Number of threads of a rank that checksum and write.
         timeout: Seconds to wait for a rank that does not answer.
@@ -119,6 +127,7 @@ def save(
     def look() -> tuple[tuple[SaveOptions, Content, Folder, bytes], _Announced]:
         check_style(style)
         check_options(options, SaveOptions)
+        check_config(config)
         chosen = SaveOptions(
             max_shard_size=max_shard_size,
             async_=async_,
@@ -130,6 +139,8 @@ def save(
             convert=convert,
             dtype=dtype,
             config=config,
+            assets=assets,
+            stem=stem,
             budget=budget,
             threads=threads,
             timeout=timeout,
@@ -145,8 +156,11 @@ def save(
             names=names,
             convert=convert,
             dtype=dtype,
-            config=config,
+            stem=stem,
         )
+        if ranks.rank == 0:
+            beside = files_beside(model, config=config, assets=assets or (), stem=stem, style=style, dtype=dtype)
+            content = replace(content, beside=beside)
         claims = Claims.of(content.entries).encode()
         folder = open_folder(path)
         if writer == "pwrite" and not folder.positional:
@@ -224,7 +238,7 @@ def _prepare(
         ValueError: Ranks that disagree about a tensor, or elements that no rank holds; on every rank.
     """
     ranks = session.ranks
-    limit, by_owner = parse_size(options.max_shard_size), options.writer == "owner"
+    limit, by_owner, stem = parse_size(options.max_shard_size), options.writer == "owner", options.stem
     if style == "torch":  # one file for each object, from one rank
         limit, by_owner = sys.maxsize, True
     elif options.writer == "auto":
@@ -234,12 +248,12 @@ def _prepare(
         every = ranks.gather_distinct(claims, digests)
         tensors = merge([(holders, Claims.decode(data)) for holders, data in every])
         check_covered(tensors)
-        files = lay_out(tensors, limit)
+        files = lay_out(tensors, limit, stem)
         owners = _owners(files, ranks.size) if by_owner else None
         plan = Planner(tensors, ranks.rank, ranks.size, owners).save(data_blocks(files, tensors))
         return Prepared(tensors=tensors, files=files, plan=plan, owners=owners)
 
-    return session.planned((digest(b"".join(digests)), limit, by_owner), make)
+    return session.planned((digest(b"".join(digests)), limit, by_owner, stem), make)
 
 
 def _owners(files: Sequence[File], size: int) -> list[int]:
@@ -360,7 +374,13 @@ class _Job:
 
                 def finish() -> None:
                     files = records_of(prepared.files, (crc for of_rank in of_ranks for crc in of_rank))
-                    commit(self.staging, content, files, {**indexes(prepared), **side_files(content)}, noted)
+                    commit(
+                        self.staging,
+                        content,
+                        files,
+                        {**indexes(prepared, self.options.stem), **side_files(content)},
+                        noted,
+                    )
 
                 ranks.on_first(finish)
 

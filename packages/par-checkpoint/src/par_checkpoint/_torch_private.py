@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
@@ -57,6 +58,22 @@ def version_of(tensor: torch.Tensor) -> int:
     Since torch 0.4. Nothing public tells it.
     """
     return tensor._version
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state dict leaves out.
+
+    Since torch 1.6. A state dict tells it too, unless a hook changes its names.
+    """
+    return module._non_persistent_buffers_set
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers by name, None where one was registered without a value; changing it changes the module.
+
+    Since torch 0.1. `named_buffers` leaves out what another module has under another name.
+    """
+    return module._buffers
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> int:

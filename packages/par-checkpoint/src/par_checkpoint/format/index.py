@@ -7,10 +7,12 @@ from .._errors import corrupt
 from .strict_json import parse_object, text_map
 
 STEMS = {"model": "model", "optimizer": "optimizer/optimizer"}
-"""By section: how its files' names begin."""
+"""By section: how its files' names begin, unless a save is given another stem for the model's."""
 
-INDEX = {"model": "model.safetensors.index.json", "optimizer": "optimizer/optimizer.safetensors.index.json"}
-"""By section: the index of its files."""
+
+def index_of(stem: str) -> str:
+    """The name of the index of files whose names begin with a stem."""
+    return f"{stem}.safetensors.index.json"
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:

@@ -24,6 +24,9 @@ SIDE_FILE = "par_checkpoint.safetensors"
 CONFIG = "config.json"
 """The model's config."""
 
+GENERATION_CONFIG = "generation_config.json"
+"""How the model generates, in a file of its own."""
+
 OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "extra": "extra.pt"}
 """In torch style, by section: its file."""
 
@@ -36,6 +39,7 @@ _HEAD_SIZE = len(_HEAD % 0)
 _VALUES = ("model", "optimizer", "scheduler", "extra")
 _FIELDS = {"checksum", "format", "par_checkpoint", "style", "step", "tied", "files", "beside", *_VALUES}
 _HEX = re.compile("(?:[0-9a-f]{8})*")
+_SHARD = re.compile(r"(\w+)(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,8 @@ class Manifest:
         scheduler: State of the scheduler, or a list of states; None without one.
         extra: What the caller gave as `extra`.
         step: The training step, if the caller gave one.
-        beside: Files that people edit, such as the config: they were saved, too, but have no record in `files`.
+        beside: Files that people edit, such as config.json and a tokenizer's: they were saved, too, but have no record
+            in `files`.
         version: The version of par-checkpoint that wrote it, which later ones name to older ones.
     """
 
@@ -84,6 +89,12 @@ class Manifest:
     step: int | None = None
     beside: tuple[str, ...] = ()
     version: str = ""
+
+    @property
+    def stem(self) -> str:
+        """What the names of the model's safetensors files begin with; "model" where there are none."""
+        matches = (_SHARD.fullmatch(name) for name in self.files if name != SIDE_FILE)
+        return next((match[1] for match in matches if match is not None), "model")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

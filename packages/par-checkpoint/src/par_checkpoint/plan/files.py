@@ -51,18 +51,19 @@ class Prepared:
     owners: Sequence[int] | None
 
 
-def lay_out(tensors: Sequence[GlobalTensor], limit: int) -> list[File]:
+def lay_out(tensors: Sequence[GlobalTensor], limit: int, stem: str = "model") -> list[File]:
     """The files that hold some tensors, filled greedily in the order of the tensors.
 
     Args:
         tensors: All tensors; their numbers are their places here.
         limit: Bytes of data in a file at most, unless one tensor alone is larger.
+        stem: What the names of the model's files begin with.
     """
     files = []
-    for section, stem in STEMS.items():
+    for section, prefix in {**STEMS, "model": stem}.items():
         numbers = {tensor.name: number for number, tensor in enumerate(tensors) if section_of(tensor.key) == section}
         shards = fill([(name, tensors[number].bytes) for name, number in numbers.items()], limit)
-        file_names = shard_names(len(shards), stem, always_numbered=section != "model")
+        file_names = shard_names(len(shards), prefix, always_numbered=section != "model")
         for file_name, names in zip(file_names, shards, strict=True):
             inside = [tensors[numbers[name]] for name in names]
             header, stored = encode_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in inside})

@@ -6,7 +6,7 @@ every rank, for a checkpoint knows no ranks; only parameter names are put togeth
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,14 +67,14 @@ class Content:
         tied: By name in the files of a tensor that is not stored: the name of the stored one.
         state: Everything else.
         samples: Beginnings of the tensors that have no record, to be compared between ranks.
-        config: What to write as config.json, or None.
+        beside: What is copied beside the tensors' files, by name: bytes of config.json and its like. On rank 0 alone.
     """
 
     entries: list[Entry]
     tied: Mapping[str, str]
     state: EncodedState
     samples: Samples
-    config: Any
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def collect(
     names: Names | None,
     convert: Convert | None,
     dtype: torch.dtype | None,
-    config: Any,
+    stem: str,
 ) -> Content:
     """Looks at model, optimizer and the rest. The arguments are those of `par_checkpoint.save`.
 
@@ -109,7 +109,10 @@ def collect(
     names_on_disk = rename(names, found.names)
     shardings = {name: sharding_in(name, tensor, layout) for name, tensor in found.tensors.items()}
     shapes = {name: tuple(sharding.shape) for name, sharding in shardings.items()}
-    convert = conversion_of(model, shapes) if convert is None else checked(convert)
+    if convert is not None:
+        convert = checked(convert)
+    elif stem == "model":  # under another name the files hold something else, such as an adapter, named as it is
+        convert = conversion_of(model, shapes)
 
     entries: list[Entry] = []
     samples: Samples = []
@@ -148,7 +151,6 @@ def collect(
         tied={name: stored for name, stored in tied.items() if name != stored},
         state=_encoded(objects=found.objects, optimizer=of_optimizer, scheduler=scheduler, extra=extra),
         samples=samples,
-        config=_config(config),
     )
 
 
@@ -301,13 +303,3 @@ def _checksum_of_beginning(tensor: torch.Tensor) -> int:
     """The crc32c of a tensor's first elements, those of its first row at most."""
     first = tensor.detach()[(0,) * max(0, tensor.dim() - 1)].reshape(-1)[:_SAMPLE] if tensor.numel() else tensor
     return crc32c(bytes_of(first.cpu().contiguous()))
-
-
-def _config(config: Any) -> Any:
-    """A config as a mapping of plain JSON."""
-    to_dict = getattr(config, "to_dict", None)
-    if to_dict is not None:
-        return to_dict()
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"config is a {type(config).__name__}; give a mapping, or an object with to_dict()")
-    return config

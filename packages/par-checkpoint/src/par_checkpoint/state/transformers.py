@@ -20,6 +20,18 @@ from .conversion import Convert, Part, Shape
 from .model import Model, clean, unwrapped
 
 
+def pretrained_of(model: Model | None) -> Any:
+    """The model of transformers that this is or that its wrappers hold; None if it is no such model."""
+    inner = None if model is None else unwrapped(model)
+    return inner if isinstance(inner, nn.Module) and is_pretrained(inner) else None
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers; who has such a model has imported it."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
 def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Convert | None:
     """The conversion that `save_pretrained` would apply to a model's tensors, new names included.
 
@@ -34,9 +46,8 @@ def conversion_of(model: Model | None, shapes: Mapping[str, Shape]) -> Convert |
     Raises:
         ValueError: A conversion that transformers cannot reverse, such as a quantised model's.
     """
-    inner = None if model is None else unwrapped(model)
-    modeling = sys.modules.get("transformers.modeling_utils")  # who has such a model has imported it
-    if modeling is None or not isinstance(inner, modeling.PreTrainedModel):
+    inner = pretrained_of(model)
+    if inner is None:
         return None
     transforms = _conversions(inner)
     if not transforms:

@@ -79,7 +79,8 @@ def read_directory(
 
     Args:
         folder: Where to look.
-        stem: What the files' names begin with, "optimizer/optimizer" for an optimizer.
+        stem: What the files' names begin with: "adapter_model" for an adapter of peft, "optimizer/optimizer" for an
+            optimizer.
         variant: Read model.<variant>.safetensors and its like instead.
         manifest: The folder's, if it has one: sizes, headers and index are checked against it before they are used.
 
@@ -154,6 +155,8 @@ def _forms(stem: str, variant: str | None) -> list[_Form]:
         raise ValueError(f"variant {variant!r} cannot be part of a file's name; give a word such as 'fp16'")
     tag = "" if variant is None else f".{variant}"
     forms = [_Form(single=f"{stem}{tag}.safetensors", index=f"{stem}.safetensors.index{tag}.json")]
+    if stem == "adapter_model":
+        forms.append(_Form(single=f"{stem}{tag}.bin", pickled=True))
     if stem == "model":
         index = f"pytorch_model.bin.index{tag}.json"
         forms.append(_Form(single=f"pytorch_model{tag}.bin", index=index, pickled=True))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load as from_safetensors
 
 from .._errors import CheckpointError, CorruptError
-from ..format.index import INDEX, STEMS
+from ..format.index import STEMS, index_of
 from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, decode_manifest
 from ..format.pickled import flat_tensors, is_extra_state, load_outline, load_pickle, place_of
 from ..format.tagged import decode
@@ -69,7 +69,12 @@ class Outline:
 
 
 def read_outline(
-    folder: Folder, *, model: bool | None = None, optimizer: bool | None = None, variant: str | None = None
+    folder: Folder,
+    *,
+    model: bool | None = None,
+    optimizer: bool | None = None,
+    variant: str | None = None,
+    stem: str = "model",
 ) -> Outline:
     """Reads everything but the tensors' data, and checks that all of it agrees.
 
@@ -78,6 +83,7 @@ def read_outline(
         model: Whether the model's files are wanted; None: if there are any.
         optimizer: Whether the optimizer's files are wanted; None: if there are any.
         variant: The variant of others' files to read, such as "fp16".
+        stem: What the names of others' files begin with, such as "adapter_model".
 
     Raises:
         CheckpointError: There is no checkpoint, or it does not hold what is wanted.
@@ -101,7 +107,9 @@ def read_outline(
     if optimizer and not has_optimizer:
         raise CheckpointError(f"{folder.url!r} was saved without an optimizer; pass none")
     wanted = []
-    if model or (model is None and (manifest is None or any(map(_is_of_model, manifest.files)))):
+    if manifest is not None:
+        stem = manifest.stem
+    if model or (model is None and (manifest is None or any(name.startswith(stem) for name in manifest.files))):
         wanted.append("model")
     if has_optimizer and optimizer is not False:
         wanted.append("optimizer")
@@ -110,8 +118,9 @@ def read_outline(
         if manifest is not None and manifest.style == "torch":
             directories[section] = _read_object(folder, manifest, section)
         elif section == "model":
-            directories[section] = _with_pickles(folder, read_directory(folder, variant=variant, manifest=manifest))
-        elif INDEX[section] in sizes:  # an optimizer that has not stepped has no tensors
+            found = read_directory(folder, stem=stem, variant=variant, manifest=manifest)
+            directories[section] = _with_pickles(folder, found)
+        elif index_of(STEMS[section]) in sizes:  # an optimizer that has not stepped has no tensors
             directories[section] = read_directory(folder, stem=STEMS[section], manifest=manifest)
     return Outline(manifest=manifest, directories=directories, side=side)
 
@@ -156,10 +165,6 @@ def wrong_size(folder: Folder, name: str, record: FileRecord, sizes: Mapping[str
             "replaced: take another checkpoint"
         )
     return None
-
-
-def _is_of_model(name: str) -> bool:
-    return name.startswith(STEMS["model"])
 
 
 def _read_object(folder: Folder, manifest: Manifest, section: str) -> Directory:

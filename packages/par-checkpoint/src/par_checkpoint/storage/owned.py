@@ -11,12 +11,10 @@ from ..format.manifest import MANIFEST, decode_manifest
 
 _VARIANT, _SHARD = r"(\.[0-9A-Za-z_]+)?", r"(-[0-9]{5}-of-[0-9]{5})?"
 _WEIGHTS = re.compile(
-    rf"model{_VARIANT}{_SHARD}{_VARIANT}\.safetensors|model\.safetensors\.index{_VARIANT}\.json"
-    rf"|pytorch_model{_VARIANT}{_SHARD}{_VARIANT}\.bin|pytorch_model\.bin\.index{_VARIANT}\.json"
+    rf"(adapter_)?model{_VARIANT}{_SHARD}{_VARIANT}\.safetensors|(adapter_)?model\.safetensors\.index{_VARIANT}\.json"
+    rf"|pytorch_model{_VARIANT}{_SHARD}{_VARIANT}\.bin|pytorch_model\.bin\.index{_VARIANT}\.json|adapter_model\.bin"
 )
-_BESIDE_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
+_OF_TOKENIZER = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
@@ -26,10 +24,16 @@ _BESIDE_WEIGHTS = (
     "processor_config.json",
     "chat_template*",
     "*.model",  # sentencepiece
-    "configuration_*.py",
-    "modeling_*.py",
     "tokenization_*.py",
     "processing_*.py",
+)
+_BESIDE_WEIGHTS = (
+    *_OF_TOKENIZER,
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "configuration_*.py",
+    "modeling_*.py",
     "README.md",
     ".gitattributes",
     "LICENSE*",
@@ -66,6 +70,11 @@ def carried(old: Iterable[str], new: Collection[str]) -> list[str]:
         new: The names of the files that were written anew.
     """
     return sorted(name for name in old if name not in new and _is_beside_weights(name))
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer or a processor of the usual kinds."""
+    return _matches(name, _OF_TOKENIZER)
 
 
 def check_name(name: str) -> str:
@@ -119,10 +128,15 @@ def _named_in(manifest: bytes | None) -> set[str]:
     if manifest is None:
         return set()
     try:
-        return set(decode_manifest(manifest).files)
+        decoded = decode_manifest(manifest)
     except CorruptError:
         return set()
+    return {*decoded.files, *decoded.beside}
 
 
 def _is_beside_weights(name: str) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in _BESIDE_WEIGHTS)
+    return _matches(name, _BESIDE_WEIGHTS)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
