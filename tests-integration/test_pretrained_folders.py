@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 import par_checkpoint
 from par_checkpoint import CheckpointError
 from par_groups import Box, Sharding
+from par_testing import for_each
+from par_zero import shard
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -227,6 +229,23 @@ def test_fsdp_from_the_meta_device(family, tmp_path):
 
 
 # What transformers opens
+
+
+@for_each(stage=(1, 3))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", ["tied llama", "gemma3", "gpt2"])
+def test_par_zero_from_the_meta_device(stage, family, tmp_path):
+    """Parameters have memory when they are sharded, and values when they are loaded; buffers are computed then."""
+    expected = build(family)
+    if dist.get_rank() == 0:
+        expected.save_pretrained(tmp_path)
+    dist.barrier()
+    model = on_meta(family)
+    shard(model, torch.optim.AdamW(model.parameters()), stage=stage, group=dist.group.WORLD, bucket=10_000)
+    with pytest.raises(RuntimeError, match="has no values yet"):
+        logits(model)
+    par_checkpoint.load(tmp_path, model=model)
+    assert torch.equal(logits(model), logits(expected))
 
 
 @every_family

@@ -100,3 +100,34 @@ def test_a_checkpoint_of_plain_training_goes_on_under_zero(tmp_path):
         steps(module, optimizer, dist.group.WORLD, 2)
         for name, tensor in whole(module).items():  # means of means, through AdamW's quotient
             torch.testing.assert_close(tensor, reference.get_parameter(name).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks(3, timeout=120)
+def test_a_model_on_meta_gets_its_values_from_a_checkpoint(tmp_path):
+    world = dist.group.WORLD
+
+    def with_buffer(device):
+        with torch.device(device):
+            module = model(0)
+            module[2].register_buffer("shift", torch.full((3,), 7.0))
+        return module, adamw(module)
+
+    module, optimizer = with_buffer("cpu")
+    shard(module, optimizer, stage=1, group=world, bucket=1000)
+    steps(module, optimizer, world, 0)
+    par_checkpoint.save(tmp_path / "c", model=module, optimizer=optimizer, step=2).wait()
+    saved = whole(module)
+    steps(module, optimizer, world, 2)
+    expected = whole(module)
+    for stage in STAGES:
+        module, optimizer = with_buffer("meta")
+        parameters = list(module.parameters())
+        shard(module, optimizer, stage=stage, group=world, bucket=1000)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' has no values yet.*par_checkpoint\.load"):
+            module(torch.ones(2, 37))
+        par_checkpoint.load(tmp_path / "c", model=module, optimizer=optimizer)
+        assert_equal(whole(module), saved)
+        assert module[2].shift.tolist() == [7, 7, 7]
+        assert all(mine is one for mine, one in zip(module.parameters(), parameters, strict=True))
+        steps(module, optimizer, world, 2)
+        assert_equal(whole(module), expected)

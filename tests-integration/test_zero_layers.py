@@ -8,7 +8,7 @@ from par_groups import ProcessGroups, Sharding, Topology, check_owned, segments_
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 from par_testing import assert_equal_to_one_device, for_each
-from par_zero import shard
+from par_zero import shard, summon
 
 MODES = {"1d": {"mode": "1d"}, "by sequence": {"mode": "1d", "sequence_parallel": True}}
 
@@ -61,6 +61,33 @@ def test_a_gpt_cut_by_tensor_and_zero_trains_as_on_one_device(stage, mode):
         check_all_counted(optimizer)
         reason = "sums over ranks are in another order, over three steps"
         assert_equal_to_one_device(model, one_device(tied), rtol=1e-4, atol=1e-5, reason=reason)
+
+
+@for_each(stage=(0, 1, 2, 3), tied=(False, True))
+@pytest.mark.ranks(4, timeout=120)
+def test_a_gpt_that_is_initialized_unit_by_unit_is_that_of_the_whole(stage, tied):
+    """Bit for bit: each element is a function of seed, name and place."""
+    with ProcessGroups(Topology.from_config({"data": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)) as groups:
+        options = {"stage": stage, "group": groups["data"], "bucket": 20_000}
+        model = GPT(layer_set("auto", groups), 29, 32, 4, 3, 12, tied=tied)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        shard(model, optimizer, fill=lambda unit, prefix: initialize(unit, 0, prefix), **options)
+        assert all(mine is one for mine, one in zip(model.parameters(), parameters, strict=True))
+        reference = GPT(layer_set("auto", groups), 29, 32, 4, 3, 12, tied=tied)
+        initialize(reference, seed=0)
+        its = torch.optim.AdamW(reference.parameters(), fused=True)
+        shard(reference, its, **options)
+        for step in range(3):
+            rows = data(step).chunk(2)[dist.get_rank(groups["data"])]
+            for one, stepped in ((model, optimizer), (reference, its)):
+                stepped.zero_grad()
+                loss_of(one, rows).backward()
+                stepped.step()
+        with summon(model), summon(reference):
+            for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert torch.equal(mine, other), name
+        check_all_counted(optimizer)
 
 
 def check_all_counted(optimizer):

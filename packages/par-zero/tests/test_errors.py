@@ -56,12 +56,6 @@ def foreign():
     return {"optimizer": adamw(mlp().parameters())}
 
 
-def on_meta():
-    with torch.device("meta"):
-        module = nn.Linear(3, 3)
-    return {"module": module}
-
-
 def nan_setting():
     module = mlp()
     optimizer = adamw(module.parameters())
@@ -143,7 +137,7 @@ MISTAKES = {
     "an optimizer that lacks a parameter": (lacks_one, ["'2.2.bias'", "AdamW", "requires_grad_(False)"]),
     "an optimizer that has stepped": (stepped, ["AdamW", "stepped already"]),
     "parameters of another module": (foreign, ["param_groups[0].params[0]", "AdamW"]),
-    "the meta device": (on_meta, ["'weight'", "meta"]),
+    "a device without memory": (lambda: {"device": torch.device("meta")}, ["device is 'meta'"]),
     "a setting that is NaN": (nan_setting, ["param_groups[0]['weight_decay']", "NaN"]),
     "whole numbers": (whole_number_parameter, ["'counts'", "int64"]),
     "nothing in it": (lambda: {"module": nn.ReLU()}, ["no parameters"]),

@@ -45,6 +45,11 @@ def test_every_one_does_what_it_is_used_for():
     linear = nn.Linear(2, 2)
     assert private.own_parameters(linear)["weight"] is linear.weight
     assert not private.own_parameters(nn.Sequential(linear))
+    assert private.own_modules(nn.Sequential(linear)) == {"0": linear}
+    linear.register_buffer("kept", one)
+    linear.register_buffer("fixed", other, persistent=False)
+    assert private.own_buffers(linear) == {"kept": one, "fixed": other}
+    assert private.unsaved_buffers(nn.Sequential(linear)) == [other]
 
     optimizer = torch.optim.SGD(linear.parameters())
     handle = optimizer.register_step_post_hook(hook)

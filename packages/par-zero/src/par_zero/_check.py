@@ -4,17 +4,20 @@ import hashlib
 import math
 from collections.abc import Container, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from par_groups import agree, check_alike
+from par_groups import agree, backend_of, check_alike
 
 from ._options import ShardOptions
 from ._param_groups import ParamGroup
 from ._stage import STAGES, Stage
 from .layout.chunk import Member
+from .layout.fill import device_of
 from .layout.records import part_of_a_whole
-from .layout.units import Place
+from .layout.units import Place, tensors_of
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
 from .optimizer.step import is_fresh
 
@@ -40,8 +43,6 @@ def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int) -> None:
     if any(ENGINE in part.__dict__ for part in module.modules()):
         raise ValueError(f"the {type(module).__name__}, or a part of it, is sharded already; shard it once, as a whole")
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{name!r} is on the meta device; materialise it first, or load a checkpoint into it")
         if not parameter.is_floating_point() and not parameter.is_complex():
             raise ValueError(f"{name!r} has dtype {parameter.dtype}, which has no gradients; make it a buffer")
         if hasattr(parameter, "placements"):
@@ -53,11 +54,51 @@ def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int) -> None:
     for group in groups:
         by_optimizer.setdefault(group.owner, []).append(group)
     for own in by_optimizer.values():
+        _check_state(own[0].optimizer, names)
         _check_parameters(own, names)
     if groups:
         _check_each_has_one(groups, names)
     for own in by_optimizer.values():
         _check_way_of_working(own, names, STAGES[stage])
+
+
+def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    """Checks that no state was made of parameters on the meta device, whose values nobody knows."""
+    for parameter, name in names.items():
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ValueError(
+                    f"the {type(optimizer).__name__} has made the state {key!r} of {name!r} on the meta device, where "
+                    "it has no values; make the optimizer when the parameters are real, or take one that makes its "
+                    "state in its first step, such as AdamW"
+                )
+
+
+def check_abstract(
+    module: nn.Module, fill: object, device: object, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
+) -> None:
+    """Checks how what is on the meta device shall become real, and where what is sharded shall lie.
+
+    Raises:
+        ValueError, TypeError: What cannot be.
+    """
+    if fill is not None and not callable(fill):
+        raise TypeError(f"fill is {fill!r}; give a function of a module and what comes before its names, or None")
+    if device is not None and not isinstance(device, torch.device):
+        raise TypeError(f"device is {device!r}; give a torch.device, such as torch.device('cuda', 0), or None")
+    if device is not None and device.type == "meta":
+        raise ValueError(
+            f"device is {str(device)!r}, where nothing has memory; give the device on which the module computes"
+        )
+    place = device_of(module, device) if fill is None or device is not None else None
+    for ranks in (group, replicas):
+        abstract = any(tensor.is_meta for _, tensor in tensors_of(module))
+        if ranks is not None and place is not None and abstract and backend_of(ranks, place.type) is None:
+            raise ValueError(
+                f"parameters on the meta device would come to lie on {str(place)!r}, of which the group with the "
+                f"backend {dist.get_backend(ranks)!r} sends nothing; pass device="
+            )
 
 
 def _check_parameters(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str]) -> None:

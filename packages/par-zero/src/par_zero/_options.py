@@ -11,6 +11,9 @@ from ._param_groups import Atomic
 Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
 """How units are chosen: "auto", a function that says of a module whether it is one, or the modules themselves."""
 
+Fill = Callable[[nn.Module, str], None]
+"""Fills a module, given with what comes before its names, such as "blocks.0."."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:

@@ -1,6 +1,6 @@
 """`shard`: one call makes an ordinary module and its optimizer data-parallel, without duplicates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -9,18 +9,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_written
+from par_groups import on_written, together
 
-from ._check import ENGINE, agreed_ranks, check, check_groups, described
+from ._check import ENGINE, agreed_ranks, check, check_abstract, check_groups, described
 from ._collectives import Groups, same_ranks
 from ._engine import Engine
-from ._options import ShardOptions, Units
+from ._options import Fill, ShardOptions, Units
 from ._param_groups import Atomic, in_a_row, param_groups
 from ._stage import STAGES
+from ._torch_private import unsaved_buffers
 from ._unit import Unit
-from .layout.build import members_of, pack_chunk_, plan_chunks
+from .layout.build import Plan, members_of, pack_chunk_, plan_chunks
+from .layout.chunk import Chunk
+from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
-from .layout.units import Place, called, choose_units, places, unit_names
+from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
+from .layout.unwritten import Unwritten
 
 
 def shard(
@@ -38,6 +42,8 @@ def shard(
     atomic: Atomic = False,
     share_of: Callable[[int], int] | None = None,
     gathers: dist.ProcessGroup | None = None,
+    fill: Fill | None = None,
+    device: torch.device | None = None,
 ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
@@ -47,8 +53,9 @@ def shard(
     gives its memory back: there is never more than what is packed, what is not yet, and one chunk.
 
     Args:
-        module: The module, on its device. Of a ModuleList or ModuleDict the items are called, in any order, such as an
-            actor and a critic that share an optimizer; `no_sync`, `summon` and `reset` of an item are those of all.
+        module: The module, on its device or on the meta device. Of a ModuleList or ModuleDict the items are called, in
+            any order, such as an actor and a critic that share an optimizer; `no_sync`, `summon` and `reset` of an item
+            are those of all.
         optimizer: An optimizer that has all of the module's parameters that want gradients, and has not stepped; or a
             list of several that have each of them once, such as Muon for matrices and AdamW for the rest. None if the
             module is only run.
@@ -73,16 +80,27 @@ def shard(
         gathers: Another communicator of the ranks of `group`, in the same order, over which stage 3 gathers alone, such
             as `groups.channels("data", 1)[0]`, which ends with its owner. None: one is made, which ends with
             torch.distributed.
+        fill: Makes a module real that is on the meta device, just before it is packed, so that the whole model is never
+            there: it is called with a unit and what comes before its names, such as "blocks.0.", and at last with the
+            module, which has then what is in no unit alone. `par_layers.initialize` with a seed is such a function.
+            Parameters stay the objects that they are, and keep shape and dtype; buffers are to be filled too. None:
+            what is on the meta device gets memory but no values, and has to be loaded before the module runs; buffers
+            that no state dict has stay there, for the load to make them.
+        device: Where parameters and buffers come to lie. None: where they are, or where `fill` puts them; without
+            `fill`, what is on the meta device comes to the device of the rest, or else torch's default device.
 
     Returns:
         The module, and what was given as optimizer.
 
     Raises:
+        Exception: What `fill` has raised on this rank. The module is half sharded then; make it and its optimizer anew.
         ValueError, TypeError: What cannot be sharded, and what differs between the ranks; on every rank.
     """
     problem: Exception | None = None
     members, options, modules, optimizers = [], ShardOptions(), [[module]], list[Optimizer]()
     place_of: dict[nn.Parameter, Place] = {}
+    abstract: dict[torch.Tensor, str] = {}  # what is on the meta device
+    filler: Filler | None = None
     try:
         options = ShardOptions(
             units=units,
@@ -96,6 +114,7 @@ def shard(
         stepped = param_groups(optimizers, options.atomic)
         check(module, stepped, stage)
         check_groups(group, replicas, gathers)
+        check_abstract(module, fill, device, group, replicas)
         if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
             raise ValueError(
                 f"share_of({dist.get_rank()}) is {share_of(dist.get_rank())!r}, but this rank is number "
@@ -104,6 +123,9 @@ def shard(
             )
         if STAGES[stage].shards_parameters:
             modules = choose_units(module, units, bucket)
+        abstract = {tensor: name for name, tensor in tensors_of(module) if tensor.is_meta}
+        if abstract and fill is not None:
+            filler = Filler(module, choose_units(module, units, bucket), fill)
         place_of = places(module, modules)
         members = members_of(module, stepped, STAGES[stage])
         if not members:
@@ -112,14 +134,22 @@ def shard(
             )
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
-    text = f"{described(members, place_of, stage, options)} {share_of is None} {gathers is None}"
+    to_fill = (list(abstract.values()), filler is None, getattr(device, "type", None))
+    text = f"{described(members, place_of, stage, options)} {share_of is None} {gathers is None} {to_fill}"
     ranks = agreed_ranks(problem, text, group, replicas)
 
     parameters = [member.parameter for member in members]
     records = {parameter: record_of(parameter, ranks) for parameter in parameters}
     plans = plan_chunks(members, place_of, records, STAGES[stage], dist.get_world_size(group), options)
-    make_alike = partial(_make_alike_, group=group, replicas=replicas)
-    chunks = [pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, make_alike) for plan in plans]
+    place = device_of(module, device)
+
+    def pack_(plan: Plan) -> Chunk:
+        where = place if plan.members[0].parameter.is_meta else device
+        make_alike = partial(_make_alike_, group=group, replicas=replicas)
+        return pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, where, make_alike)
+
+    chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, group, replicas)
+    _bring_rest_(module, () if filler is not None else abstract, place, device)
     if not STAGES[stage].shards_parameters:
         gathers = group
     elif gathers is None:
@@ -140,6 +170,8 @@ def shard(
     on_written(parameters, engine.refresh)
     for entry in (module, *called(module)):
         setattr(entry, ENGINE, engine)
+    if abstract and filler is None:
+        Unwritten(module, [tensor for tensor in abstract if not tensor.is_meta], engine.reset)
     return module, optimizer
 
 
@@ -187,6 +219,52 @@ def _engine_of(module: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise ValueError(f"this {type(module).__name__} is not sharded; give what was given to shard()")
     return engine
+
+
+def _pack_filled_(
+    plans: Sequence[Plan],
+    filler: Filler,
+    pack_: Callable[[Plan], Chunk],
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None,
+) -> list[Chunk]:
+    """Fills one unit after the other, and packs every chunk whose parameters are all there.
+
+    After each unit the ranks agree on whether to go on: an all-gather of short texts over each group.
+    """
+    chunks: dict[Plan, Chunk] = {}
+    for number in filler.order:
+        try:
+            with together("fill", *([group] if replicas is None else [group, replicas])):
+                filler.fill_(number)
+        except Exception as error:
+            error.add_note("shard() has stopped half-way; make the module and its optimizer anew")
+            raise
+        for plan in plans:
+            if plan not in chunks and all(filler.has(member.parameter) for member in plan.members):
+                chunks[plan] = pack_(plan)
+    return [chunks[plan] for plan in plans]
+
+
+def _bring_rest_(
+    module: nn.Module, abstract: Iterable[torch.Tensor], place: torch.device, device: torch.device | None
+) -> None:
+    """Brings parameters and buffers that are not packed to their device.
+
+    Args:
+        module: The module, most of which is packed.
+        abstract: What was on the meta device, and nobody fills. Buffers that no state dict has stay there: a load knows
+            by that which it has to make.
+        place: Where that gets memory.
+        device: Where all the rest goes; None: it stays where it is.
+    """
+    unsaved = unsaved_buffers(module)
+    for tensor in abstract:
+        if tensor.is_meta and not any(tensor is buffer for buffer in unsaved):
+            make_real_(tensor, torch.zeros_like(tensor, device=place))
+    for _, tensor in tensors_of(module):
+        if device is not None and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
 
 
 def _make_alike_(packed: torch.Tensor, *, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:

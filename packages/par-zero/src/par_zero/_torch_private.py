@@ -65,6 +65,33 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dictionary in which a module itself keeps its buffers. `_buffers` is there since the first torch."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module keeps its children.
+
+    `_modules` is there since the first torch. No public function takes a child out of a container and puts it back in
+    its place.
+    """
+    return module._modules
+
+
+def unsaved_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """The buffers of a module and its children that its state dict leaves out.
+
+    `_non_persistent_buffers_set` is there since torch 1.6. A state dict itself may be changed by hooks.
+    """
+    return [
+        buffer
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name in part._non_persistent_buffers_set
+    ]
+
+
 def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes in which an optimizer keeps the hooks that were registered with it, by name.
 

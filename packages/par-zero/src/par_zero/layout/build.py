@@ -12,6 +12,7 @@ from .._options import ShardOptions
 from .._param_groups import ParamGroup
 from .._stage import Stage
 from .chunk import Chunk, Member
+from .fill import make_real_
 from .packing import Item, Layout, pack, pack_atomic
 from .units import Place
 
@@ -127,27 +128,39 @@ def _buckets(members: Iterable[Member], limit: int) -> Iterator[list[Member]]:
 
 
 def pack_chunk_(
-    plan: Plan, rank: int, stage: Stage, options: ShardOptions, make_alike: Callable[[torch.Tensor], None]
+    plan: Plan,
+    rank: int,
+    stage: Stage,
+    options: ShardOptions,
+    device: torch.device | None,
+    make_alike: Callable[[torch.Tensor], None],
 ) -> Chunk:
     """Makes a chunk. Its parameters come to lie in it, and the memory that they had is given back.
 
-    On the way there is memory for one whole chunk beside that of its parameters.
+    Parameters on the meta device become real, with nothing but zeros in them. On the way there is memory for one whole
+    chunk beside that of its parameters.
 
     Args:
         plan: What goes into the chunk.
         rank: Which share is this rank's.
         stage: The ZeRO stage: of what a rank keeps its share alone.
         options: Dtypes.
+        device: Where the chunk lies. None: where its parameters are.
         make_alike: Gives the values of the whole buffer, of which each rank has its own, the first rank's.
     """
     first = plan.members[0].parameter
-    packed = torch.zeros(plan.layout.size, dtype=first.dtype, device=first.device)
+    abstract = first.is_meta
+    packed = torch.zeros(plan.layout.size, dtype=first.dtype, device=device or first.device)
     with torch.no_grad():
         for member, (start, stop) in zip(plan.members, plan.layout.slots, strict=True):
             view = packed[start:stop].view(member.shape)
-            view.copy_(member.parameter)
-            member.parameter.data = view  # so that its own memory is given back before there is more
-    make_alike(packed)
+            if abstract:
+                make_real_(member.parameter, view)
+            else:
+                view.copy_(member.parameter)
+                member.parameter.data = view  # so that its own memory is given back before there is more
+    if not abstract:
+        make_alike(packed)
     real = first.is_floating_point()  # complex ones keep their dtype, and their gradients too
     dtype = options.param_dtype if options.param_dtype is not None and real else first.dtype
     return Chunk(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from .._options import Units
@@ -115,20 +116,30 @@ def places(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Par
     for number, module in enumerate(called(root)):
         for parameter in module.parameters():
             items[parameter] = (*items.get(parameter, ()), number)
-    return {parameter: Place(unit, items[parameter]) for parameter, unit in _owners(root, units).items()}
+    return {
+        tensor: Place(unit, items[tensor])
+        for tensor, unit in owners(root, units).items()
+        if isinstance(tensor, nn.Parameter)
+    }
 
 
-def _owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[nn.Parameter, int]:
-    """The unit of each parameter: the innermost that holds it, or the root where several units share it."""
+def owners(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[torch.Tensor, int]:
+    """The unit of each parameter and buffer: the innermost that holds it, or the root where several units share it."""
     numbers = {id(module): number for number, modules in enumerate(units) for module in modules}
-    owners: dict[nn.Parameter, int] = {}
+    found: dict[torch.Tensor, int] = {}
 
     def visit(module: nn.Module, number: int) -> None:
         number = numbers.get(id(module), number)
-        for parameter in module.parameters(recurse=False):
-            owners[parameter] = number if owners.get(parameter, number) == number else 0
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            found[tensor] = number if found.get(tensor, number) == number else 0
         for child in module.children():
             visit(child, number)
 
     visit(root, 0)
-    return owners
+    return found
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All names of the parameters of a module, and behind them those of its buffers, with the tensors."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -1,0 +1,163 @@
+"""How parameters on the meta device become real and stay the objects that they are: optimizers hold them by then.
+
+A function of the caller's fills one unit after the other. It may be any that fills a whole model, because it sees of a
+unit no more than is to be filled now:
+
+    fill(blocks.0)   fill(blocks.1)   ...   fill(root)   without what the units have: its own rest, and what they share
+
+So every tensor is filled once, under the first name that it has there, as in the whole model.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._options import Fill
+from .._torch_private import own_buffers, own_modules, own_parameters
+from .units import owners, tensors_of
+
+
+def make_real_(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives a tensor these values, with their memory, device and shape. It stays the object that it is.
+
+    Args:
+        tensor: A tensor, such as a parameter on the meta device; it keeps its attributes.
+        values: The values; nobody else may go on with this object.
+    """
+    made = values
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(values.detach(), requires_grad=tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, made)
+
+
+def device_of(module: nn.Module, device: torch.device | None) -> torch.device:
+    """The device of what is on the meta device now: the given one, else that of the rest, else torch's own."""
+    real = [tensor.device for _, tensor in tensors_of(module) if not tensor.is_meta]
+    default = torch.get_default_device()
+    return device or next(iter(real), torch.device("cpu") if default.type == "meta" else default)
+
+
+class Filler:
+    """Makes units real by the caller's function.
+
+    Args:
+        root: The module that is sharded.
+        units: The units, as lists of modules that run one after the other; the first is the root's rest.
+        fill: Called with a module and what comes before its names, such as "blocks.0.".
+
+    Attributes:
+        order: The numbers of the units in the order in which they are to be filled: the root's rest is the last.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[Sequence[nn.Module]], fill: Fill) -> None:
+        self._units, self._fill = units, fill
+        self._owners = owners(root, units)
+        self._names: dict[torch.Tensor, str] = {}
+        for name, tensor in tensors_of(root):
+            self._names.setdefault(tensor, name)
+        self._prefixes = {module: f"{name}." if name else "" for name, module in root.named_modules()}
+        self._abstract = {tensor: torch.empty_like(tensor, device="meta") for tensor in self._names}
+        self._filled: set[torch.Tensor] = set()
+        self.order = (*range(1, len(units)), 0)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's turn has been."""
+        return parameter in self._filled
+
+    def fill_(self, number: int) -> None:
+        """Fills a unit, unless all of it is real.
+
+        Args:
+            number: The number of the unit.
+
+        Raises:
+            RuntimeError: The function has left something on the meta device, or given it another shape or dtype.
+        """
+        for module in self._units[number]:
+            now = {tensor for _, tensor in tensors_of(module) if self._owners[tensor] == number} - self._filled
+            if any(tensor.is_meta for tensor in now):
+                with self._only(module, now):
+                    self._fill(module, self._prefixes[module])
+                for tensor, name in self._names.items():
+                    if tensor in now:
+                        self._check(tensor, name)
+            self._filled |= now
+
+    def _check(self, tensor: torch.Tensor, name: str) -> None:
+        before = self._abstract[tensor]
+        if tensor.is_meta:
+            raise RuntimeError(
+                f"fill() has left {name!r} on the meta device; fill everything that the module has when fill() gets "
+                "it, parameters and buffers"
+            )
+        if isinstance(tensor, nn.Parameter) and (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
+            raise RuntimeError(
+                f"fill() has made {name!r} {tensor.dtype} {tuple(tensor.shape)}, and it was {before.dtype} "
+                f"{tuple(before.shape)} on the meta device; keep shapes and dtypes, or make the model in others"
+            )
+
+    @contextmanager
+    def _only(self, module: nn.Module, now: Set[torch.Tensor]) -> Iterator[None]:
+        """Inside, a module has what is to be filled now. Afterwards its parameters are the objects that they were.
+
+        Submodules without any of it are away. In place of what else the others have there are abstract tensors, which
+        may be filled in vain: a layer may know how to fill its weight and its bias together alone.
+        """
+        modules: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
+        places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        shown: dict[nn.Module, bool] = {}
+
+        def reduce_(part: nn.Module) -> bool:
+            if part not in shown:
+                children = own_modules(part)
+                before = dict(children)
+                kept = {name: child for name, child in before.items() if child is None or reduce_(child)}
+                dictionaries: tuple[dict[str, Any], ...] = (own_parameters(part), own_buffers(part))
+                own = [
+                    (tensors, name, tensor)
+                    for tensors in dictionaries
+                    for name, tensor in tensors.items()
+                    if tensor is not None
+                ]
+                shown[part] = any(kept.values()) or any(tensor in now for _, _, tensor in own)
+                if shown[part]:
+                    modules.append((children, before))
+                    _replace_(children, kept)
+                    places.extend(own)
+                    for tensors, name, tensor in own:
+                        if tensor not in now:
+                            tensors[name] = self._stand_in(tensor)
+            return shown[part]
+
+        reduce_(module)
+        made: dict[torch.Tensor, torch.Tensor | None] = {}
+        try:
+            yield
+            for tensors, name, tensor in places:
+                if tensor in now:
+                    made.setdefault(tensor, tensors.get(name))
+        finally:
+            for children, before in modules:
+                _replace_(children, before)
+            for tensors, name, tensor in places:
+                tensors[name] = tensor
+        for tensor, values in made.items():
+            if values is not None and values is not tensor and not values.is_meta:
+                make_real_(tensor, values.detach())
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An abstract tensor like the one that was there before all."""
+        abstract = torch.empty_like(self._abstract[tensor])
+        made = nn.Parameter(abstract, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else abstract
+        made.__dict__.update(tensor.__dict__)
+        return made
+
+
+def _replace_(children: dict[str, nn.Module | None], others: dict[str, nn.Module | None]) -> None:
+    """Makes a dictionary have other items, in their order."""
+    children.clear()
+    children.update(others)

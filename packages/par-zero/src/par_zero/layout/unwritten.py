@@ -1,0 +1,59 @@
+"""Parameters and buffers that have no values yet: whoever runs the module before they are loaded is told."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from par_groups import on_written
+
+from .units import tensors_of
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class Unwritten:
+    """What of a module was on the meta device, and is to be written before it runs.
+
+    What `par_groups.written_` or a `load_state_dict` names is written. When all is, the next forward leaves nothing of
+    this behind.
+
+    Args:
+        module: The sharded module.
+        tensors: Its parameters and buffers that have memory, but no values. What is on the meta device has none either.
+        reset: Ends the forward that is refused.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Iterable[torch.Tensor], reset: Callable[[], None]) -> None:
+        self._module, self._tensors, self._reset = module, set(tensors), reset
+        self._registration = on_written(self._tensors, self._written)
+        self._hooks: list[RemovableHandle] = []
+        for part in module.modules():
+            self._hooks.append(part.register_forward_pre_hook(torch.compiler.disable(self._refuse)))
+            self._hooks.append(part.register_load_state_dict_post_hook(self._loaded))
+
+    def _written(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors -= set(tensors)
+
+    def _loaded(self, module: nn.Module, keys: Any) -> None:
+        """A state dict was loaded into a part of the module, perhaps as a part of something larger."""
+        missing = tuple(f".{key}" for key in keys.missing_keys)
+        found = [tensor for name, tensor in tensors_of(module) if not any(key.endswith(f".{name}") for key in missing)]
+        self._written([tensor for tensor in found if tensor in self._tensors])
+
+    def _refuse(self, *_: Any) -> None:
+        waiting = (name for name, tensor in tensors_of(self._module) if tensor.is_meta or tensor in self._tensors)
+        name = next(waiting, None)
+        if name is None:
+            self._registration.remove()
+            for hook in self._hooks:
+                hook.remove()
+            return
+        self._reset()
+        raise RuntimeError(
+            f"{name!r} has no values yet, as it was on the meta device and shard() was given no fill; load a "
+            "checkpoint first, as by par_checkpoint.load(path, model=module), or write it, and say so with "
+            "par_groups.written_(module.parameters())"
+        )

@@ -1,0 +1,378 @@
+"""A model made on the meta device becomes real unit by unit in `shard`, or when a checkpoint is loaded."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import segments_of, sharding_of, written_
+from par_testing import for_each, live_bytes, peak_bytes
+from par_zero import shard, summon
+
+from .helpers import OPTIMIZERS, STAGES, adamw, assert_same, batch, for_each_stage, sgd, train, whole
+
+
+class Block(nn.Module):
+    """A unit within which there is another, parameters of two dtypes, and buffers that are saved and that are not."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(width, 2 * width)
+        self.inner = nn.Sequential(nn.Linear(2 * width, 2 * width), nn.Tanh())
+        self.scale = nn.Parameter(torch.empty(2 * width, dtype=torch.float64))
+        self.register_buffer("shift", torch.empty(width))
+        self.register_buffer("fixed", torch.empty(3), persistent=False)
+        self.last = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        hidden = (self.inner(self.first(x)) * self.scale).to(x.dtype)
+        return x + self.last(hidden) + self.shift * self.fixed.sum()
+
+
+class Model(nn.Module):
+    """Tied parameters within the root and across blocks, a frozen one, and one that the root has itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Linear(11, 7, bias=False)
+        self.place = nn.Parameter(torch.empty(11))
+        self.blocks = nn.ModuleList(Block(11) for _ in range(3))
+        self.blocks[2].last.weight = self.blocks[0].last.weight
+        self.blocks[1].first.bias.requires_grad_(False)
+        self.norm = nn.LayerNorm(11)
+        self.head = nn.Linear(11, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        x = x + self.place
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) + self.table(x)
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Model()
+
+
+def fill(unit, prefix):
+    """Each tensor by its name in the whole model, as a new object, as `to_empty` and many functions of users do it."""
+    seen = {}
+    for path, module in unit.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in seen:
+                    whole_name = f"{prefix}{path}.{name}".replace("..", ".")
+                    generator = torch.Generator().manual_seed(sum(map(ord, whole_name)))
+                    made = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) / 3
+                    parameter = isinstance(tensor, nn.Parameter)
+                    seen[tensor] = nn.Parameter(made, tensor.requires_grad) if parameter else made
+                tensors[name] = seen.get(tensor)
+
+
+def filled():
+    """The model that was filled whole, on one device."""
+    model = on_meta()
+    fill(model, "")
+    return model
+
+
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def data(steps=3):
+    return [[batch(step, width=11)] for step in range(steps)]
+
+
+def buffers(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+UNITS = {
+    "auto": {"bucket": 300},
+    "two joined": {"bucket": 9000},
+    "joined": {"bucket": 20_000},
+    "nested": {"bucket": 300, "units": lambda module: isinstance(module, Block | nn.Sequential)},
+}
+
+
+@for_each(stage=STAGES, units=UNITS)
+@pytest.mark.ranks([2, 3], timeout=120)
+def test_units_that_are_filled_are_those_of_the_whole_model(stage, units):
+    model, reference = on_meta(), filled()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    optimizer, its = sgd(trained(model)), sgd(trained(reference))
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, fill=fill, **UNITS[units])
+    shard(reference, its, stage=stage, group=dist.group.WORLD, **UNITS[units])
+    assert_same(whole(model), whole(reference))
+    assert_same(buffers(model), buffers(reference))
+    assert all(parameter is before[name] for name, parameter in model.named_parameters(remove_duplicate=False))
+    for name, parameter in reference.named_parameters():
+        mine = model.get_parameter(name)
+        assert sharding_of(mine) == sharding_of(parameter)
+        assert mine.requires_grad == parameter.requires_grad
+    assert segments(optimizer) == segments(its)
+    train(model, optimizer, data(10))
+    train(reference, its, data(10))
+    assert_same(whole(model), whole(reference))
+
+
+def segments(optimizer):
+    return {
+        segment.name: segment.sharding
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+        for segment in segments_of(tensor)
+    }
+
+
+@for_each(stage=STAGES, make=OPTIMIZERS)
+@pytest.mark.ranks(2, timeout=120)
+def test_any_optimizer_may_be_made_of_a_model_on_meta(stage, make):
+    model, reference = on_meta(), filled()
+    optimizer, its = OPTIMIZERS[make](trained(model)), OPTIMIZERS[make](trained(reference))
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, fill=fill)
+    shard(reference, its, stage=stage, group=dist.group.WORLD, bucket=300)
+    train(model, optimizer, data())
+    train(reference, its, data())
+    assert_same(whole(model), whole(reference))
+
+
+@pytest.mark.ranks(4)
+def test_units_are_filled_under_hybrid_sharding():
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    for stage in STAGES:
+        model, reference = on_meta(), filled()
+        optimizer, its = sgd(trained(model)), sgd(trained(reference))
+        options = {"stage": stage, "group": shards, "replicas": replicas, "bucket": 300}
+        shard(model, optimizer, fill=fill, device=torch.device("cpu"), **options)
+        shard(reference, its, **options)
+        train(model, optimizer, data())
+        train(reference, its, data())
+        assert_same(whole(model), whole(reference))
+
+
+def reset(unit, _):
+    """The usual way: memory for all, then each layer's own values."""
+    unit.to_empty(device="cpu")
+    for module in unit.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        if isinstance(module, Block):
+            nn.init.ones_(module.scale)
+            nn.init.ones_(module.shift)
+            nn.init.ones_(module.fixed)
+        if isinstance(module, Model):
+            nn.init.ones_(module.place)
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_drawn_values_are_alike_on_all_ranks_and_tied_parameters_stay_tied(stage):
+    torch.manual_seed(dist.get_rank())
+    model = on_meta()
+    shard(model, adamw(trained(model)), stage=stage, group=dist.group.WORLD, bucket=300, fill=reset)
+    assert model.head.weight is model.table.weight
+    assert model.blocks[2].last.weight is model.blocks[0].last.weight
+    theirs = [None] * dist.get_world_size()
+    packed = {name for name, each in model.named_parameters() if stage == 3 or each.requires_grad}
+    mine = {name: each for name, each in whole(model).items() if name in packed}
+    dist.all_gather_object(theirs, mine)
+    assert_same(*theirs)
+    assert all(each.isfinite().all() and each.any() for name, each in mine.items() if name != "norm.bias")
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_param_dtype_keeps_copies_of_what_was_filled(stage):
+    model, reference = on_meta(), filled()
+    optimizer, its = adamw(trained(model)), adamw(trained(reference))
+    options = {"stage": stage, "group": dist.group.WORLD, "bucket": 300, "param_dtype": torch.bfloat16}
+    shard(model, optimizer, fill=fill, **options)
+    shard(reference, its, **options)
+    for one, other in zip(optimizer.param_groups[0]["params"], its.param_groups[0]["params"], strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    assert_same(whole(model), whole(reference))
+
+
+class Counted:
+    """Notes what is filled."""
+
+    def __init__(self):
+        self.names = []
+
+    def __call__(self, unit, prefix):
+        fill(unit, prefix)
+        self.names.extend(prefix + name for name, _ in unit.named_parameters())
+        self.names.extend(prefix + name for name, _ in unit.named_buffers())
+
+
+@for_each(stage=STAGES, units=UNITS)
+@pytest.mark.ranks(1)
+def test_every_tensor_is_filled_once_under_its_first_name(stage, units):
+    """But what blocks have beside tied parameters, five tensors each, which are filled once more, in vain."""
+    model, counted = on_meta(), Counted()
+    expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    shard(model, stage=stage, group=dist.group.WORLD, fill=counted, **UNITS[units])
+    assert set(counted.names) - {"blocks.2.last.weight"} == expected
+    assert len(counted.names) <= len(expected) + 2 * 5
+
+
+WIDTH, BLOCKS = 128, 6
+UNIT = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def zeros(unit, _):
+    unit.to_empty(device="cpu")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_on_meta_is_never_there_as_a_whole(stage):
+    """Nothing of it is there before it is packed; a unit is there twice while it is."""
+    before = live_bytes()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    assert live_bytes() == before
+    kept = UNIT * BLOCKS / (2 if stage == 3 else 1)
+    expected = kept * (BLOCKS - 1) / BLOCKS + 2 * UNIT
+
+    def run():
+        shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH, fill=zeros)
+
+    peak = peak_bytes(run, before + expected + 2048) - before
+    assert expected - 2048 < peak < expected + 2048, (peak, expected)
+    assert live_bytes(lambda total: abs(total - before - kept) < 2048) - before < kept + 2048
+
+
+def without_hidden_buffers():
+    model = on_meta()
+    for block in model.blocks:
+        block.fixed = torch.ones(3)
+    return model
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_without_fill_a_forward_names_the_first_that_has_no_values(stage):
+    model = on_meta()
+    optimizer = sgd(trained(model))
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    abstract = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
+    assert abstract == [f"blocks.{number}.fixed" for number in range(3)], "which a load makes, not fills"
+
+    def refuses(name, part=model):
+        with pytest.raises(RuntimeError, match=rf"'{name}' has no values yet.*load a checkpoint"):
+            part(torch.ones(2, 11))
+
+    for part in (model, model.blocks[1].first, model):
+        refuses("place", part)
+    written_([model.place])
+    refuses(r"table\.weight")
+    reference = filled()
+    with summon(model):
+        model.load_state_dict(reference.state_dict())
+    refuses(r"blocks\.0\.fixed")
+    for block, other in zip(model.blocks, reference.blocks, strict=True):
+        block.fixed = other.fixed.clone()
+    its = sgd(trained(reference))
+    shard(reference, its, stage=stage, group=dist.group.WORLD, bucket=300)
+    train(model, optimizer, data())
+    train(reference, its, data())
+    assert_same(whole(model), whole(reference))
+    assert_same(buffers(model), buffers(reference))
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_what_a_state_dict_leaves_out_has_no_values(stage):
+    model, reference = without_hidden_buffers(), filled()
+    shard(model, sgd(trained(model)), stage=stage, group=dist.group.WORLD, bucket=300)
+    given = {name: each for name, each in reference.state_dict().items() if name not in ("norm.bias", "blocks.1.shift")}
+    with summon(model):
+        nn.ModuleDict({"outer": model}).load_state_dict({f"outer.{name}": each for name, each in given.items()}, False)
+    with pytest.raises(RuntimeError, match=r"'norm\.bias' has no values yet"):
+        model(torch.ones(2, 11))
+    with summon(model):
+        nn.init.zeros_(model.norm.bias)
+        nn.init.zeros_(model.blocks[1].shift)
+    written_([model.norm.bias])
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.shift' has no values yet"):
+        model(torch.ones(2, 11))
+    written_([model.blocks[1].shift])
+    model(torch.ones(2, 11))
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_a_model_of_which_a_part_is_real_keeps_that(stage):
+    model = without_hidden_buffers()
+    model.norm = nn.LayerNorm(11)
+    nn.init.constant_(model.norm.weight, 7.0)
+    shard(model, adamw(trained(model)), stage=stage, group=dist.group.WORLD, bucket=300)
+    assert whole(model)["norm.weight"].eq(7).all()
+    assert not whole(model)["place"].any()
+
+
+def refused(error, match, model=None, optimizer=None, **options):
+    model = on_meta() if model is None else model
+    before = [(each, each.is_meta, each.shape) for each in model.parameters()]
+    with pytest.raises(error, match=match):
+        shard(model, optimizer, stage=3, group=dist.group.WORLD, **options)
+    for (one, is_meta, shape), other in zip(before, model.parameters(), strict=True):
+        assert one is other
+        assert (other.is_meta, other.shape) == (is_meta, shape)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_become_real_is_refused_on_all_ranks():
+    refused(TypeError, "fill is 'zeros'; give a function", fill="zeros")
+    refused(TypeError, r"device is 'cpu'; give a torch\.device", device="cpu", fill=fill)
+    refused(ValueError, "device is 'meta'", device=torch.device("meta"), fill=fill)
+    model = on_meta()
+    made = torch.optim.Adagrad(trained(model))
+    refused(ValueError, r"Adagrad has made the state 'sum' of 'place' on the meta device", model, made, fill=fill)
+    model = without_hidden_buffers()
+    if dist.get_rank() == 0:
+        model.norm = nn.LayerNorm(11)
+    refused(ValueError, "rank 1 has other", model)
+
+
+def left(unit, prefix):
+    fill(unit, prefix)
+    if prefix == "blocks.1.":
+        unit.shift = torch.empty(11, device="meta")
+
+
+def in_half(unit, prefix):
+    fill(unit, prefix)
+    unit.half()
+
+
+def on_one_rank(unit, prefix):
+    if dist.get_rank() == 1 and prefix == "blocks.1.":
+        raise KeyError("mine")
+    fill(unit, prefix)
+
+
+BROKEN = {
+    "left": (left, RuntimeError, r"fill\(\) has left 'blocks\.1\.shift' on the meta device"),
+    "in half": (in_half, RuntimeError, r"fill\(\) has made 'blocks\.0\.\S+' torch\.float16 .* it was torch\.float"),
+    "on one rank": (on_one_rank, (KeyError, ValueError), "mine"),
+}
+
+
+@for_each(how=BROKEN)
+@pytest.mark.ranks(2, timeout=10)
+def test_a_fill_that_fails_is_an_error_on_all_ranks(how):
+    broken, error, match = BROKEN[how]
+    with pytest.raises(error, match=match) as raised:
+        shard(on_meta(), stage=3, group=dist.group.WORLD, bucket=300, fill=broken)
+    assert "half-way" in raised.value.__notes__[0]
+    dist.barrier()
