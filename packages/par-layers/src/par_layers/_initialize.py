@@ -44,7 +44,9 @@ def initialize(
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, HasInit):
             if parameter.is_meta:
-                raise ValueError(f"parameter {name!r} is on the meta device and has no init rule; materialise it first")
+                raise ValueError(
+                    f"parameter {prefix + name!r} is on the meta device and has no init rule; materialise it first"
+                )
             continue
         sharding = sharding_of(parameter)
         local = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")  # padding stays zero

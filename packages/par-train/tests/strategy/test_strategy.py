@@ -10,7 +10,10 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
+from par_layers import initialize
+from par_testing import live_bytes, peak_bytes
 from par_train import Strategy
+from par_zero import summon
 
 STEPS = 5
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks and microbatches in another order
@@ -554,3 +557,30 @@ def test_a_head_alone_is_trained_in_a_pipeline():
         strategy.execute_pipeline(iter([(inputs, targets)]), model, functional.mse_loss, optimizer)
         optimizer.step()
         assert_same(([], model), ([], whole))
+
+
+UNITS, WIDTH = 24, 512
+UNIT = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-sr"])
+@pytest.mark.ranks(2, backend="gloo")
+def test_at_stage_3_a_model_on_meta_is_never_there_as_a_whole(precision):
+    with Strategy(zero={"stage": 3, "bucket": UNIT}, precision=precision, seed=5) as strategy:
+        before = live_bytes()
+        model = nn.Sequential(*(strategy.layers.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters)
+        drawing = 2.5 * 2**20  # what `initialize` draws in
+        # Half of a unit on each rank, and where there are masters, half of its weights too; then two units.
+        expected = UNITS * UNIT * {"fp32": 0.5, "bf16": 0.75, "bf16-sr": 0.25}[precision] + 2 * UNIT + drawing
+        wired = []
+        peak = peak_bytes(lambda: wired.append(strategy.initialize(model, optimizer)), before + expected) - before
+        assert UNITS * UNIT / 4 < peak < expected
+        assert expected < UNITS * UNIT
+        assert all(mine is one for mine, one in zip(model.parameters(), parameters, strict=True))
+        whole = nn.Sequential(*(strategy.layers.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+        initialize(whole, 5)
+        with summon(model):
+            for mine, one in zip(model.parameters(), whole.parameters(), strict=True):
+                assert torch.equal(mine, one.to(mine.dtype))

@@ -42,14 +42,18 @@ class Pipelined(Plugin):
 
 
 class Device(Plugin):
-    """Brings what this rank has to the device, and batches. par-layers' layers get their memory and values there."""
+    """Brings what this rank has to the device, and batches. par-layers' layers get their memory and values there.
+
+    At stage 3 `Zero` does that, one unit after the other, so that the whole model never needs memory.
+    """
 
     name = "device"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Parameters stay the objects that they are."""
         del optimizer
-        if any(parameter.is_meta for parameter in model.parameters()):
+        later = _is_abstract(model) and _zero_fills(strategy)
+        if _is_abstract(model) and not later:
             initialize(model, strategy.options.seed, device=strategy.device)
         ranks = strategy.groups.size("tensor")
         for name, parameter in model.named_parameters():  # ranks must not each count a copy that nobody calls one
@@ -58,7 +62,7 @@ class Device(Plugin):
                     f"{name!r} says nothing of the {ranks} ranks of its tensor group; make its layer with "
                     "Strategy.layers, or say how it is cut with par_groups.set_sharding"
                 )
-        return model.to(strategy.device)
+        return model if later else model.to(strategy.device)
 
     def setup_dataloader(self, dataloader: Any, strategy: Setup) -> Any:
         """It gives batches on the device."""
@@ -103,7 +107,29 @@ class Zero(Plugin):
             dtype = None if precision.rounded else dtype
         group, share_of = strategy.groups["data"], partial(strategy.groups.topology.index, "data")
         keywords = {"param_dtype": dtype, "share_of": share_of, **options.zero_keywords}
+        if _is_abstract(model):
+            keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
         return shard(model, optimizer, group=group, **keywords)[0]
+
+
+def _is_abstract(model: nn.Module) -> bool:
+    """Whether parameters of a model are on the meta device."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _zero_fills(strategy: Setup) -> bool:
+    """Whether parameters may stay on the meta device until they are cut: nobody comes between that needs values."""
+    kinds = [type(plugin) for plugin in strategy.plugins]
+    follows = kinds[kinds.index(Device) + 1 :][:2] == [Tied, Zero]
+    return follows and strategy.options.stage == 3 and strategy.schedule is None
+
+
+def _fill(strategy: Setup, unit: nn.Module, prefix: str) -> None:
+    """Fills a unit's parameters in the dtypes that they are to have."""
+    dtypes = [(parameter, parameter.dtype) for parameter in unit.parameters()]
+    initialize(unit, strategy.options.seed, prefix, device=strategy.device)
+    for parameter, dtype in dtypes:
+        parameter.data = parameter.data.to(dtype)
 
 
 class Precision(Plugin):

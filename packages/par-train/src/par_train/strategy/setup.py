@@ -10,6 +10,7 @@ from par_pipeline import Schedule, schedule
 
 from ..plan.schedules import make_schedule, microbatches_of
 from .options import StrategyOptions
+from .plugin import Plugin
 
 
 def check_layers(topology: Topology) -> None:
@@ -30,6 +31,7 @@ class Setup:
     groups: ProcessGroups
     device: torch.device
     schedule: Schedule | None
+    plugins: list[Plugin]
 
     @cached_property
     def layers(self) -> LayerSet:
