@@ -101,7 +101,8 @@ def types(session: nox.Session) -> None:
     session.install(*group("api"), "nox")
     sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src"))]
     session.run("mypy", *sources, f"{TEST_TOOLS}/src", "tests-integration/own-parallelism/src")
-    session.run("mypy", "noxfile.py", "tools/check_api.py", "tools/matrix.py", *docs_scripts(), *benchmarks())
+    tools = ["tools/check_api.py", "tools/matrix.py", "tools/tiny_model.py"]
+    session.run("mypy", "noxfile.py", *tools, *docs_scripts(), *benchmarks())
 
 
 def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:

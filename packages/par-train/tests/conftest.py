@@ -1,5 +1,6 @@
 """Running the command as its users do: in a process of its own, with a small text and a small model."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -177,3 +178,18 @@ def ranks_of(launcher):
 @pytest.fixture(name="ranks_of", scope="session")
 def ranks_of_fixture():
     return ranks_of
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A folder with the config and the tokenizer of a tiny model, and paths of small corpora by their format."""
+    pytest.importorskip("transformers")
+    script = Path(__file__).parents[3] / "tools" / "tiny_model.py"
+    if not script.exists():
+        pytest.skip("tools/tiny_model.py is not part of this source distribution")
+    spec = importlib.util.spec_from_file_location("tiny_model", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("tiny")
+    module.make_model(folder / "model", files=8)
+    return folder / "model", module.write_corpora(folder / "texts", files=20)

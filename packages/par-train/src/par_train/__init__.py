@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .data.corpus import Corpus, open_corpus, read_corpus
     from .data.loader import GlobalDataLoader
+    from .data.rows import PackedRows
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
     from .plan.inputs import Job, Machine
@@ -25,10 +27,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPT",
+    "Corpus",
     "GlobalDataLoader",
     "GradientHandler",
     "Job",
     "Machine",
+    "PackedRows",
     "Plugin",
     "Prediction",
     "Run",
@@ -38,13 +42,17 @@ __all__ = [
     "StrategyOptions",
     "StrategyPlan",
     "load_model",
+    "open_corpus",
     "predict",
+    "read_corpus",
     "register_gradient_handler",
 ]
 
 _LATE = {
     "jobs.checkpoint": ("load_model",),
+    "data.corpus": ("Corpus", "open_corpus", "read_corpus"),
     "data.loader": ("GlobalDataLoader",),
+    "data.rows": ("PackedRows",),
     "jobs.gpt": ("GPT",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "plan.inputs": ("Job", "Machine"),

@@ -1,0 +1,341 @@
+"""A file of text, turned into tokens once and then mapped into memory by every rank.
+
+The first rank of each machine streams lines through the tokenizer into a folder that is named after all that decides on
+the tokens: the file, the tokenizer, its chat template and the format. So a run that goes on, and the next run with the
+same data, find it there. The folder appears whole or not at all.
+
+    tokens.u32      the tokens of all documents in a row
+    documents.u64   where each document begins, and the end
+    hashes.u64      a hash of each document's tokens, which decides whether it is held out
+    trained.u1      a bit a token, of conversations alone: whether the model says it
+    corpus.json     the rest, and what the sizes of the files must be
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, get_args
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from par_groups import agree, together
+
+from .._errors import UserError
+from .tokenize import Document, documents_of, load_tokenizer, tokenizer_files
+
+Ints = NDArray[np.int64]
+Format = Literal["text", "jsonl", "chat"]
+
+_VERSION = 1
+_FILES = {"tokens.u32": "<u4", "documents.u64": "<u8", "hashes.u64": "<u8", "trained.u1": "u1"}
+_SUMMARY = "corpus.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Documents as tokens, in files that are mapped into memory.
+
+    Args:
+        path: The folder of the files.
+        format: "text", "jsonl" or "chat".
+        tokens: uint32, the tokens of all documents in a row.
+        documents: uint64, where each document begins in `tokens`, and their number at the end.
+        hashes: uint64, a hash of each document's tokens.
+        trained: uint8, a bit a token from the lowest on: whether it is a target; None: all are.
+        vocabulary: The number of tokens that the tokenizer knows.
+        padding: The token that fills a row behind its last document.
+    """
+
+    path: Path
+    format: str
+    tokens: NDArray[np.uint32]
+    documents: NDArray[np.uint64]
+    hashes: NDArray[np.uint64]
+    trained: NDArray[np.uint8] | None
+    vocabulary: int
+    padding: int
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self.documents) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        """The number of tokens of each document."""
+        ends = self.documents.astype(np.int64)
+        return ends[1:] - ends[:-1]
+
+    def split(self, fraction: float) -> tuple[Ints, Ints]:
+        """The documents to train on and those that are held out, by number.
+
+        A document's own tokens decide, so it stays on its side whatever is added to the file, and so do its copies.
+
+        Args:
+            fraction: The part that is held out, about; 0 holds out none.
+
+        Raises:
+            ValueError: A fraction that leaves nothing to train on.
+        """
+        if not 0 <= fraction < 1:
+            raise ValueError(f"fraction is {fraction}; the part that is held out is at least 0 and less than 1")
+        held_out = self.hashes < np.uint64(int(fraction * 2**64))
+        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+    def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Whether each of the tokens begin .. end - 1 is a target, as far as the text decides."""
+        if self.trained is None:
+            return np.ones(end - begin, np.bool_)
+        low = begin // 8
+        bits = np.unpackbits(self.trained[low : -(-end // 8)], bitorder="little")
+        return bits[begin - 8 * low : end - 8 * low].astype(np.bool_)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a corpus is made of."""
+
+    path: Path
+    tokenizer: Path
+    format: Format
+    field: str
+    template: str | None
+
+    @property
+    def digest(self) -> str:
+        """Another one for other tokens."""
+        digest = hashlib.sha256(f"{_VERSION} {self.format} {self.field} {self.template}".encode())
+        for path in (self.path, *tokenizer_files(self.tokenizer)):
+            with path.open("rb") as file:
+                digest.update(b"\0" + hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()[:32]
+
+
+def read_corpus(
+    path: Path | str,
+    tokenizer: Path | str,
+    folder: Path | str,
+    *,
+    format: Literal["auto", "text", "jsonl", "chat"] = "auto",  # noqa: A002 - what it is called in a config
+    field: str = "text",
+    template: Path | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: bool | None = None,
+) -> Corpus:
+    """Turns a file into tokens, unless that was done before, and maps them. Collective where torch.distributed runs.
+
+    The first rank of each machine writes; the others wait for it.
+
+    Args:
+        path: The file, in UTF-8.
+        tokenizer: The folder of a Hugging Face tokenizer.
+        folder: Where corpora are kept: each in a folder of its own, which no other process of this machine writes.
+        format: "text": every line is a document. "jsonl": every line is a JSON object, and `field` of it a document.
+            "chat": every line is a JSON object with a conversation under "messages", of which the model is trained on
+            what the assistant says. "auto": the first line of a .jsonl or .json file tells, other files are text.
+            Empty lines count in no format.
+        field: The key of the text in a line of "jsonl".
+        template: A file with a chat template that takes the place of the tokenizer's.
+        group: The ranks that read it; None: the world.
+        progress: Whether to show a bar; None: where stderr is a terminal.
+
+    Raises:
+        UserError: What the caller gave or what a line holds, with the file and the line. Where ranks differ, the others
+            raise a ValueError with its text.
+    """
+    running = dist.is_available() and dist.is_initialized()
+    groups = (group,) if running else ()
+    hosts = agree(None, socket.gethostname(), *groups)
+    me = dist.get_rank() if running else next(iter(hosts))
+    is_first = me == min(rank for rank, host in hosts.items() if host == hosts[me])
+    problem: Exception | None = None
+    place = None
+    try:
+        source = _checked(Path(path), Path(tokenizer), format, field, template)
+        place = Path(folder) / source.digest
+        if is_first and not (place / _SUMMARY).exists():
+            _write(source, place, progress)
+    except Exception as error:  # of any kind: the others wait for this rank
+        problem = error
+    digests = agree(problem, "" if place is None else place.name, *groups)
+    others = [rank for rank, digest in digests.items() if digest != next(iter(digests.values()))]
+    if others:
+        raise UserError(f"{str(path)!r} or the tokenizer differs on ranks {others}; give all ranks the same files")
+    with together("mapping the corpus", *groups):
+        return open_corpus(Path(folder) / digests[me])
+
+
+def open_corpus(place: Path | str) -> Corpus:
+    """Maps what `read_corpus` has written.
+
+    Args:
+        place: The corpus's own folder.
+
+    Raises:
+        UserError: It is not there, or not what was written.
+    """
+    place = Path(place)
+    try:
+        summary = json.loads((place / _SUMMARY).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{str(place)!r} holds no corpus ({error}); let the first rank of every machine write it"
+        ) from None
+    arrays = {}
+    for name, size in summary["files"].items():
+        found = (place / name).stat().st_size if (place / name).exists() else -1
+        if found != size:
+            raise UserError(
+                f"{str(place / name)!r} has {found} bytes and not {size}; remove the folder to make it anew"
+            )
+        arrays[name] = np.memmap(place / name, _FILES[name], mode="r")
+    return Corpus(
+        path=place,
+        format=summary["format"],
+        tokens=arrays["tokens.u32"],
+        documents=arrays["documents.u64"],
+        hashes=arrays["hashes.u64"],
+        trained=arrays.get("trained.u1"),
+        vocabulary=summary["vocabulary"],
+        padding=summary["padding"],
+    )
+
+
+def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Path | str | None) -> _Source:
+    """What to read, as far as it can be checked before it is read."""
+    if path.is_dir():
+        raise UserError(f"the corpus {str(path)!r} is a folder; give a file in it")
+    if not path.is_file():
+        raise UserError(f"the corpus {str(path)!r} is no file; correct the path")
+    if path.suffix == ".parquet":
+        raise UserError(f"the corpus {str(path)!r} is in parquet; convert it to jsonl, a JSON object a line")
+    if format_ not in ("auto", *get_args(Format)):
+        raise UserError(f"the format of a corpus is {format_!r}; it can be 'auto', 'text', 'jsonl' or 'chat'")
+    text = None
+    if template is not None:
+        if not Path(template).is_file():
+            raise UserError(f"the chat template {str(template)!r} is no file; correct the path")
+        text = Path(template).read_text(encoding="utf-8")
+    return _Source(
+        path=path,
+        tokenizer=tokenizer,
+        format=_format_of(path) if format_ == "auto" else format_,  # type: ignore[arg-type]
+        field=field,
+        template=text,
+    )
+
+
+def _format_of(path: Path) -> Format:
+    """The format of a file, from its name and from its first line that is not empty."""
+    if path.suffix not in (".jsonl", ".json"):
+        return "text"
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        value = json.loads(first)
+    except ValueError:
+        return "jsonl"  # which is wrong, and is said with the number of the line
+    return "chat" if isinstance(value, dict) and "messages" in value else "jsonl"
+
+
+def _write(source: _Source, place: Path, progress: bool | None) -> None:
+    """Tokenizes a file into its folder, which appears with the last step."""
+    tokenizer = load_tokenizer(source.tokenizer)
+    beside = place.with_name(f".{place.name}.tmp-{socket.gethostname()}")  # no other process here writes it
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        documents = documents_of(source.path, tokenizer, source.format, source.field, source.template, progress)
+        with _Files(beside, masked=source.format == "chat") as files:
+            for document in documents:
+                files.add(document)
+        if files.count == 0:
+            raise UserError(f"the corpus {str(source.path)!r} holds no document; give one with a line of text")
+        padding = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
+        summary = {
+            "source": str(source.path),
+            "format": source.format,
+            "vocabulary": len(tokenizer),
+            "padding": padding,
+            "files": {path.name: path.stat().st_size for path in sorted(beside.iterdir())},
+        }
+        _write_durably(beside / _SUMMARY, json.dumps(summary, indent=2).encode())
+        try:
+            beside.rename(place)
+        except OSError:
+            if not (place / _SUMMARY).exists():  # else another machine that shares the folder was first
+                raise
+        _sync(place.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+class _Files:
+    """The files of a corpus, written document by document.
+
+    Args:
+        folder: Where they are made.
+        masked: Whether there are tokens that are no targets.
+    """
+
+    def __init__(self, folder: Path, *, masked: bool) -> None:
+        names = [name for name in _FILES if masked or name != "trained.u1"]
+        self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in names}
+        self._bits = np.zeros(0, np.uint8)  # of the last tokens, which do not fill a byte yet
+        self._end = 0
+        self.count = 0
+
+    def __enter__(self) -> "_Files":
+        self._put("documents.u64", [0])
+        return self
+
+    def add(self, document: Document) -> None:
+        """Writes one more document; one without tokens does not count."""
+        if not document.tokens:
+            return
+        self.count += 1
+        self._end += len(document.tokens)
+        data = self._put("tokens.u32", document.tokens)
+        self._put("documents.u64", [self._end])
+        self._files["hashes.u64"].write(hashlib.sha256(data).digest()[:8])
+        if document.trained is not None:
+            bits = np.concatenate([self._bits, np.asarray(document.trained, np.uint8)])
+            whole = len(bits) // 8 * 8
+            self._files["trained.u1"].write(np.packbits(bits[:whole], bitorder="little").tobytes())
+            self._bits = bits[whole:]
+
+    def __exit__(self, *_: object) -> None:
+        if len(self._bits):
+            self._files["trained.u1"].write(np.packbits(self._bits, bitorder="little").tobytes())
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+    def _put(self, name: str, values: Sequence[int]) -> bytes:
+        data = np.asarray(values, _FILES[name]).tobytes()
+        self._files[name].write(data)
+        return data
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Brings a folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

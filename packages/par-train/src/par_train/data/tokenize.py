@@ -1,0 +1,231 @@
+"""Lines of a file to the tokens of documents, by a tokenizer of transformers."""
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from .._errors import UserError
+
+_BATCH = 1000
+"""Lines that are tokenized at a time."""
+
+_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_OF_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "tokenization_*.py",
+)
+
+
+class Document(NamedTuple):
+    """A document's tokens, and for each whether it is a target; None: all are."""
+
+    tokens: Sequence[int]
+    trained: Sequence[int] | None
+
+
+class Line(NamedTuple):
+    """The number of a line, from 1 on, and what it holds."""
+
+    number: int
+    value: Any
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer, by name.
+
+    Raises:
+        UserError: There are none.
+    """
+    found = {path for pattern in _OF_TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    if not found:
+        raise UserError(f"{str(folder)!r} holds no tokenizer; give the folder of a Hugging Face model or tokenizer")
+    return sorted(found)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder. No network is asked.
+
+    Raises:
+        UserError: transformers is not installed, or it cannot open the folder.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise UserError(
+            f"opening the tokenizer in {str(folder)!r} needs transformers; pip install par-train[transformers]"
+        ) from None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"transformers cannot open the tokenizer in {str(folder)!r}: {error}; mend the folder"
+        ) from error
+
+
+def documents_of(
+    path: Path, tokenizer: Any, format_: str, field: str, template: str | None, progress: bool | None
+) -> Iterator[Document]:
+    """The documents of a file, line by line.
+
+    Args:
+        path: The file.
+        tokenizer: A tokenizer of transformers.
+        format_: "text", "jsonl" or "chat".
+        field: The key of the text in a line of "jsonl".
+        template: The chat template; None: the tokenizer's own.
+        progress: Whether to show a bar; None: where stderr is a terminal.
+
+    Raises:
+        UserError: A line that holds something else, or a chat template that does not say what the model says.
+    """
+    if format_ == "chat":
+        template = check_template(tokenizer, template)
+    parse: dict[str, Callable[[str], Any]] = {
+        "text": lambda line: line,
+        "jsonl": lambda line: text_of(line, field),
+        "chat": messages_of,
+    }
+    hidden = not sys.stderr.isatty() if progress is None else not progress
+    with tqdm(total=path.stat().st_size, desc="tokenize", unit="B", unit_scale=True, disable=hidden) as bar:
+        left = _lines(path, parse[format_], bar.update)
+        while lines := list(islice(left, _BATCH)):
+            if format_ == "chat":
+                yield from _chats(path, tokenizer, template, lines)
+            else:
+                yield from _texts(tokenizer, [line.value for line in lines])
+
+
+def check_template(tokenizer: Any, template: str | None) -> str:
+    """The template for conversations: one whose tag says which tokens are the assistant's.
+
+    Raises:
+        UserError: There is none, or it has no such tag.
+    """
+    template = template or tokenizer.chat_template
+    if not isinstance(template, str):
+        raise UserError(
+            f"the tokenizer has {'several chat templates' if template else 'no chat template'}; give one file"
+        )
+    if _TAG.search(template) is None:
+        raise UserError(
+            "the chat template does not say which part is the assistant's, so there is nothing to train on; in a "
+            "template of your own write {% generation %} before what the assistant says and {% endgeneration %} behind"
+        )
+    return template
+
+
+def text_of(line: str, field: str) -> str:
+    """The text in a JSON object.
+
+    Raises:
+        ValueError: What is wrong with the line.
+    """
+    value = _object(line)
+    if field not in value:
+        raise ValueError(
+            f"has no {field!r}, only {', '.join(map(repr, value)) or 'nothing'}; name the field of the text"
+        )
+    text = value[field]
+    if not isinstance(text, str):
+        raise ValueError(f"has {text!r:.60} under {field!r}; give a text")
+    return text
+
+
+def messages_of(line: str) -> list[dict[str, Any]]:
+    """The conversation in a JSON object.
+
+    Raises:
+        ValueError: What is wrong with the line.
+    """
+    messages = _object(line).get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"has {messages!r:.60} under 'messages'; give a list with at least one message")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"has {message!r:.60} as message {number}; give an object with 'role' and 'content'")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"has {message.get('content')!r:.60} as the content of message {number}; give a text")
+    return messages
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is no JSON ({error}); write one object a line") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"is {value!r:.60}, not a JSON object; write one object a line")
+    return value
+
+
+def _lines(path: Path, parse: Callable[[str], Any], advance: Callable[[int], object]) -> Iterator[Line]:
+    """The lines that are not empty, as what they hold.
+
+    Raises:
+        UserError: A line that is not UTF-8 or that does not hold what it should.
+    """
+    with path.open("rb") as file:
+        for number, data in enumerate(file, 1):
+            advance(len(data))
+            if not data.strip():
+                continue
+            try:
+                text = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                yield Line(number, parse(text))
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, line {number} is not UTF-8 ({error}); convert the file to UTF-8") from None
+            except ValueError as error:
+                raise UserError(f"{path}, line {number} {error}") from None
+
+
+def _texts(tokenizer: Any, texts: list[str]) -> Iterator[Document]:
+    """Texts as documents, each with the token that ends one, if there is such a token."""
+    end = tokenizer.eos_token_id
+    for tokens in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
+        ends = end is None or (len(tokens) > 0 and tokens[-1] == end)
+        yield Document(tokens if ends else [*tokens, end], None)
+
+
+def _chats(path: Path, tokenizer: Any, template: str | None, lines: Sequence[Line]) -> Iterator[Document]:
+    """Conversations as documents; where the template refuses one, its line is named."""
+
+    def encode(some: Sequence[Line]) -> Any:
+        return tokenizer.apply_chat_template(
+            [line.value for line in some],
+            chat_template=template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+
+    try:
+        encoded = [encode(lines)]
+    except Exception:  # a template may refuse in any way; it is asked again, line by line
+        encoded = []
+        for line in lines:
+            try:
+                encoded.append(encode([line]))
+            except Exception as error:
+                raise UserError(
+                    f"{path}, line {line.number} is refused by the chat template ({error}); mend the conversation"
+                ) from error
+    for batch in encoded:
+        for tokens, trained in zip(batch["input_ids"], batch["assistant_masks"], strict=True):
+            yield Document(tokens, trained)

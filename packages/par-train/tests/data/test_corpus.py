@@ -1,0 +1,275 @@
+"""Files of text as tokens: what is written, who writes it, and what is said of what cannot be read."""
+
+import itertools
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from par_train._errors import UserError
+from par_train.data import corpus as module
+from par_train.data.corpus import Corpus, open_corpus, read_corpus
+from par_train.data.tokenize import load_tokenizer
+
+
+def documents_in(corpus):
+    ends = corpus.documents.astype(np.int64)
+    return [corpus.tokens[a:b].tolist() for a, b in itertools.pairwise(ends)]
+
+
+def written(path, *lines, end="\n"):
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + end.encode() for line in lines))
+    return path
+
+
+def chat(*messages):
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]})
+
+
+def test_a_line_of_text_is_a_document(tiny, tmp_path):
+    model, corpora = tiny
+    tokenizer = load_tokenizer(model)
+    corpus = read_corpus(corpora["text"], model, tmp_path)
+    lines = corpora["text"].read_text().splitlines()
+    assert corpus.format == "text"
+    assert len(corpus) == len(lines) > 40
+    assert documents_in(corpus) == [[*ids, tokenizer.eos_token_id] for ids in tokenizer(lines)["input_ids"]]
+    assert corpus.lengths.tolist() == [len(each) for each in documents_in(corpus)]
+    assert (corpus.vocabulary, corpus.padding) == (512, tokenizer.pad_token_id)
+    assert corpus.trained is None
+    assert corpus.targets(3, 20).all()
+    assert {path.name for path in corpus.path.iterdir()} == {
+        "tokens.u32",
+        "documents.u64",
+        "hashes.u64",
+        "corpus.json",
+    }
+
+
+def test_a_json_object_is_a_document_and_lines_may_be_empty(tiny, tmp_path):
+    model, corpora = tiny
+    tokenizer = load_tokenizer(model)
+    corpus = read_corpus(corpora["jsonl"], model, tmp_path)
+    texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
+    assert corpus.format == "jsonl"
+    assert [tokenizer.decode(ids[:-1]) for ids in documents_in(corpus)] == texts
+    path = written(tmp_path / "c.jsonl", "", '{"body": "\u00e9 one"}', "  ", '{"body": ""}', end="\r\n")
+    corpus = read_corpus(path, model, tmp_path, field="body")
+    assert [tokenizer.decode(ids) for ids in documents_in(corpus)] == ["\u00e9 one<|end|>", "<|end|>"]
+
+
+def test_a_byte_order_mark_is_no_text(tiny, tmp_path):
+    path = written(tmp_path / "c.txt", b"\xef\xbb\xbfone", "two")
+    corpus = read_corpus(path, tiny[0], tmp_path)
+    assert load_tokenizer(tiny[0]).decode(corpus.tokens.tolist()) == "one<|end|>two<|end|>"
+
+
+@pytest.mark.parametrize("batch", [2, 1000])
+def test_of_a_conversation_the_assistant_is_trained_on(batch, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("par_train.data.tokenize._BATCH", batch)
+    model, corpora = tiny
+    tokenizer = load_tokenizer(model)
+    path = written(
+        tmp_path / "c.jsonl",
+        chat(
+            ("system", "be \u00e9xact"),
+            ("user", "one?"),
+            ("assistant", "\u00fcn\u2603, one"),
+            ("user", "two?"),
+            ("assistant", "2"),
+        ),
+        chat(("user", "alone")),
+        chat(("assistant", "first")),
+    )
+    corpus = read_corpus(path, model, tmp_path)
+    assert corpus.format == "chat"
+    said, begin = [], 0
+    for ids in documents_in(corpus):
+        targets = corpus.targets(begin, begin + len(ids))
+        said.append(tokenizer.decode([token for token, target in zip(ids, targets, strict=True) if target]))
+        begin += len(ids)
+    assert said == ["\u00fcn\u2603, one<|end|>2<|end|>", "", "first<|end|>"]
+    first = tokenizer.decode(documents_in(corpus)[0])
+    assert first.startswith("<|system|>be \u00e9xact<|end|><|user|>one?<|end|><|assistant|>")
+    many = read_corpus(corpora["chat"], model, tmp_path)
+    bits = np.unpackbits(many.trained, bitorder="little")[: len(many.tokens)].astype(bool)
+    for low, high in ((0, 9), (3, 8), (8, 16), (5, 5), (0, len(bits)), (len(bits) - 1, len(bits))):
+        assert many.targets(low, high).tolist() == bits[low:high].tolist()
+
+
+def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tiny, tmp_path):
+    model = shutil.copytree(tiny[0], tmp_path / "model")
+    path = written(tmp_path / "c.jsonl", chat(("user", "a"), ("assistant", "b")))
+    template = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+    mine = written(tmp_path / "mine.jinja", template, end="")
+    corpus = read_corpus(path, model, tmp_path, template=mine)
+    assert load_tokenizer(model).decode(corpus.tokens.tolist()) == "ab"
+    assert corpus.targets(0, len(corpus.tokens)).all()
+    written(model / "chat_template.jinja", "{{ messages[0].content }}")
+    with pytest.raises(UserError, match=r"so there is nothing to train on; .* write \{% generation %\} before"):
+        read_corpus(path, model, tmp_path)
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="the tokenizer has no chat template; give one file"):
+        read_corpus(path, model, tmp_path)
+
+
+def test_what_was_done_before_is_not_done_again(tiny, tmp_path, monkeypatch):
+    model, path = tiny[0], written(tmp_path / "c.txt", "one", "two")
+    first = read_corpus(path, model, tmp_path / "data")
+    stamps = {file.name: file.stat().st_mtime_ns for file in first.path.iterdir()}
+    shutil.copy(path, tmp_path / "copy.txt")
+    monkeypatch.setattr(module, "load_tokenizer", None)
+    again = read_corpus(tmp_path / "copy.txt", model, tmp_path / "data")
+    assert again.path == first.path
+    assert {file.name: file.stat().st_mtime_ns for file in again.path.iterdir()} == stamps
+    monkeypatch.undo()
+    others = shutil.copytree(model, tmp_path / "model")
+    (others / "tokenizer_config.json").write_text((others / "tokenizer_config.json").read_text() + "\n")
+    written(tmp_path / "d.txt", "one", "three")
+    made = [read_corpus(path, others, tmp_path / "data"), read_corpus(tmp_path / "d.txt", model, tmp_path / "data")]
+    assert len({first.path, *(each.path for each in made)}) == 3
+
+
+def test_it_appears_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
+    model, path = tiny[0], written(tmp_path / "c.txt", "one", "two")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_write_durably", fail)
+    with pytest.raises(OSError, match="No space left"):
+        read_corpus(path, model, tmp_path / "data")
+    assert list((tmp_path / "data").iterdir()) == []
+    monkeypatch.undo()
+    place = read_corpus(path, model, tmp_path / "data").path
+    left = place.with_name(f".{place.name}.tmp-{os.uname().nodename}")  # of a process that was killed
+    shutil.move(place, left)
+    assert documents_in(read_corpus(path, model, tmp_path / "data"))
+    assert list((tmp_path / "data").iterdir()) == [place]
+
+
+def test_a_corpus_that_was_changed_is_refused(tiny, tmp_path):
+    place = read_corpus(written(tmp_path / "c.txt", "one", "two"), tiny[0], tmp_path).path
+    (place / "tokens.u32").write_bytes(b"1234")
+    with pytest.raises(UserError, match=r"tokens\.u32' has 4 bytes and not [0-9]+; remove the folder to make it anew"):
+        open_corpus(place)
+    (place / "corpus.json").unlink()
+    with pytest.raises(UserError, match="holds no corpus"):
+        open_corpus(place)
+
+
+BAD = {
+    "no JSON": ('{"text": "a"', r"is no JSON \(.*\); write one object a line"),
+    "no object": ("[1]", r"is \[1\], not a JSON object; write one object a line"),
+    "no field": ('{"body": "a"}', "has no 'text', only 'body'; name the field of the text"),
+    "no text": ('{"text": 3}', "has 3 under 'text'; give a text"),
+    "no UTF-8": (b'{"text": "\xff"}', r"is not UTF-8 \(.*\); convert the file to UTF-8"),
+}
+BAD_CHATS = {
+    "no messages": ('{"text": "a"}', "has None under 'messages'; give a list with at least one"),
+    "no message": ('{"messages": []}', r"has \[\] under 'messages'; give a list"),
+    "no role": ('{"messages": [{"content": "a"}]}', r"has \{'content': 'a'\} as message 0; give an object with 'role'"),
+    "no content": (chat(("user", None)), "has None as the content of message 0; give a text"),
+    "a refusal": (chat(("judge", "a")), r"is refused by the chat template \(no judges\); mend the conversation"),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, *BAD_CHATS])
+def test_a_bad_line_is_named(name, tiny, tmp_path):
+    model, template = tiny[0], None
+    good, (bad, words) = '{"text": "fine"}', {**BAD, **BAD_CHATS}[name]
+    if name in BAD_CHATS:
+        good = chat(("user", "a"), ("assistant", "b"))
+        refusing = "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
+        template = written(
+            tmp_path / "t.jinja", refusing + "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        )
+    path = written(tmp_path / "c.jsonl", good, "", good, bad, good)
+    with pytest.raises(UserError, match=f"c.jsonl, line 4 {words}"):
+        read_corpus(path, model, tmp_path / "data", template=template)
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
+    model, path = tiny[0], written(tmp_path / "c.txt", "one")
+    (tmp_path / "empty").mkdir()
+    for arguments, keywords, words in (
+        ((tmp_path / "none.txt", model), {}, "is no file; correct the path"),
+        ((tmp_path, model), {}, "is a folder; give a file in it"),
+        ((written(tmp_path / "c.parquet", "x"), model), {}, "is in parquet; convert it to jsonl"),
+        ((written(tmp_path / "blank.txt", "", " "), model), {}, "holds no document; give one with a line of text"),
+        ((path, tmp_path / "empty"), {}, "holds no tokenizer; give the folder"),
+        (
+            (path, model),
+            {"format": "csv"},
+            "the format of a corpus is 'csv'; it can be 'auto', 'text', 'jsonl' or 'chat'",
+        ),
+        ((path, model), {"template": tmp_path / "none"}, "the chat template .* is no file; correct the path"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_corpus(*arguments, tmp_path / "data", **keywords)
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(UserError, match=r"needs transformers; pip install par-train\[transformers\]"):
+        read_corpus(path, model, tmp_path / "data")
+
+
+def test_documents_are_held_out_by_what_they_say(tiny, tmp_path):
+    lines = [f"this is document number {number}" for number in range(400)]
+    some = read_corpus(written(tmp_path / "a.txt", *lines[:200]), tiny[0], tmp_path)
+    more = read_corpus(written(tmp_path / "b.txt", *lines[::-1], *lines), tiny[0], tmp_path)
+
+    def held_out(corpus, fraction):
+        train, others = corpus.split(fraction)
+        assert sorted([*train, *others]) == list(range(len(corpus)))
+        return {tuple(documents_in(corpus)[number]) for number in others}, {
+            tuple(documents_in(corpus)[number]) for number in train
+        }
+
+    out, kept = held_out(some, 0.2)
+    out_of_more, kept_of_more = held_out(more, 0.2)
+    assert 20 <= len(out) <= 60, "200 draws of one in five: within four standard deviations, 5.7 each"
+    assert out <= out_of_more
+    assert kept <= kept_of_more
+    assert not out_of_more & kept_of_more, "copies are on one side"
+    assert held_out(some, 0.0)[0] == set()
+    assert out <= held_out(some, 0.5)[0], "a larger part holds the smaller one"
+    for fraction in (1.0, -0.1, 2):
+        with pytest.raises(ValueError, match=r"fraction is .*; the part that is held out"):
+            some.split(fraction)
+
+
+@pytest.mark.ranks(3)
+def test_the_first_rank_of_a_machine_writes_and_all_map(tiny, tmp_path, monkeypatch):
+    rank = dist.get_rank()
+    writers = []
+    write = module._write
+    monkeypatch.setattr(module, "_write", lambda *arguments: writers.append(rank) or write(*arguments))
+    if rank == 2:  # as ranks 0 and 1 share a machine
+        monkeypatch.setattr(module.socket, "gethostname", lambda: "another")
+    path = tiny[1]["chat"]
+    corpus = read_corpus(path, tiny[0], tmp_path / "data")
+    assert isinstance(corpus, Corpus)
+    assert writers in ([], [rank]) if rank != 1 else writers == []
+    found = [None] * 3
+    dist.all_gather_object(found, (len(corpus), int(corpus.tokens.sum()), corpus.path.name))
+    assert found[0] == found[1] == found[2]
+    assert [each.name for each in (tmp_path / "data").iterdir()] == [corpus.path.name]
+
+
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_read_raises_on_all(tiny, tmp_path):
+    rank = dist.get_rank()
+    mine = tmp_path / str(rank)
+    mine.mkdir()
+    if rank == 0:
+        written(mine / "c.jsonl", '{"text": 3}')
+    with pytest.raises(ValueError, match="under 'text'; give a text" if rank == 0 else "rank 0: UserError: .*line 1"):
+        read_corpus(tmp_path / "0/c.jsonl", tiny[0], tmp_path / "data", format="jsonl")
+    written(mine / "c.txt", f"of rank {rank}")
+    with pytest.raises(UserError, match=r"differs on ranks \[1\]; give all ranks the same files"):
+        read_corpus(mine / "c.txt", tiny[0], tmp_path / "data")
+    with pytest.raises(ValueError, match="is no file; correct the path"):
+        read_corpus(tmp_path / "0" / "c.txt" if rank == 0 else "none.txt", tiny[0], tmp_path / "data")
