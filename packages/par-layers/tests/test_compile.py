@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import GPT
@@ -17,24 +16,26 @@ def test_a_1d_model_and_losses_are_one_graph_that_computes_the_same():
     run_checks([check_a_model_and_its_loss, check_a_loss_in_chunks_and_the_accuracy])
 
 
-class WithoutAttention(nn.Module):
-    """Of a GPT what knows that the sequence is cut; attention is between a column and a row, as a GELU is."""
+class WithoutMLP(nn.Module):
+    """Of a GPT each kind of layer once: an MLP is a column and a row with something between them, as attention is."""
 
     def __init__(self, layers):
         super().__init__()
         self.layers = layers
-        self.tokens = layers.VocabEmbedding(13, 16)
+        self.tokens, self.positions = layers.VocabEmbedding(13, 16), layers.PositionEmbedding(8, 16)
         self.norm = layers.LayerNorm(16)
-        self.expand, self.contract = layers.ColumnLinear(16, 32), layers.RowLinear(32, 16)
+        self.query_key_value, self.output = layers.ColumnLinear(16, 48, blocks=3, unit=4), layers.RowLinear(16, 16)
         self.head = layers.VocabClassifier(16, 13, tied=self.tokens)
 
     def loss(self, ids, target, label_smoothing):
-        hidden = self.contract(functional.gelu(self.expand(self.norm(self.tokens(ids)))))
+        hidden = self.norm(self.positions(self.tokens(ids)))
+        mixed = self.layers.attention(*self.query_key_value.parts(self.query_key_value(hidden)), head=4, causal=True)
+        hidden = self.output(mixed)
         return self.layers.cross_entropy(self.head(hidden), target, classes=13, label_smoothing=label_smoothing)
 
 
 def check_a_model_and_its_loss(mode):
-    model = WithoutAttention(mode.layers) if mode.by_sequence else GPT(mode.layers, 13, 16, 4, 1, 8, tied=True)
+    model = WithoutMLP(mode.layers) if mode.by_sequence else GPT(mode.layers, 13, 16, 4, 1, 8, tied=True)
     initialize(model, seed=0, dtype=torch.float64)
     ids = torch.arange(16).view(2, 8) * 5 % 13
     results = []

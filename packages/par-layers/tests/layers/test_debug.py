@@ -32,7 +32,7 @@ def test_column_after_column_is_caught_in_three_dimensions():
 @pytest.mark.ranks(4)
 def test_a_right_model_runs_as_without_debugging():
     ids = torch.arange(4 * 8).reshape(4, 8) % 30
-    for tensor in ({"mode": "1d", "sequence_parallel": True}, {"mode": "2d"}):
+    for tensor in ({"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}, {"mode": "2d"}):
         topology = Topology.from_config({"tensor": {"size": dist.get_world_size(), **tensor}}, 4)
         with ProcessGroups(topology) as groups:
             losses = []

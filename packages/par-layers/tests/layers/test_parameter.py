@@ -7,7 +7,7 @@ from par_layers import constant, initialize, layer_set, normal, uniform
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import TYPICAL, filled, run_checks
+from ..helpers import MODES, filled, run_checks
 
 
 class Everything(nn.Module):
@@ -72,7 +72,7 @@ def check_the_tensor_group_owns_every_element_once(mode):
 
 @pytest.mark.ranks(8)
 def test_data_parallel_replicas_are_copies():
-    for tensor in [*TYPICAL[4], {"mode": "1d", "kv_heads": 2}]:
+    for tensor in [*MODES[4], {"mode": "1d", "kv_heads": 2}]:
         with ProcessGroups(Topology.from_config({"tensor": {"size": 4, **tensor}}, 8)) as groups:
             model = Everything(layer_set("auto", groups))
             records = [(name, sharding_of(each)) for name, each in model.named_parameters()]
@@ -84,9 +84,10 @@ def test_data_parallel_replicas_are_copies():
 
 @pytest.mark.ranks(2)
 def test_data_parallel_alone_has_copies_too():
-    with ProcessGroups(Topology.from_config({}, 2)) as groups:
-        model = Everything(layer_set("auto", groups))
-        check_owned([(name, sharding_of(each)) for name, each in model.named_parameters()])
+    for config in ({}, {"tensor": {"size": 1, "mode": "2d"}}):
+        with ProcessGroups(Topology.from_config(config, 2)) as groups:
+            model = Everything(layer_set("auto", groups))
+            check_owned([(name, sharding_of(each)) for name, each in model.named_parameters()])
 
 
 @pytest.mark.ranks(4)

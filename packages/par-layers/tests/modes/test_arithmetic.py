@@ -11,7 +11,8 @@ from par_layers.modes.arithmetic import in_autocast_dtype
 
 from ..helpers import PRODUCTS, assert_layer_equals_one_device, filled, integers, modes, numbers, run_checks
 
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
+"""Of products and activations; in fp32, where sums over tokens and ranks round as often, four of them."""
 
 
 class MLP(nn.Module):
@@ -31,7 +32,7 @@ LINEARS = [  # and whether they lead to the inner layout
 ]
 
 
-# Half precision: whole models
+# Each precision: whole models
 
 
 def gpt(layers, **options):
@@ -81,14 +82,20 @@ def check_model(mode, parallel, whole, batch, dtype, *, autocast=True):
 
 
 @pytest.mark.ranks([4, 8])
-def test_models_in_half_precision_are_as_exact_as_on_one_device():
+def test_models_are_as_exact_as_on_one_device():
     run_checks(
         [
+            check_gpt_in_fp32,
             check_gpt_under_autocast,
             check_vit_under_autocast,
             check_gpt_with_all_weights_in_half_precision,
         ]
     )
+
+
+def check_gpt_in_fp32(mode):
+    parallel, whole = gpt(mode.layers), gpt(layer_set(None))
+    check_model(mode, parallel, whole, tokens(), torch.float32, autocast=False)
 
 
 def check_gpt_under_autocast(mode):
