@@ -200,7 +200,7 @@ def test_a_copy_and_a_saved_module_run_by_themselves():
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "bf16-amp"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp16"])
 def test_a_module_compiles_to_one_graph_with_its_policy(precision, in_place):
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -210,5 +210,5 @@ def test_a_module_compiles_to_one_graph_with_its_policy(precision, in_place):
         module.compile(backend="eager", fullgraph=True)
     compiled = module if in_place else torch.compile(module, backend="eager", fullgraph=True)
     for _ in range(2):
-        assert torch.equal(compiled(x), expected)
+        torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)  # of the same dtype, too
     assert not torch.is_autocast_enabled("cpu")

@@ -35,6 +35,7 @@ def through_a_file(state):
     [
         *((precision, "AdamW fused") for precision in PRECISIONS),
         *((precision, maker) for precision in ("fp16", "bf16-sr") for maker in MAKERS if maker != "AdamW fused"),
+        *((precision, "SGD") for precision in ("fp32", "bf16")),  # with and without masters, and no scale
     ],
 )
 def test_training_resumed_in_the_middle_of_a_growth_interval_goes_on_exactly(precision, maker):
