@@ -10,11 +10,25 @@ from ._collectives import (
     reduce_scatter_to,
     scatter_to,
 )
-from ._cost import Cost, LinearShape, NormShape, TableShape, TransformerShape, cost
+from ._cost import Cost, LinearShape, ModelShape, NormShape, TableShape, TransformerShape, cost
 from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradients
+from .models.compare import Comparison, compare
+from .models.parallel import Parallel, parallel_of
+from .models.parallelize import cuts, parallelize
+from .models.plans.plans import register_plan
+from .models.plans.styles import (
+    Column,
+    Experts,
+    Partial,
+    Row,
+    Style,
+    Vocabulary,
+    Whole,
+    register_style,
+)
 from .modes.grid import Grid
 from .modes.layout import Layout
 from .modes.modes import register_layer_set
@@ -23,31 +37,47 @@ from .modes.rules import Cut, Product, Rules
 __version__ = "0.1.0"
 
 __all__ = [
+    "Column",
+    "Comparison",
     "Cost",
     "Cut",
+    "Experts",
     "Grid",
     "LayerSet",
     "Layout",
     "LinearShape",
+    "ModelShape",
     "NormShape",
+    "Parallel",
+    "Partial",
     "PartialGradients",
     "Product",
+    "Row",
     "Rules",
+    "Style",
     "TableShape",
     "TransformerShape",
+    "Vocabulary",
+    "Whole",
     "all_gather_to",
     "all_to_all",
+    "compare",
     "constant",
     "copy_to",
     "cost",
+    "cuts",
     "exchange",
     "gather_from",
     "initialize",
     "layer_set",
     "normal",
+    "parallel_of",
+    "parallelize",
     "reduce_from",
     "reduce_scatter_to",
     "register_layer_set",
+    "register_plan",
+    "register_style",
     "scatter_to",
     "uniform",
 ]

@@ -91,7 +91,32 @@ class TransformerShape:
     width: int
 
 
-Shape = LinearShape | NormShape | TableShape | TransformerShape
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model of layers that was cut in place, in mode 1d: embedding, attention and MLPs, and cut logits with a loss.
+
+    Args:
+        tokens: Number of tokens, batch x sequence.
+        width: Features of the residual stream.
+        layers: Number of layers.
+        expert_layers: Number of those that have experts in the place of an MLP, each of which is cut.
+        experts_per_token: Number of experts that a token goes to.
+        shared_experts: Number of shared experts in each of these layers, which are MLPs that every token goes to.
+        latent: Whether attention is latent, whose whole input is kept, so that it is not gathered once more.
+        norms: Number of vectors of the width in each layer, outside what is cut, as norms have.
+    """
+
+    tokens: int
+    width: int
+    layers: int
+    expert_layers: int = 0
+    experts_per_token: int = 0
+    shared_experts: int = 0
+    latent: bool = False
+    norms: int = 2
+
+
+Shape = LinearShape | NormShape | TableShape | TransformerShape | ModelShape
 
 
 def cost(mode: str | None, sizes: Mapping[str, int], shape: Shape, *, sequence_parallel: bool = False) -> Cost:
@@ -158,7 +183,28 @@ def _one_d(p: int, shape: Shape, *, sequence_parallel: bool) -> Cost:
             return Cost((3 if sequence_parallel else 2) * full * h)
         case NormShape(features=h, mean=mean) if sequence_parallel:
             return Cost(once=2 * Fraction(p - 1, p) * (2 if mean else 1) * h)
+        case ModelShape():
+            return _model(p, shape, sequence_parallel=sequence_parallel)
     return Cost()
+
+
+def _model(p: int, shape: ModelShape, *, sequence_parallel: bool) -> Cost:
+    """Attention and MLP are entered once, and summed once: 8 times the activations for a dense layer, there and back.
+
+    With sequence parallelism each of them gathers its input once more in backward, experts gather theirs and cut their
+    output, and both ends of the layers cut and gather once. Experts also sum the gradient of the weights that tokens
+    have for them. The loss sums three numbers a token.
+    """
+    one = Fraction(p - 1, p)
+    activations = one * shape.tokens * shape.width
+    half = 5 if sequence_parallel else 4  # of an attention or an MLP, there and back
+    halves = 2 * shape.layers - shape.expert_layers
+    kept = shape.layers * activations if sequence_parallel and shape.latent else Fraction(0)
+    experts = (6 if sequence_parallel else 4) * activations + 2 * one * shape.tokens * shape.experts_per_token
+    experts += 4 * activations * shape.shared_experts
+    ends = (6 if sequence_parallel else 4) * activations + 2 * one * 3 * shape.tokens
+    once = 2 * one * shape.layers * shape.norms * shape.width if sequence_parallel else Fraction(0)
+    return Cost(halves * half * activations - kept + shape.expert_layers * experts + ends, once)
 
 
 def _square(q: int, depth: int, shape: Shape) -> Cost:

@@ -39,30 +39,44 @@ class ParallelDropout(nn.Module):
         """[b, ..., features] in the layer's layout, with elements dropped in training."""
         if not self.training or self.p == 0.0:
             return x
-        bits = random_bits(*self._places(x), draw_key())
-        keep = bits >= int(self.p * 2**32) - 2**31
-        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
-
-    def _places(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The place of each local element in the whole activation: a row-major number of its row, and its column."""
-        axes: list[Axes] = [()] * x.dim()
-        axes[0] = self._layout.batch
-        if x.dim() > 2:
-            axes[1] = self._layout.sequence
-        axes[-1] = axes[-1] + self._layout.features
-        rows = torch.zeros((), dtype=torch.int64, device=x.device)
-        for along, length in zip(axes[:-1], x.shape, strict=False):
-            rows = rows.unsqueeze(-1) * (length * self._grid.size(along)) + self._along(along, length, x.device)
-        return rows.unsqueeze(-1), self._along(axes[-1], x.shape[-1], x.device)
-
-    def _along(self, axes: Axes, length: int, device: torch.device) -> Tensor:
-        """The numbers of this rank's part of a dim in the whole one."""
-        first = self._grid.index(axes) * length
-        return torch.arange(first, first + length, device=device)
+        return dropped(x, self.p, self._layout, self._grid)
 
     def extra_repr(self) -> str:
         """The probability."""
         return f"p={self.p}"
+
+
+def dropped(x: Tensor, p: float, layout: Layout, grid: Grid) -> Tensor:
+    """Zeroes elements with probability p and scales the rest by 1 / (1 - p).
+
+    Args:
+        x: Activations [b, ..., features].
+        p: Probability that an element is dropped, 0 <= p < 1.
+        layout: Their layout.
+        grid: This rank's place.
+    """
+    bits = random_bits(*_places(x, layout, grid), draw_key())
+    keep = bits >= int(p * 2**32) - 2**31
+    return x * keep.to(x.dtype).mul_(1 / (1 - p))
+
+
+def _places(x: Tensor, layout: Layout, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The place of each local element in the whole activation: a row-major number of its row, and its column."""
+    axes: list[Axes] = [()] * x.dim()
+    axes[0] = layout.batch
+    if x.dim() > 2:
+        axes[1] = layout.sequence
+    axes[-1] = axes[-1] + layout.features
+    rows = torch.zeros((), dtype=torch.int64, device=x.device)
+    for along, length in zip(axes[:-1], x.shape, strict=False):
+        rows = rows.unsqueeze(-1) * (length * grid.size(along)) + _along(along, length, x.device, grid)
+    return rows.unsqueeze(-1), _along(axes[-1], x.shape[-1], x.device, grid)
+
+
+def _along(axes: Axes, length: int, device: torch.device, grid: Grid) -> Tensor:
+    """The numbers of this rank's part of a dim in the whole one."""
+    first = grid.index(axes) * length
+    return torch.arange(first, first + length, device=device)
 
 
 def draw_key() -> Tensor:

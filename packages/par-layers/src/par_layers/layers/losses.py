@@ -105,8 +105,7 @@ def _summed_losses(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opt
     mine = cut_tokens(target, layout, grid).flatten()
     flat = logits.reshape(-1, logits.shape[-1])
     if cut:
-        group, first = grid.group(layout.features), grid.index(layout.features) * flat.shape[-1]
-        losses: Tensor = _CutVocabulary.apply(flat, mine, group, first, options)  # type: ignore[no-untyped-call]
+        losses = losses_of_cut_vocabulary(flat, mine, grid, layout.features, options)
     else:
         losses = functional.cross_entropy(
             flat.to(torch.promote_types(flat.dtype, torch.float32)),
@@ -116,6 +115,21 @@ def _summed_losses(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opt
             label_smoothing=options.label_smoothing,
         )
     return over_tokens(losses.sum(), layout, grid)
+
+
+def losses_of_cut_vocabulary(logits: Tensor, target: Tensor, grid: Grid, axes: Axes, options: LossOptions) -> Tensor:
+    """The loss of every token, 0 for an ignored one, in fp32 at least.
+
+    Args:
+        logits: This rank's part [tokens, V/p]; padded logits are -inf.
+        target: The tokens' targets [tokens], int64.
+        grid: This rank's place.
+        axes: The axes over which the vocabulary is cut.
+        options: Number of classes, what is ignored, and smoothing.
+    """
+    first = grid.index(axes) * logits.shape[-1]
+    losses: Tensor = _CutVocabulary.apply(logits, target, grid.group(axes), first, options)  # type: ignore[no-untyped-call]
+    return losses
 
 
 def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:

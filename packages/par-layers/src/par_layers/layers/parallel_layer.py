@@ -7,7 +7,7 @@ with modules make new ones: `to_empty`, conversions, `load_state_dict(assign=Tru
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ class HasInit(Protocol):
 
 
 class ParallelLayer(nn.Module):
-    """A layer whose parameters come from `make_parameter`."""
+    """A layer whose parameters come from `make_parameter`, or were whole ones of another model and have been cut."""
+
+    records: ClassVar[tuple[str, ...]] = ("par_sharding", "par_init")
+    """The attributes that each of its parameters has."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to_empty`, `to` and the like call; a parameter that leaves the meta device stays the same object."""
@@ -53,7 +56,7 @@ class ParallelLayer(nn.Module):
         own = {key: copy.deepcopy(value, memo) for key, value in state.items() if isinstance(value, _COPIED)}
         made.__setstate__({**state, **own})  # type: ignore[no-untyped-call]
         for name, parameter in _with_records(self):
-            _put_back(made._parameters[name], parameter.shape, parameter.par_sharding, parameter.par_init)
+            _put_back(made._parameters[name], parameter.shape, parameter.par_sharding, _init_of(parameter))
         return made
 
 
@@ -61,11 +64,12 @@ def check_records(model: nn.Module, record: str = "par_sharding") -> None:
     """Raises RuntimeError if a parameter of our layers has lost its record.
 
     Args:
-        model: A model with layers of ours; other layers are left alone.
+        model: A model with layers of ours, or one that was cut in place; other layers are left alone.
         record: The name of the attribute that each parameter must have.
     """
     for path, module in model.named_modules():
-        if isinstance(module, ParallelLayer):
+        ours = record in module.records if isinstance(module, ParallelLayer) else RECORDS_OF_MODULE in module.__dict__
+        if ours and (isinstance(module, ParallelLayer) or record == "par_sharding"):
             for name, parameter in module.named_parameters(path, recurse=False):
                 if not hasattr(parameter, record):
                     raise RuntimeError(
@@ -76,6 +80,9 @@ def check_records(model: nn.Module, record: str = "par_sharding") -> None:
                     )
 
 
+RECORDS_OF_MODULE = "par_records"
+"""The attribute of other modules whose parameters have records, as those of a model that was cut in place."""
+
 _COPIED = (Tensor, nn.Module, dict, list, set)  # what deepcopy copies; rules, grids, groups and functions are shared
 
 
@@ -83,7 +90,8 @@ _COPIED = (Tensor, nn.Module, dict, list, set)  # what deepcopy copies; rules, g
 def _records_kept(module: nn.Module) -> Iterator[None]:
     """A context: the parameters that the module has at its end get the records of those that it had before."""
     before = [
-        (name, parameter.shape, parameter.par_sharding, parameter.par_init) for name, parameter in _with_records(module)
+        (name, parameter.shape, parameter.par_sharding, _init_of(parameter))
+        for name, parameter in _with_records(module)
     ]
     try:
         yield
@@ -93,11 +101,17 @@ def _records_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _with_records(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, parameter) for name, parameter in module._parameters.items() if isinstance(parameter, HasInit))
+    return ((name, parameter) for name, parameter in module._parameters.items() if hasattr(parameter, "par_sharding"))
 
 
-def _put_back(parameter: Tensor | None, shape: torch.Size, sharding: Sharding, init: Init) -> None:
+def _init_of(parameter: Tensor) -> Init | None:
+    """How a parameter is filled; None for one of a model that was not written against a layer set."""
+    return parameter.par_init if isinstance(parameter, HasInit) else None
+
+
+def _put_back(parameter: Tensor | None, shape: torch.Size, sharding: Sharding, init: Init | None) -> None:
     """Gives a parameter its record, unless it is no longer the part that the record is about, as FSDP2's DTensors."""
     if parameter is not None and parameter.shape == shape and not hasattr(parameter, "placements"):
         set_sharding(parameter, sharding)
-        parameter.par_init = init  # type: ignore[attr-defined]  # a tensor takes attributes
+        if init is not None:
+            parameter.par_init = init  # type: ignore[attr-defined]  # a tensor takes attributes

@@ -72,6 +72,9 @@ class Grid:
         """The ranks that hold the same part of a parameter that is cut over these axes, of the same pipeline stage."""
         if self.groups is None or self.topology is None:
             return (dist.get_rank() if dist.is_initialized() else 0,)
+        return self.topology.group(self._same(cut_by), self.groups.global_rank)
+
+    def _same(self, cut_by: Axes) -> list[str]:
+        """The axes over which such a parameter is copied."""
         differ = {*cut_by, "pipeline"}
-        same = [axis for axis in self.topology.axes if axis not in differ]
-        return self.topology.group(same, self.groups.global_rank)
+        return [axis for axis in self.topology.axes if axis not in differ] if self.topology is not None else []

@@ -1,0 +1,154 @@
+"""Cutting parameters that exist: the record of one that is cut along any dim, and this rank's part of its numbers."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from par_groups import Box, Sharding, Topology, set_sharding, whole
+
+from ..layers.parameter import Rows
+from ..modes.grid import Axes, Grid
+
+
+class PlannedGrid(Grid):
+    """The place of any rank of a topology, without live groups.
+
+    Args:
+        topology: The topology.
+        rank: The global rank.
+    """
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        super().__init__(None)
+        self._topology, self._rank = topology, rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._topology, self._rank)
+
+    @property
+    def topology(self) -> Topology:
+        """The topology."""
+        return self._topology
+
+    def size(self, axes: Axes) -> int:
+        """The number of ranks over these axes; 1 for none."""
+        return self._topology.size(axes) if axes else 1
+
+    def rank_on(self, axis: str) -> int:
+        """The rank's coordinate on one axis."""
+        return self._topology.index(axis, self._rank)
+
+    def _copies(self, cut_by: Axes) -> tuple[int, ...]:
+        return self._topology.group(self._same(cut_by), self._rank)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a parameter.
+
+    Args:
+        sharding: The record.
+        shape: The shape of the local tensor, its padding included.
+    """
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+
+
+def part_along(shape: Sequence[int], dim: int, rows: Sequence[Rows], grid: Grid, sum_over: Axes = ()) -> Part:
+    """The part of a parameter that is cut along one dim, in runs that are each cut by themselves.
+
+    Args:
+        shape: The shape of the whole parameter.
+        dim: The dim that is cut.
+        rows: The runs of that dim, in order.
+        grid: This rank's place.
+        sum_over: The axes over which the gradient is partial after backward; those of size 1 are left out.
+    """
+    dim %= len(shape)
+    counts = [(run.padded or run.length) // grid.size(run.axes) for run in rows]
+    local_shape = (*shape[:dim], sum(counts), *shape[dim + 1 :])
+    stride = tuple(math.prod(local_shape[after + 1 :]) for after in range(len(shape)))
+    boxes, first, local = [], 0, 0  # where the run begins in the whole and in the local tensor
+    for run, count in zip(rows, counts, strict=True):
+        start = grid.index(run.axes) * count
+        real = min(count, run.length - start)  # less than count where the rest is padding
+        if real > 0:
+            corner = tuple(first + start if axis == dim else 0 for axis in range(len(shape)))
+            size = (*shape[:dim], real, *shape[dim + 1 :])
+            over = grid.larger(sum_over + run.sum_over)
+            boxes.append(Box(corner, size, local * stride[dim], stride, grid.copies(run.axes), over))
+        first, local = first + run.length, local + count
+    return Part(Sharding(tuple(shape), tuple(boxes)), local_shape)
+
+
+def part_whole(shape: Sequence[int], grid: Grid, sum_over: Axes = ()) -> Part:
+    """The part of a parameter that is whole on every rank.
+
+    Args:
+        shape: The shape of the parameter.
+        grid: This rank's place.
+        sum_over: The axes over which the gradient is partial after backward; those of size 1 are left out.
+    """
+    record = whole(shape, grid.copies(()))
+    boxes = tuple(replace(box, sum_over=grid.larger(sum_over)) for box in record.boxes)
+    return Part(Sharding(record.shape, boxes), tuple(shape))
+
+
+@torch.no_grad()
+def keep_part_(parameter: nn.Parameter, part: Part) -> None:
+    """Leaves this rank's part in a parameter, which stays the same object, and attaches the record.
+
+    Args:
+        parameter: The whole parameter; on the meta device it becomes one of the part's shape there.
+        part: What this rank has of it.
+    """
+    if part.shape != tuple(parameter.shape):
+        parameter.data = _taken(parameter.data, part)
+    set_sharding(parameter, part.sharding)
+
+
+def _taken(tensor: Tensor, part: Part) -> Tensor:
+    """This rank's part of a tensor, in memory of its own; padding is zero."""
+    if tensor.is_meta:
+        return tensor.new_empty(part.shape)
+    boxes = part.sharding.boxes
+    if len(boxes) == 1 and boxes[0].size == part.shape:
+        return tensor[boxes[0].slices].clone(memory_format=torch.contiguous_format)
+    local = tensor.new_zeros(part.shape)
+    for box in boxes:
+        box.of(local).copy_(tensor[box.slices])
+    return local
+
+
+class Records:
+    """The records of a module's parameters, which a deep copy of the module gives to the copies of its parameters.
+
+    torch copies a parameter without its attributes. Of an object in the module's `__dict__` it calls `__deepcopy__`.
+
+    Args:
+        parameters: The module's own dict of parameters.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        self.parameters = parameters
+        self.shardings: dict[str, Sharding] = {
+            name: parameter.par_sharding  # type: ignore[attr-defined]  # which was attached before
+            for name, parameter in parameters.items()
+            if parameter is not None
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = self.__class__.__new__(self.__class__)
+        made.parameters = copy.deepcopy(self.parameters, memo)  # the dict that the copied module has
+        made.shardings = dict(self.shardings)
+        for name, sharding in made.shardings.items():
+            parameter = made.parameters.get(name)
+            if parameter is not None:
+                set_sharding(parameter, sharding)
+        return made

@@ -1,0 +1,141 @@
+"""What is done to the inputs and outputs of modules that keep their own class: embeddings, experts, and a few others.
+
+Every hook here is an object with a grid, so that a deep copy of a model has the same ones.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from .._collectives import copy_to, gather_from, reduce_from
+from ..layers.embedding import check_ids
+from ..modes.grid import Axes, Grid
+
+
+class Hook:
+    """A pair of hooks of a module, in the names of torch's two kinds.
+
+    Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+    """
+
+    def __init__(self, grid: Grid, axes: Axes) -> None:
+        self.grid, self.axes = grid, axes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: it knows nothing of one module, unless while that runs."""
+        return self
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Identity; backward: all-reduce over the tensor group."""
+        return copy_to(x, self.grid.group(self.axes))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """All-reduce over the tensor group; backward: identity."""
+        return reduce_from(x, self.grid.group(self.axes))
+
+
+class CutVocabulary(Hook):
+    """An embedding whose rows are cut: each rank looks up its own ids, the rest gives zeros, and the sum is everything.
+
+    Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+        vocabulary: Number of ids.
+        rows: Number of rows on this rank, with padding.
+    """
+
+    def __init__(self, grid: Grid, axes: Axes, vocabulary: int, rows: int) -> None:
+        super().__init__(grid, axes)
+        self.vocabulary, self.rows = vocabulary, rows
+        self.elsewhere: Tensor | None = None  # between the two hooks of one call
+
+    @property
+    def first(self) -> int:
+        """The first id of this rank."""
+        return self.grid.index(self.axes) * self.rows
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Local ids in the place of ids; 0 for those of other ranks."""
+        del module
+        ids, *rest = args
+        check_ids(ids, self.vocabulary)
+        local = ids - self.first
+        self.elsewhere = (local < 0) | (local >= self.rows)
+        return (local.masked_fill(self.elsewhere, 0), *rest)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], rows: Tensor) -> Tensor:
+        """The sum over the ranks, of what each of them has found."""
+        del module, args
+        elsewhere, self.elsewhere = self.elsewhere, None
+        if elsewhere is None:
+            raise RuntimeError("an embedding's hook was called without the one before it; a bug of par-layers")
+        return self.sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class CutFeatures(Hook):
+    """An embedding whose features are cut, and whose output is gathered."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], part: Tensor) -> Tensor:
+        """The features of all ranks."""
+        del module, args
+        return gather_from(part, self.grid.group(self.axes), -1)
+
+
+class CutExperts(Hook):
+    """Experts of which each rank has a part of every one: activations and their weights are copied in, the sum out."""
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies every tensor that a gradient may go back to."""
+        del module
+        return tuple(map(self._entered, args)), {key: self._entered(value) for key, value in kwargs.items()}
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The sum over the ranks."""
+        del module, args
+        return self.sum(output)
+
+    def _entered(self, value: Any) -> Any:
+        return self.copy(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+class SharedExpert(Hook):
+    """A module among experts that all ranks compute alike: its input is divided by their number, before the sum."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The input, divided."""
+        del module
+        return (args[0] / self.grid.size(self.axes), *args[1:])
+
+
+class PartialOutput(Hook):
+    """A module whose output is a partial sum."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The sum over the ranks."""
+        del module, args
+        return self.sum(output)
+
+
+class LatentOutput(Hook):
+    """A projection whose last outputs go around a Column; the gradient of these is summed.
+
+    Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+        around: Number of these last outputs.
+    """
+
+    def __init__(self, grid: Grid, axes: Axes, around: int) -> None:
+        super().__init__(grid, axes)
+        self.around = around
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """The same numbers."""
+        del module, args
+        latent, around = output.split([output.shape[-1] - self.around, self.around], dim=-1)
+        return torch.cat([latent, self.copy(around)], dim=-1)

@@ -1,0 +1,292 @@
+"""Linears of an existing model that became columns and rows: the same objects, with another class."""
+
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from par_groups import WeightGradHook, WeightGradient, weight_and_hook
+
+from .._collectives import (
+    all_gather_to,
+    finish_all_gather_on,
+    gather_from,
+    scatter_to,
+    start_all_gather,
+)
+from ..layers.parallel_layer import ParallelLayer
+from ..modes.arithmetic import LinearFunction, in_autocast_dtype
+from ..modes.grid import Axes, Grid
+from ..modes.layout import Layout, check_features
+from ..modes.product_1d import (
+    SEQUENCE,
+    Column1D,
+    Row1D,
+    bias_gradient,
+    local_product,
+    save_operands,
+    weight_gradient,
+)
+
+
+class Watches(Protocol):
+    """A region, as its Columns and its Row know it."""
+
+    def column(self, y: Tensor) -> None:
+        """What a Column gave."""
+
+    def row(self, y: Tensor) -> None:
+        """What the Row gave."""
+
+
+class Logits:
+    """Whether the output of the head is left cut over the vocabulary, which the model's entry says for every forward.
+
+    Args:
+        cut: Whether it is.
+    """
+
+    def __init__(self, cut: bool = False) -> None:
+        self.cut = cut
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: it is set at the beginning of every forward."""
+        return self
+
+
+class Entry:
+    """What a region and its columns share while the region runs: its whole input, and how it is gathered once more.
+
+    Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+    """
+
+    def __init__(self, grid: Grid, axes: Axes) -> None:
+        self.grid, self.axes = grid, axes
+        self.whole: Tensor | None = None  # the entered input, gathered along the sequence
+        self.part: Tensor | None = None  # of which this is the rank's own
+        self.again: _Again | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: it holds something while a region runs alone."""
+        return self
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole input from this rank's part [B, S/p, h]; backward: reduce-scatter."""
+        group = self.grid.group(self.axes)
+        self.part, self.again = part, _Again(group)
+        self.whole = all_gather_to(part, group, SEQUENCE)
+        return self.whole
+
+    def leave(self) -> None:
+        """Forgets the input, when the region ends."""
+        self.whole = self.part = self.again = None
+
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, hook: WeightGradHook | None, linear: LinearFunction | None
+    ) -> Tensor:
+        """The product of a column of the region, whose input is already what all ranks have."""
+        if x is not self.whole or linear is not None:
+            return local_product(x, weight, bias, hook, linear)
+        product: Tensor = _GatheredColumn.apply(x, weight, bias, self.part, (self.again, hook))  # type: ignore[no-untyped-call]
+        return product
+
+
+class _Again:
+    """The whole input of a region, which is gathered once more for the backward of all its columns.
+
+    Args:
+        group: The tensor group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.users = 0  # columns whose backward needs it
+        self._left = 0
+        self._started: Tensor | None = None
+        self._whole: Tensor | None = None
+
+    def start(self, part: Tensor) -> None:
+        """Starts the all-gather, unless another column has."""
+        if self._left == 0:
+            self._left = self.users
+            self._started, self._whole = start_all_gather(part, self.group), None
+
+    def finish(self) -> Tensor:
+        """The whole input [B, S, h]; the last column that asks ends its life."""
+        if self._whole is None and self._started is not None:
+            self._whole = finish_all_gather_on(self._started, self.group, SEQUENCE)
+        whole, self._left = self._whole, self._left - 1
+        if self._left == 0:
+            self._started = self._whole = None
+        if whole is None:
+            raise RuntimeError("a column asks for the region's input, and nobody gathers it; a bug of par-layers")
+        return whole
+
+
+class _GatheredColumn(torch.autograd.Function):
+    """A column of a region whose input was gathered: saved is this rank's part alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        part: Tensor,
+        later: tuple[_Again, WeightGradHook | None],
+    ) -> Tensor:
+        ctx.again, ctx.hook = later
+        if ctx.needs_input_grad[1]:
+            ctx.again.users += 1
+        save_operands(ctx, part, weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if needs_weight:
+            ctx.again.start(part)
+        of_x = gradient @ weight if needs_x else None
+        of_weight = weight_gradient(gradient, ctx.again.finish(), weight, ctx.hook) if needs_weight else None
+        return of_x, of_weight, bias_gradient(gradient) if needs_bias else None, None, None
+
+
+class _Adopted(ParallelLayer, nn.Linear):
+    """What both have in common."""
+
+    weight_grad_hook: WeightGradHook | None = None
+    """Set by those who want to compute weight gradients later, such as a pipeline schedule."""
+
+    linear: LinearFunction | None
+    """Multiplies this rank's part in place of torch's product, such as in float8."""
+
+    transposed: bool
+    """Whether the weight is [in, out], as in transformers' Conv1D."""
+
+    grid: Grid
+    axes: Axes
+
+    records = ("par_sharding",)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, WeightGradHook | None]:
+        """x, this rank's weight [n, k] and bias in the dtype that autocast asks for, and the hook."""
+        if not self.transposed:
+            weight, hook = weight_and_hook(self) if self.linear is None else (self.weight, None)
+        elif self.linear is None:
+            weight, hook = weight_and_hook(self, self.weight.t())
+            hook = None if hook is None else _turned(hook)
+        else:
+            weight, hook = self.weight.t(), None
+        x, weight, bias = in_autocast_dtype(x, weight, self.bias)
+        return x, weight, bias, hook
+
+
+def _turned(hook: WeightGradHook) -> WeightGradHook:
+    """The hook of a weight [in, out], for gradients that are computed as [out, in]."""
+
+    def turned(gradient: WeightGradient) -> None:
+        operands = None if gradient.operands is None else gradient.operands[::-1]
+        hook(WeightGradient(gradient.weight, lambda: gradient.compute().t(), operands))
+
+    return turned
+
+
+class AdoptedColumn(_Adopted):
+    """A linear whose output features are cut.
+
+    Its attributes are those of the linear that it was, `in_features` and `out_features` of the whole weight among them.
+    """
+
+    entry: Entry | None
+    """Of the region that enters the input for all its columns; None where the column copies its input itself."""
+
+    region: Watches | None
+    """The region that begins here."""
+
+    gather: bool
+    """Whether the output is gathered, unless `logits` says otherwise."""
+
+    logits: Logits | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From [..., K], the same on all ranks, to this rank's features [..., N/p], or to all of them."""
+        check_features(x, self.in_features, Layout(), "a column")
+        x, weight, bias, hook = self.operands(x)
+        group = self.grid.group(self.axes)
+        if self.entry is not None:
+            y = self.entry.product(x, weight, bias, hook, self.linear)
+        else:
+            y = Column1D(group, sequence=False)(x, weight, bias, hook, self.linear)
+        if self.region is not None:
+            self.region.column(y)
+        if not self.gather:
+            return y
+        local = y.shape[-1]
+        padding = local * group.size() - self.out_features
+        if self.logits is not None and self.logits.cut:
+            if not padding:
+                return y
+            real = self.out_features - self.grid.index(self.axes) * local
+            return y.masked_fill(torch.arange(local, device=y.device) >= real, -torch.inf)
+        whole = gather_from(y, group, -1)
+        return whole[..., : self.out_features].contiguous() if padding else whole
+
+
+class AdoptedRow(_Adopted):
+    """A linear whose input features are cut."""
+
+    split: bool
+    """Whether the input is whole."""
+
+    sequence: bool
+    """Whether the output is cut along the sequence, while a gradient may be asked for."""
+
+    region: Watches | None
+    """The region that ends here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From this rank's features [..., K/p] to [..., N], the same on all ranks, or to [B, S/p, N]."""
+        group = self.grid.group(self.axes)
+        if self.split:
+            check_features(x, self.in_features, Layout(), "a row")
+            x = scatter_to(x, group, -1)
+        check_features(x, self.in_features // group.size(), Layout(features=self.axes), "a row")
+        x, weight, bias, hook = self.operands(x)
+        sequence = self.sequence and (self.training or torch.is_grad_enabled())
+        y = Row1D(group, sequence)(x, weight, bias, hook, self.linear)
+        if self.region is not None:
+            self.region.row(y)
+        return y
+
+
+def adopt_linear_(
+    linear: nn.Module,
+    adopted: type[_Adopted],
+    grid: Grid,
+    axes: Axes,
+    *,
+    transposed: bool,
+    **attributes: Any,
+) -> None:
+    """Makes a linear a column or a row, in place: hooks, names and those who hold it go on with the same object.
+
+    Args:
+        linear: torch's linear, or transformers' Conv1D.
+        adopted: What it becomes.
+        grid: This rank's place.
+        axes: The axes of the tensor group.
+        transposed: Whether its weight is [in, out].
+        **attributes: The other attributes of the class.
+    """
+    inside: dict[str, Any] = linear.__dict__
+    if transposed:
+        inside["in_features"], inside["out_features"] = inside["nx"], inside["nf"]
+    linear.__class__ = adopted
+    inside.update(grid=grid, axes=axes, transposed=transposed, linear=None, **attributes)

@@ -1,0 +1,122 @@
+"""The loss of an existing model, over logits that may be cut over the vocabulary."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._collectives import gather_from
+from ..layers.losses import LossOptions, check_targets, losses_of_cut_vocabulary
+from ..modes.grid import Axes, Grid
+
+
+@dataclass(frozen=True)
+class VocabularyLoss:
+    """Cross entropies over a vocabulary that is perhaps cut.
+
+    Args:
+        grid: This rank's place.
+        axes: The axes of the tensor group; () for one rank.
+        vocabulary: Number of classes.
+    """
+
+    grid: Grid
+    axes: Axes
+    vocabulary: int
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Whole logits [..., V], of cut ones or of whole ones."""
+        if not self._is_cut(logits):
+            return logits
+        gathered = gather_from(logits, self.grid.group(self.axes), -1)
+        return gathered[..., : self.vocabulary].contiguous()
+
+    def summed(self, logits: Tensor, labels: Tensor, *, shift: bool, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of all tokens that count, in fp32 at least, and their number.
+
+        Args:
+            logits: [..., V], or this rank's [..., V/p].
+            labels: Classes [...], int64, whole.
+            shift: Whether the logits of a token are for the label of the next one.
+            ignore_index: The label that does not count.
+
+        Raises:
+            ValueError: A label is no class; on an accelerator it is a device-side assertion.
+        """
+        options = LossOptions(classes=self.vocabulary, ignore_index=ignore_index)
+        labels = labels.to(logits.device)
+        if shift:
+            labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        check_targets(labels, options)
+        flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        if self._is_cut(logits):
+            losses = losses_of_cut_vocabulary(self._padded(flat), targets, self.grid, self.axes, options)
+        else:
+            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            losses = functional.cross_entropy(wide, targets, reduction="none", ignore_index=ignore_index)
+        return losses.sum(), (targets != ignore_index).sum()
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        """Padded logits are -inf, whatever a cap on the logits has made of them."""
+        local = flat.shape[-1]
+        real = self.vocabulary - self.grid.index(self.axes) * local
+        if real >= local:
+            return flat
+        return flat.masked_fill(torch.arange(local, device=flat.device) >= real, -torch.inf)
+
+    def _is_cut(self, logits: Tensor) -> bool:
+        return logits.shape[-1] != self.vocabulary
+
+
+@dataclass(frozen=True)
+class AdoptedLoss:
+    """In the place of a transformers model's `loss_function`: a mean over the tokens that count, never narrower.
+
+    Args:
+        over: The vocabulary.
+        shifts: Whether the logits of a token are for the label of the next one, as in causal models.
+    """
+
+    over: VocabularyLoss
+    shifts: bool
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """The loss, as transformers computes it from whole logits.
+
+        Args:
+            logits: [B, S, V], or this rank's [B, S, V/p].
+            labels: [B, S].
+            vocab_size: Number of classes, as the model says; the head's own number counts.
+            num_items_in_batch: What the sum is divided by; default: the number of tokens that count.
+            ignore_index: The label that does not count.
+            shift_labels: Labels that are shifted already; default: `labels`, shifted here.
+            **others: What the model passes on to losses of other kinds.
+        """
+        del vocab_size, others
+        shift = self.shifts and shift_labels is None
+        targets = shift_labels if self.shifts and shift_labels is not None else labels
+        total, count = self.over.summed(logits, targets, shift=shift, ignore_index=ignore_index)
+        return total / (count if num_items_in_batch is None else num_items_in_batch)
+
+
+def adopted_loss(original: Callable[..., Any], over: VocabularyLoss) -> AdoptedLoss | None:
+    """Our loss in the place of a model's; None where it is another kind than those over a vocabulary.
+
+    Args:
+        original: The model's own.
+        over: The vocabulary.
+    """
+    shifts = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(getattr(original, "__name__", ""))
+    return None if shifts is None else AdoptedLoss(over, shifts)

@@ -1,0 +1,344 @@
+"""An existing model, cut in place over the tensor ranks, its code unchanged."""
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from par_groups import ProcessGroups, Sharding, Topology, agree, check_alike
+
+from .._layer_set import LayerSet, layer_set
+from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
+from .counts import LocalConfig
+from .cutting import PlannedGrid, Records, keep_part_
+from .dropout import adopt_dropout_
+from .guards import ModelEntry, check_whole, guard_
+from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
+from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
+from .loss import VocabularyLoss, adopted_loss
+from .parallel import KEPT_AS, LogitsLayout, Parallel, parallel_of, table_of
+from .plans import families  # noqa: F401 - registers its plans
+from .plans.plans import Plan, resolve
+from .plans.styles import Column, Experts, Latent, Row, Shared, Summed, Vocabulary
+from .proof import Proof
+from .regions import Block, FirstLayer, LastLayer, Region
+from .survey import RegionPlan, Survey, is_conv1d, survey, tensor_axes
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def parallelize(
+    model: M,
+    groups: ProcessGroups | LayerSet,
+    plan: str | Plan = "auto",
+    *,
+    logits: LogitsLayout = "auto",
+) -> M:
+    """Cuts an existing model over the tensor ranks, in place and in mode 1d; its code runs unchanged.
+
+    Every parameter keeps its identity and its name, holds this rank's part, and has a record of the whole one. Outputs,
+    loss, gradients and generated tokens are those of one device. `PartialGradients(model, groups)` sums, once a step,
+    the gradients of parameters that lie between cut ones. A second call with the same groups and plan changes nothing.
+
+    Args:
+        model: A model of transformers, or any module; on the CPU, an accelerator or the meta device.
+        groups: The live groups, whose topology says how many tensor ranks there are; or a layer set of mode 1d.
+        plan: Rules by pattern, such as `{"layers.*.mlp.up": "colwise"}`, in which `*` stands for a number; "auto" takes
+            the plan that is registered for the family of a transformers model, or else the model's own.
+        logits: "cut" leaves logits cut over the vocabulary, "whole" gathers them; "auto" leaves them cut where labels
+            come with them in training, so that the model's own loss is computed over the ranks.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: There is no plan, a rule is on a module that it cannot cut, others have cut the model, or its
+            sequence cannot be cut.
+        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, the model was
+            cut over other groups, or the ranks were given different plans. Every rank raises, before anything changes.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+        parallelize(model, groups)
+        loss = model(input_ids=ids, labels=ids).loss
+    """
+    layers = groups if isinstance(groups, LayerSet) else layer_set("auto", groups)
+    grid = layers.grid
+    problem: Exception | None = None
+    found: Survey | None = None
+    digest = ""
+    try:
+        if layers.mode not in (None, "1d"):
+            raise ValueError(f"mode {layers.mode!r} cuts activations that this model's code takes whole; use mode='1d'")
+        if logits not in ("auto", "whole", "cut"):
+            raise ValueError(f"logits is {logits!r}; it is 'auto', 'whole' or 'cut'")
+        before = parallel_of(model)
+        if before is None:
+            check_whole(model)
+            found = survey(model, plan, grid, sequence=bool(layers.rules.residual.sequence))
+            digest = _digest(model, found, logits)
+        else:
+            digest = _again(model, before, layers, plan, logits)
+    except (TypeError, ValueError) as error:
+        problem = error
+    axes = tensor_axes(grid)
+    if axes:
+        check_alike(agree(problem, digest, grid.group(axes)), "plans or models to cut", show=False)
+    elif problem is not None:
+        raise problem
+    if found is not None:
+        _Adoption(model, layers, found, logits, digest).apply()
+    return model
+
+
+def cuts(model: nn.Module, topology: Topology, rank: int = 0, plan: str | Plan = "auto") -> dict[str, Sharding]:
+    """How `parallelize` will cut each parameter; pure, needs no live groups, and changes nothing.
+
+    Args:
+        model: The model, which may be on the meta device.
+        topology: The topology, whose tensor mode is 1d.
+        rank: The global rank.
+        plan: Rules by pattern, or "auto".
+
+    Raises:
+        TypeError: There is no plan, or a rule is on a module that it cannot cut.
+        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, or the mode is not 1d.
+    """
+    mode, options = topology.modes.get("tensor", (None, {}))
+    if mode not in (None, "1d"):
+        raise ValueError(f"mode {mode!r} cuts activations that this model's code takes whole; use mode='1d'")
+    sequence = bool(options.get("sequence_parallel", False))
+    found = survey(model, plan, PlannedGrid(topology, rank), sequence=sequence)
+    return {name: part.sharding for name, part in found.parts.items()}
+
+
+def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Plan, logits: LogitsLayout) -> str:
+    """What the first call agreed on, where the second one asks for the same.
+
+    Raises:
+        ValueError: It asks for something else.
+    """
+    if before.layers.grid.topology != layers.grid.topology:
+        raise ValueError(
+            f"this model was cut over {before.layers.grid.topology}, and is now to be cut over {layers.grid.topology}; "
+            "make it anew, and cut it once"
+        )
+    if logits != before.logits:
+        raise ValueError(f"this model was cut with logits={before.logits!r}, not {logits!r}; make it anew")
+    if resolve(model, plan).rules != before.plan:
+        raise ValueError("this model was cut by another plan, which parallel_of(model).plan has; make it anew")
+    return before.digest
+
+
+def _digest(model: nn.Module, found: Survey, logits: LogitsLayout) -> str:
+    """A hash of what all ranks must have alike."""
+    shapes = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in model.named_parameters()]
+    text = repr((shapes, sorted((name, repr(style)) for name, style in found.resolved.rules.items()), logits))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Adoption:
+    """Does what a survey has found.
+
+    Args:
+        model: The model.
+        layers: The layer set.
+        found: The survey.
+        logits: Whether logits are left cut.
+        digest: What all ranks agreed on.
+    """
+
+    def __init__(self, model: nn.Module, layers: LayerSet, found: Survey, logits: LogitsLayout, digest: str) -> None:
+        self.model, self.layers, self.found, self.logits, self.digest = model, layers, found, logits, digest
+        self.grid, self.axes = layers.grid, tensor_axes(layers.grid)
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+
+    def apply(self) -> None:
+        vocabulary = self._vocabulary()
+        for name, parameter in self.model.named_parameters():
+            keep_part_(parameter, self.found.parts[name])
+        regions = {name: self._region(name, region) for name, region in self.found.regions.items()}
+        told = Logits(self.logits == "cut") if vocabulary is not None else None
+        if self.axes:
+            self._adopt_modules(regions, told)
+            self._cut_the_sequence()
+            for name, region in self.found.regions.items():
+                self._set_counts(self.modules[name], region)
+        self._begin_and_end(regions)
+        self._adopt_dropouts(regions)
+        for module in self.model.modules():
+            if module._parameters and not isinstance(module, ParallelLayer):
+                module.__dict__[RECORDS_OF_MODULE] = Records(module._parameters)
+        self._adopt_ends(vocabulary, told)
+
+    def _vocabulary(self) -> int | None:
+        """Number of classes of the logits: of the output embedding, or of the one Column that is gathered."""
+        rules = self.found.resolved.rules
+        gathered = [name for name, style in rules.items() if isinstance(style, Column) and style.gather]
+        head = self.found.head or (gathered[0] if len(gathered) == 1 else None)
+        if head is None:
+            return None
+        weight: Any = self.modules[head].weight
+        return int(weight.shape[1 if is_conv1d(self.modules[head]) else 0])
+
+    # Modules
+
+    def _adopt_modules(self, regions: dict[str, Region], told: Logits | None) -> None:
+        """Every module that has a rule becomes what the rule says, or gets its hooks."""
+        adopted: set[int] = set()
+        for name, style in self.found.resolved.rules.items():
+            module = self.modules.get(name)
+            if module is None or id(module) in adopted:
+                continue
+            adopted.add(id(module))
+            region = regions.get(name.rpartition(".")[0])
+            if isinstance(style, Column):
+                adopt_linear_(
+                    module,
+                    AdoptedColumn,
+                    self.grid,
+                    self.axes,
+                    transposed=is_conv1d(module),
+                    entry=None if region is None else region.entry,
+                    region=region,
+                    gather=style.gather,
+                    logits=told if style.gather else None,
+                )
+            elif isinstance(style, Row):
+                sequence = self.found.layers is not None and self._is_outside_blocks(name)
+                adopt_linear_(
+                    module,
+                    AdoptedRow,
+                    self.grid,
+                    self.axes,
+                    transposed=is_conv1d(module),
+                    split=style.split,
+                    sequence=sequence and name.startswith(f"{self.found.layers}."),
+                    region=region,
+                )
+            elif isinstance(style, Vocabulary):
+                self._adopt_embedding(module, style)
+            elif isinstance(style, Experts):
+                experts = CutExperts(self.grid, self.axes)
+                module.register_forward_pre_hook(experts.before, with_kwargs=True)
+                module.register_forward_hook(experts.after)
+            elif isinstance(style, Shared):
+                module.register_forward_pre_hook(SharedExpert(self.grid, self.axes).before)
+            elif isinstance(style, Summed):
+                module.register_forward_hook(PartialOutput(self.grid, self.axes).after)
+            elif isinstance(style, Latent):
+                module.register_forward_hook(LatentOutput(self.grid, self.axes, style.around).after)
+
+    def _adopt_embedding(self, module: nn.Module, style: Vocabulary) -> None:
+        if style.features:
+            module.register_forward_hook(CutFeatures(self.grid, self.axes).after)
+            return
+        embedding: Any = module
+        cut = CutVocabulary(self.grid, self.axes, embedding.num_embeddings, embedding.weight.shape[0])
+        if embedding.padding_idx is not None:
+            local = embedding.padding_idx - cut.first
+            embedding.padding_idx = local if 0 <= local < cut.rows else None
+        module.register_forward_pre_hook(cut.before)
+        module.register_forward_hook(cut.after)
+
+    # Regions
+
+    def _region(self, name: str, plan: RegionPlan) -> Region:
+        sequence = self.found.layers is not None and self._is_outside_blocks(name)
+        entry = Entry(self.grid, self.axes) if self.axes and (plan.enters or (plan.closed and sequence)) else None
+        inner = plan.heads and _drops(self.modules[name])
+        watched = self.axes and (entry is not None or not plan.closed)
+        return Region(
+            self.grid,
+            self.axes,
+            name,
+            entry=entry,
+            sequence=sequence,
+            inner_dropout=inner,
+            proof=Proof(name, closed=entry is not None) if watched else None,
+        )
+
+    def _begin_and_end(self, regions: dict[str, Region]) -> None:
+        for name, region in regions.items():
+            module = self.modules[name]
+            drops = region.inner_dropout or any(isinstance(child, nn.Dropout) for child in module.modules())
+            if region.entry is None and region.proof is None and not (region.sequence and self.axes) and not drops:
+                continue
+            module.register_forward_pre_hook(region.before, with_kwargs=True)
+            module.register_forward_hook(region.after)
+            if self.axes:
+                continue
+            for child_name, child in module.named_children():  # one rank: linears are left as they are
+                if isinstance(self.found.resolved.rules.get(f"{name}.{child_name}"), Row):
+                    child.register_forward_hook(region.after_row)
+
+    def _is_outside_blocks(self, name: str) -> bool:
+        return not any(name == block or name.startswith(f"{block}.") for block in self.found.blocks)
+
+    def _set_counts(self, module: nn.Module, region: RegionPlan) -> None:
+        for name, number in region.counts.items():
+            setattr(module, name, number)
+        if region.config:
+            setattr(module, "config", LocalConfig(module.config, region.config))  # noqa: B010 - for the type checker
+
+    def _cut_the_sequence(self) -> None:
+        """Both ends of the layers, and the modules inside which the sequence is whole."""
+        if self.found.layers is None:
+            return
+        stack: Any = self.modules[self.found.layers]
+        first, last = FirstLayer(self.grid, self.axes), LastLayer(self.grid, self.axes)
+        for name in self.found.blocks:
+            block = Block(self.grid, self.axes, name)
+            self.modules[name].register_forward_pre_hook(block.before, with_kwargs=True)
+            self.modules[name].register_forward_hook(block.after)
+        stack[0].register_forward_pre_hook(first.before, with_kwargs=True)
+        stack[-1].register_forward_hook(last.after)
+
+    def _adopt_dropouts(self, regions: dict[str, Region]) -> None:
+        for name, module in self.modules.items():
+            if type(module) is not nn.Dropout or module.p == 0.0:
+                continue
+            region = next((regions[around] for around in _around(name) if around in regions), None)
+            cut = self.found.layers is not None and name.startswith(f"{self.found.layers}.")
+            adopt_dropout_(module, self.grid, self.axes, region, sequence=cut and self._is_outside_blocks(name))
+
+    # The ends of the model
+
+    def _adopt_ends(self, vocabulary: int | None, told: Logits | None) -> None:
+        """The loss, what the head is told, and what is refused from now on."""
+        over = None if vocabulary is None else VocabularyLoss(self.grid, self.axes, vocabulary)
+        forward = inspect.unwrap(type(self.model).forward)
+        is_loss_ours = False
+        if over is not None and "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            loss = adopted_loss(self.model.loss_function, over)  # type: ignore[arg-type]  # a function
+            if loss is not None and self.axes:
+                self.model.loss_function = loss  # type: ignore[assignment]  # not a module
+                is_loss_ours = True
+        names = [name for name in inspect.signature(forward).parameters if name != "self"]
+        labels = names.index("labels") if "labels" in names and is_loss_ours and self.logits == "auto" else None
+        if self.axes and (labels is not None or self.found.layers is not None):
+            entry = ModelEntry(self.grid, self.axes, logits=told, labels=labels, sequence=self.found.layers is not None)
+            self.model.register_forward_pre_hook(entry.before, with_kwargs=True)
+        if self.axes:
+            guard_(self.model, cut_logits=self.logits == "cut")
+        resolved = self.found.resolved
+        table = table_of(self.model, resolved.rules)
+        self.model.__dict__[KEPT_AS] = Parallel(
+            resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest
+        )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether an attention drops weights: a probability of its own, or a dropout that it holds."""
+    rates = (value for key, value in vars(module).items() if "dropout" in key and isinstance(value, (int, float)))
+    return any(rate > 0 for rate in rates) or any(
+        isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()
+    )
+
+
+def _around(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

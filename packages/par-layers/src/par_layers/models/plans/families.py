@@ -1,0 +1,64 @@
+"""Plans of families that have none of their own, or one that gathers what can stay cut. Data only."""
+
+from typing import Any
+
+from .plans import Plan, register_plan
+from .styles import Column, Experts, Partial, Row
+
+
+@register_plan("gpt2")
+def _gpt2(config: Any) -> Plan:
+    unit = config.hidden_size // config.num_attention_heads
+    return {
+        "h.*.attn.c_attn": Column(blocks=3, unit=unit),
+        "h.*.attn.c_proj": Row(),
+        "h.*.mlp.c_fc": Column(),
+        "h.*.mlp.c_proj": Row(),
+    }
+
+
+@register_plan("bert")
+def _bert(config: Any) -> Plan:
+    unit = config.hidden_size // config.num_attention_heads
+    attention = "encoder.layer.*.attention"
+    return {
+        **{f"{attention}.self.{name}": Column(unit=unit) for name in ("query", "key", "value")},
+        f"{attention}.output.dense": Row(),
+        "encoder.layer.*.intermediate.dense": Column(),
+        "encoder.layer.*.output.dense": Row(),
+    }
+
+
+@register_plan("phi3")
+def _phi3(config: Any) -> Plan:
+    """Fused weights, each part cut by itself: transformers' own plan gathers after both of them."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    return {
+        "layers.*.self_attn.qkv_proj": Column(blocks=(queries, keys, keys), unit=head),
+        "layers.*.self_attn.o_proj": Row(),
+        "layers.*.mlp.gate_up_proj": Column(blocks=2),
+        "layers.*.mlp.down_proj": Row(),
+    }
+
+
+@register_plan("deepseek_v3")
+def _deepseek_v3(config: Any) -> Plan:
+    """Latent attention, cut by heads behind its low-rank projections: transformers' own plan leaves it whole."""
+    nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    attention = "layers.*.self_attn"
+    queries = Column(unit=nope + rope)
+    before = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    low_rank = before if config.q_lora_rank is not None else before[2:]
+    mlp = {"gate_proj": Column(), "up_proj": Column(), "down_proj": Row()}
+    return {
+        **{f"{attention}.{name}": Partial(before=True) for name in low_rank},
+        f"{attention}.{'q_b_proj' if config.q_lora_rank is not None else 'q_proj'}": queries,
+        f"{attention}.kv_b_proj": Column(unit=nope + values),
+        f"{attention}.o_proj": Row(),
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": Experts(),
+        **{f"layers.*.mlp.shared_experts.{name}": style for name, style in mlp.items()},
+        **{f"layers.*.mlp.{name}": style for name, style in mlp.items()},
+    }

@@ -1,0 +1,198 @@
+"""From patterns to one style for every name: a plan of the user's, a registered one, or the model's own."""
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from par_groups import Registry
+
+from .styles import Column, Style, Vocabulary, style_of
+
+Rule = str | Style
+Plan = Mapping[str, Rule]
+PlanFunction = Callable[[Any], Plan]
+
+PLANS: Registry[PlanFunction] = Registry("plan", "par_layers.plans")
+
+
+def register_plan(model_type: str) -> Callable[[PlanFunction], PlanFunction]:
+    """Registers the plan of a family of models, as a decorator on a function from the model's config to its plan.
+
+    The patterns are names in the base model, such as "layers.*.mlp.up_proj"; "auto" puts the base model's own name in
+    front. Another wheel can provide it by an entry point in the group `par_layers.plans`.
+
+    Args:
+        model_type: The `model_type` of the family's config.
+
+    Raises:
+        ValueError: The family has a registered plan.
+
+    Example:
+        @register_plan("mpt")
+        def mpt(config: Any) -> Plan:
+            unit = config.d_model // config.n_heads
+            return {"blocks.*.attn.Wqkv": Column(blocks=3, unit=unit), "blocks.*.attn.out_proj": Row(), ...}
+    """
+
+    def register(function: PlanFunction) -> PlanFunction:
+        PLANS.register(model_type, function)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan, resolved for one model.
+
+    Args:
+        rules: The style of each module or parameter that has one, by its name.
+        unmatched: Patterns of the model's own plan that match nothing, as of layers that this size of it lacks.
+    """
+
+    rules: dict[str, Style]
+    unmatched: tuple[str, ...]
+
+
+def resolve(model: nn.Module, plan: str | Plan) -> Resolved:
+    """The style of each module and parameter of a model.
+
+    Args:
+        model: The model, which may be on the meta device.
+        plan: "auto", or rules by pattern, in which `*` stands for one number between dots.
+
+    Raises:
+        TypeError: The plan is "auto" and the model has none, or it matches nothing; or a rule is no style.
+        ValueError: A rule of the user's matches nothing or what another one matches, or a style is unknown.
+    """
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ValueError(f"plan is {plan!r}; it is 'auto', or a dict such as {{'layers.*.mlp.up': 'colwise'}}")
+        return _resolve_auto(model)
+    names = _names(model)
+    rules: dict[str, Style] = {}
+    pattern_of: dict[str, str] = {}
+    for pattern, rule in plan.items():
+        matched = _matching(pattern, names)
+        if not matched:
+            raise ValueError(f"the plan's rule {pattern!r} matches nothing in the model; {_nearest(pattern, names)}")
+        for name in matched:
+            if name in rules:
+                raise ValueError(
+                    f"{name!r} is matched by two rules of the plan, {pattern_of[name]!r} and {pattern!r}; leave one"
+                )
+            rules[name], pattern_of[name] = style_of(rule, names[name], name), pattern
+    if not rules:
+        raise TypeError("the plan has no rules; give at least one, such as {'layers.*.mlp.up': 'colwise'}")
+    return Resolved(rules, ())
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, which is not imported to find out."""
+    transformers = sys.modules.get("transformers")
+    base = None if transformers is None else getattr(transformers, "PreTrainedModel", None)
+    return base is not None and isinstance(model, base)
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """The embedding of the ids of a transformers model."""
+    return _embedding(model, "get_input_embeddings")
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """The linear that gives the logits over the vocabulary of a transformers model."""
+    return _embedding(model, "get_output_embeddings")
+
+
+def name_of(module: nn.Module, model: nn.Module) -> str:
+    """The name of a module in a model."""
+    names: list[str] = [name for name, candidate in model.named_modules() if candidate is module]
+    return names[0]
+
+
+def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
+    if not is_transformers_model(model):
+        return None
+    try:
+        found = getattr(model, getter)()
+    except NotImplementedError:  # how transformers says that there is none
+        return None
+    return found if isinstance(found, (nn.Embedding, nn.Linear)) else None
+
+
+def _resolve_auto(model: nn.Module) -> Resolved:
+    """The registered plan of the family, else the model's own; and rules for both ends of the model."""
+    if not is_transformers_model(model):
+        raise TypeError(
+            f"plan 'auto' is for models of transformers, and this is a {type(model).__name__}; give a plan, such as "
+            "{'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}"
+        )
+    plan = _plan_of(model)
+    names = _names(model)
+    rules: dict[str, Style] = {}
+    unmatched = []
+    for pattern, rule in plan.items():
+        matched = _matching(pattern, names)
+        if not matched:
+            unmatched.append(pattern)
+        for name in matched:
+            rules.setdefault(name, style_of(rule, names[name], name))
+    if not rules:
+        raise TypeError(
+            f"no rule of the plan of {type(model).__name__} matches anything in the model ({', '.join(unmatched)}); "
+            "give a plan"
+        )
+    for module, style in ((input_embedding(model), Vocabulary()), (output_embedding(model), Column(gather=True))):
+        if module is not None:
+            rules[name_of(module, model)] = style
+    return Resolved(rules, tuple(unmatched))
+
+
+def _plan_of(model: nn.Module) -> Plan:
+    config: Any = getattr(model, "config", None)
+    family = str(getattr(config, "model_type", ""))
+    if family in PLANS:
+        prefix = getattr(model, "base_model_prefix", "")
+        prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+        return {prefix + pattern: rule for pattern, rule in PLANS[family](config).items()}
+    release = getattr(sys.modules["transformers"], "__version__", "0")
+    if tuple(int(part) for part in re.findall(r"\d+", release)[:2]) < (5, 4):
+        raise TypeError(
+            f"plans of transformers {release} leave some gradients partial without a word, those of norms of queries "
+            "and keys; update to 5.4 or later, or give a plan"
+        )
+    plan: Plan | None = getattr(model, "tp_plan", None)
+    if not plan:
+        raise TypeError(
+            f"{type(model).__name__} has no plan for tensor parallelism; give one, such as "
+            "{'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}, or register it with register_plan"
+        )
+    return plan
+
+
+def _names(model: nn.Module) -> dict[str, nn.Module]:
+    """Every name that a rule may match, with the module of that name, or the one that owns the parameter."""
+    names: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        names[path] = module
+        for parameter, _ in module.named_parameters(recurse=False):
+            names[f"{path}.{parameter}" if path else parameter] = module
+    del names[""]
+    return names
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+    return [name for name in names if matches(name)]
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    """The end of a message: the names that are most like the pattern, their numbers written as `*`."""
+    generic = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in names))
+    near = difflib.get_close_matches(pattern, generic, n=3, cutoff=0.4)
+    return f"the nearest names are {', '.join(map(repr, near))}" if near else f"its names are like {generic[:3]}"

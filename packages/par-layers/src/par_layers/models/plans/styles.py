@@ -1,0 +1,227 @@
+"""Styles: how a part of an existing model is cut over the tensor ranks. The strings are transformers' names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from par_groups import Registry
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a linear, an embedding, a module with experts or a single parameter is cut."""
+
+
+@dataclass(frozen=True)
+class Column(Style):
+    """A linear whose output features are cut; it opens a pair.
+
+    Args:
+        blocks: Number or sizes of the parts of the output that are each cut by themselves, as q, k and v or gate and
+            up in one weight.
+        unit: Number of features that stay together on a rank; 1 takes the `head_dim` of the module around it, if there
+            is one.
+        gather: Whether the output is gathered, so that what follows has it whole. Its features need not divide then.
+    """
+
+    blocks: int | tuple[int, ...] = 1
+    unit: int = 1
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gather and self.blocks != 1:
+            raise ValueError(
+                f"Column(blocks={self.blocks}, gather=True): gathered features would be in another order; use "
+                "blocks=1, or leave the output cut and close the pair with a Row"
+            )
+
+
+@dataclass(frozen=True)
+class Row(Style):
+    """A linear whose input features are cut, and whose partial sums are added up; it closes a pair.
+
+    Args:
+        split: Whether the input is whole, so that this rank's part is taken from it.
+        blocks: Number or sizes of the parts of the input that are each cut by themselves.
+    """
+
+    split: bool = False
+    blocks: int | tuple[int, ...] = 1
+
+
+@dataclass(frozen=True)
+class Vocabulary(Style):
+    """An embedding.
+
+    Args:
+        features: Whether the features of the table are cut, and not its rows.
+    """
+
+    features: bool = False
+
+
+@dataclass(frozen=True)
+class Experts(Style):
+    """A module with the weights of all experts, which have rules of their own: what goes in is copied, the sum out."""
+
+
+@dataclass(frozen=True)
+class Partial(Style):
+    """A part between a Column and a Row that is whole on every rank, but whose gradient is a partial sum.
+
+    Args:
+        before: Whether it lies before a Column, as the low-rank projections of latent attention.
+    """
+
+    before: bool = False
+
+
+@dataclass(frozen=True)
+class Whole(Style):
+    """A part that is whole on every rank; for a module with Columns: each of them copies its input for itself."""
+
+
+@dataclass(frozen=True)
+class Latent(Style):
+    """A projection whose last outputs go around the Column that takes the first ones; their gradient is summed.
+
+    Args:
+        around: Number of these last outputs.
+    """
+
+    around: int
+
+
+@dataclass(frozen=True)
+class Summed(Style):
+    """A module whose output is a partial sum on each rank."""
+
+
+@dataclass(frozen=True)
+class Shared(Style):
+    """A module among experts that all ranks compute alike, so that it is divided by their number before the sum."""
+
+
+StyleFunction = Callable[[nn.Module], Style]
+
+STYLES: Registry[StyleFunction] = Registry("style", "par_layers.styles")
+
+
+def register_style(name: str) -> Callable[[StyleFunction], StyleFunction]:
+    """Registers a style for plans, as a decorator on a function from the module that has the rule to its style.
+
+    Another wheel can provide it by an entry point in the group `par_layers.styles`.
+
+    Args:
+        name: The name of the style in plans.
+
+    Raises:
+        ValueError: The name is taken.
+
+    Example:
+        @register_style("fused_gate_up")
+        def fused_gate_up(module: nn.Module) -> Style:
+            return Column(blocks=(module.gate_features, module.up_features))
+    """
+
+    def register(function: StyleFunction) -> StyleFunction:
+        STYLES.register(name, function)
+        return function
+
+    return register
+
+
+def style_of(rule: object, module: nn.Module, name: str) -> Style:
+    """The style that a rule means for a module.
+
+    Args:
+        rule: A style, or the name of one.
+        module: The module that has the rule, or that owns the parameter which has it.
+        name: The name of the module or parameter, for messages.
+
+    Raises:
+        ValueError: No style is called so, or it cuts experts over ranks.
+        TypeError: The rule is neither a style nor a name.
+    """
+    if isinstance(rule, Style):
+        return rule
+    if not isinstance(rule, str):
+        raise TypeError(f"the rule of {name!r} is {rule!r}; give a style, such as Column(), or the name of one")
+    if rule in _OVER_EXPERTS:
+        raise ValueError(
+            f"the rule of {name!r} is {rule!r}, which deals whole experts out over the axis 'expert'; on the tensor "
+            "axis every expert is cut: use 'moe_tp_experts', with 'packed_colwise' and 'rowwise' for its weights"
+        )
+    style = STYLES[rule](module)
+    if not isinstance(style, Style):
+        raise TypeError(f"the registered style {rule!r} gave {style!r} for {name!r}; let it return a Style")
+    return style
+
+
+_OVER_EXPERTS = frozenset(
+    {
+        "ep_router",
+        "ep_dispatch_experts",
+        "grouped_gemm",
+        "megamoe_experts",
+        "megamoe_dispatch",
+        "local",
+        "local_colwise",
+        "local_rowwise",
+        "local_packed_rowwise",
+        "gather",
+    }
+)
+"""Names of transformers' styles for experts that are dealt out whole, and those that its release 5.0 alone had."""
+
+
+@dataclass(frozen=True)
+class _Always:
+    """A style that is the same for every module."""
+
+    style: Style
+
+    def __call__(self, module: nn.Module) -> Style:
+        del module
+        return self.style
+
+
+_NAMES = {
+    "colwise": Column(),
+    "packed_colwise": Column(blocks=2),
+    "colwise_gather_output": Column(gather=True),
+    "colwise_rep": Column(gather=True),
+    "rowwise": Row(),
+    "rowwise_split_input": Row(split=True),
+    "rowwise_rep": Row(split=True),
+    "packed_rowwise": Row(blocks=2),
+    "embedding_rowwise": Vocabulary(),
+    "embedding_colwise": Vocabulary(features=True),
+    "replicated_with_grad_allreduce": Partial(),
+    "sequence_parallel": Whole(),
+    "replicate": Whole(),
+    "local_params": Whole(),
+    "moe_tp_experts": Experts(),
+    "moe_identity_expert": Shared(),
+    "all_reduce": Summed(),
+}
+for _name, _style in _NAMES.items():
+    STYLES.register(_name, _Always(_style))
+
+
+@register_style("mla_kv_a_proj")
+def _latent(module: nn.Module) -> Style:
+    """The number of outputs that go around is the config's, which the module around it has."""
+    around = getattr(getattr(module, "config", None), "qk_rope_head_dim", None)
+    if not isinstance(around, int):
+        raise ValueError(
+            "the style 'mla_kv_a_proj' reads `qk_rope_head_dim` of the module's config, which is not there; give the "
+            "module's parts rules with Partial(before=True) instead"
+        )
+    return Latent(around)
+
+
+def with_unit(style: Column, unit: int) -> Column:
+    """The style with another unit, if it names none itself."""
+    return replace(style, unit=unit) if style.unit == 1 else style

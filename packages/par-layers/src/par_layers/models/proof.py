@@ -1,0 +1,106 @@
+"""A look at autograd's graph of a region, at its first forward: whether its plan gives whole gradients.
+
+Between a Column and a Row every rank has a part of the features, so what is used there has a partial gradient. A plan
+that overlooks it would be wrong without a word.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from par_groups import sharding_of
+
+from ..layers.parallel_layer import ParallelLayer
+
+
+class Proof:
+    """What happens in a region, as nodes of autograd's graph.
+
+    Args:
+        name: The name of the module, for messages.
+        closed: Whether its input is entered once, so that all of the input's gradient must be partial.
+    """
+
+    def __init__(self, name: str, *, closed: bool) -> None:
+        self.name, self.closed = name, closed
+        self.entered: Any = None
+        self.columns: list[Any] = []
+        self.rows: list[Any] = []
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Notes what enters; gives it back, as a tensor that nobody else has."""
+        self.columns, self.rows = [], []
+        x = x.view_as(x)
+        self.entered = x.grad_fn
+        return x
+
+    def check(self, module: nn.Module, output: Any) -> None:
+        """Raises unless all gradients will be right.
+
+        Args:
+            module: The module.
+            output: What it gave.
+
+        Raises:
+            ValueError: A parameter without a rule has a partial gradient, or the module uses its input, or what its Row
+                gave, in a way that the plan does not know.
+        """
+        first = output if isinstance(output, Tensor) else output[0]
+        rows, columns, entered = _nodes(self.rows), _nodes(self.columns), _nodes([self.entered])
+        ends = rows or _nodes([first.grad_fn])
+        inside = _before(ends, stop=columns | entered)
+        self._check_parameters(module, inside)
+        if not entered or not rows:
+            return
+        if not self.closed:
+            if entered <= inside:
+                raise ValueError(
+                    f"the module {self.name!r} uses its input between its Columns and its Row, beside its Columns, and "
+                    "that gradient would be a partial sum; leave its linears whole, without rules"
+                )
+            return
+        around = entered <= _before(_nodes([first.grad_fn]), stop=rows)
+        between = rows & _before(columns, stop=entered)
+        if around or between:
+            what = "adds its input to its output" if around else "hands the output of its Row to a Column"
+            raise ValueError(
+                f"the module {self.name!r} {what}, so its gradients would be sums of partial and of whole ones; give "
+                f"{self.name!r} itself the rule 'replicate' in the plan, and each of its Columns copies its own input"
+            )
+
+    def _check_parameters(self, module: nn.Module, inside: set[Any]) -> None:
+        used = {id(node.variable) for node in inside if hasattr(node, "variable")}
+        for path, child in module.named_modules(prefix=self.name):
+            for name, parameter in child.named_parameters(path, recurse=False):
+                boxes = sharding_of(parameter).boxes
+                is_partial = any(box.size != tuple(parameter.shape) or box.sum_over for box in boxes)
+                if id(parameter) in used and not is_partial and not isinstance(child, ParallelLayer):
+                    raise ValueError(
+                        f"parameter {name!r} is used between the Columns and the Row of {self.name!r} and has no rule, "
+                        "so its gradient would be a partial sum; give its module the rule Partial() in the plan"
+                    )
+
+
+def is_provable() -> bool:
+    """Whether there is a graph to look at."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _nodes(found: Iterable[Any]) -> set[Any]:
+    return {node for node in found if node is not None}
+
+
+def _before(ends: Iterable[Any], stop: set[Any]) -> set[Any]:
+    """The nodes from which `ends` were computed, not looking beyond those in `stop`, nor beyond a collective."""
+    seen: set[Any] = set()
+    waiting = [(node, True) for node in ends]
+    while waiting:
+        node, is_end = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in stop and (is_end or type(node).__name__ != "_PairBackward"):
+            waiting.extend((before, False) for before, _ in node.next_functions if before is not None)
+    return seen

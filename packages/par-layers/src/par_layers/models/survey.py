@@ -1,0 +1,443 @@
+"""What a plan means for a model, found out before anything is changed: pure, and the same on the meta device.
+
+A *region* is the module that directly holds a Column, such as an attention or an MLP. It is *closed* if it owns no
+parameter, has at most one Row, and every child with parameters has the rule Column, Row or Partial. Then its input is
+entered once, everything inside has a partial gradient, and its Columns need no collective of their own. In any other
+region every Column copies its input for itself, so that what lies before it has a whole gradient.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layers.embedding import padded
+from ..layers.linear import block_rows
+from ..layers.parameter import Rows
+from ..modes.grid import Axes, Grid
+from .cutting import Part, part_along, part_whole
+from .plans.plans import Plan, Resolved, name_of, output_embedding, resolve
+from .plans.styles import Column, Experts, Partial, Row, Style, Vocabulary, Whole, with_unit
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """A module that directly holds Columns.
+
+    Args:
+        closed: Whether everything in it lies between one entry and at most one Row.
+        columns: The names of its Columns.
+        counts: Attributes of the module that count heads or features, with this rank's numbers.
+        config: What the module reads of its config that counts heads, with this rank's numbers.
+        heads: Whether it is an attention, whose Columns are cut by heads.
+    """
+
+    closed: bool
+    columns: tuple[str, ...]
+    counts: dict[str, int] = field(default_factory=dict)
+    config: dict[str, int] = field(default_factory=dict)
+    heads: bool = False
+
+    @property
+    def enters(self) -> bool:
+        """Whether its input is entered once for all Columns; a single one copies it itself, overlapped."""
+        return self.closed and (len(self.columns) > 1 or self.partial)
+
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that `parallelize` is going to do.
+
+    Args:
+        resolved: The style of each name.
+        parts: What this rank has of each parameter, by its first name.
+        regions: The regions, by the name of the module.
+        layers: The name of the list of layers whose activations are cut along the sequence; None where none are.
+        head: The name of the output embedding; None if the model has none, or it has no rule.
+        blocks: Names of the modules inside which everything is as without sequence parallelism: those that directly
+            hold Experts, and open regions with Rows.
+    """
+
+    resolved: Resolved
+    parts: dict[str, Part]
+    regions: dict[str, RegionPlan]
+    layers: str | None
+    head: str | None
+    blocks: tuple[str, ...]
+
+
+def tensor_axes(grid: Grid) -> Axes:
+    """The axes of the tensor group that have several ranks together; () where each rank is alone."""
+    topology = grid.topology
+    if topology is None or "tensor" not in (*topology.axes, *topology.products) or topology.size("tensor") == 1:
+        return ()
+    return grid.tensor_axes
+
+
+def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) -> Survey:
+    """Finds out what a plan means for a model.
+
+    Args:
+        model: The model, whole.
+        plan: "auto", or rules by pattern.
+        grid: This rank's place.
+        sequence: Whether activations between the layers are cut along the sequence.
+
+    Raises:
+        ValueError: A rule is wrong, or a size does not divide.
+        TypeError: There is no plan, a rule is on a module that it cannot cut, or the sequence cannot be cut.
+    """
+    resolved = resolve(model, plan)
+    return _Surveyor(model, resolved, grid, sequence=sequence).survey()
+
+
+class _Surveyor:
+    """One look at a model.
+
+    Args:
+        model: The model.
+        resolved: The style of each name.
+        grid: This rank's place.
+        sequence: Whether activations between the layers are cut along the sequence.
+    """
+
+    def __init__(self, model: nn.Module, resolved: Resolved, grid: Grid, *, sequence: bool) -> None:
+        self.model, self.rules, self.resolved = model, resolved.rules, resolved
+        self.grid, self.axes, self.sequence = grid, tensor_axes(grid), sequence
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+
+    def survey(self) -> Survey:
+        for name, style in self.rules.items():
+            if name in self.modules and isinstance(style, (Column, Row)):
+                _features(self.modules[name], name)
+        regions = {name: self._region(name) for name in self._region_names()}
+        blocks = self._blocks(regions)
+        layers = self._layers(regions, blocks) if self.sequence and self.axes else None
+        head = output_embedding(self.model)
+        head_name = None if head is None else name_of(head, self.model)
+        if head_name is not None and not isinstance(self.rules.get(head_name), Column):
+            head_name = None
+        parts = self._parts(regions, blocks, layers)
+        return Survey(self.resolved, parts, regions, layers, head_name, blocks)
+
+    # Regions
+
+    def _region_names(self) -> list[str]:
+        parents = [
+            _parent(name)
+            for name, style in self.rules.items()
+            if isinstance(style, Column) and not style.gather and name in self.modules
+        ]
+        return list(dict.fromkeys(parents))
+
+    def _region(self, name: str) -> RegionPlan:
+        module = self.modules[name]
+        columns, rows, partial = [], 0, False
+        closed = not isinstance(self.rules.get(name), Whole) or name == ""
+        closed = closed and all(_join(name, own) in self.rules for own, _ in module.named_parameters(recurse=False))
+        for child_name, child in module.named_children():
+            path = _join(name, child_name)
+            style = self.rules.get(path)
+            if isinstance(style, Column):
+                columns.append(path)
+                closed = closed and not style.gather
+            elif isinstance(style, Row):
+                rows += 1
+                closed = closed and not style.split
+            elif isinstance(style, Partial):
+                partial = True
+            elif next(child.parameters(), None) is not None:
+                closed = False
+        for path, style in self.rules.items():
+            if _parent(path) == name and isinstance(style, Partial) and style.before and not (closed and rows <= 1):
+                raise ValueError(
+                    f"the rule of {path!r} is {style}, but {name!r} is an open region: it owns a parameter, has "
+                    "several Rows, or has a child with parameters without a rule; give all of them rules"
+                )
+        counts, config, heads = self._local_counts(module, columns)
+        return RegionPlan(
+            closed=closed and rows <= 1,
+            columns=tuple(columns),
+            counts=counts,
+            config=config,
+            heads=heads,
+            partial=partial,
+        )
+
+    def _local_counts(self, module: nn.Module, columns: list[str]) -> tuple[dict[str, int], dict[str, int], bool]:
+        """What a module counts, on this rank: of heads, and of features that its code splits by."""
+        units = [unit for path in columns if (unit := self._unit(path)) > 1]
+        if not units or not self.axes:
+            return {}, {}, bool(units)
+        ranks = self.grid.size(self.axes)
+        config = getattr(module, "config", None)
+        heads = _first_count(module, config, "num_heads", "num_attention_heads")
+        keys = _first_count(module, config, "num_key_value_heads") or heads
+        known: dict[str, int] = {}
+        if heads is not None and keys is not None:
+            local, local_keys = heads // ranks, max(keys // ranks, 1)
+            known = {
+                "num_heads": local,
+                "num_attention_heads": local,
+                "num_key_value_heads": local_keys,
+                "num_key_value_groups": local // local_keys,
+            }
+        for size in ("all_head_size", "split_size"):
+            if isinstance(whole := getattr(module, size, None), int):
+                known[size] = whole // ranks
+        counts = {key: number for key, number in known.items() if isinstance(getattr(module, key, None), int)}
+        read = _names_in_code(type(module).forward) & {"num_attention_heads", "num_key_value_heads"}
+        through_config = {key: known[key] for key in read - set(counts) if key in known}
+        return counts, through_config, True
+
+    def _unit(self, path: str) -> int:
+        """The features that stay together on a rank: those of a head, where the module around knows them."""
+        style = self.rules[path]
+        assert isinstance(style, Column)  # noqa: S101 - for the type checker; only Columns come here
+        if style.unit > 1:
+            return style.unit
+        module = self.modules.get(_parent(path))
+        head = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+        if head is None:
+            heads = _first_count(module, None, "num_heads", "num_attention_heads")
+            width = getattr(module, "hidden_size", None)
+            head = width // heads if heads and isinstance(width, int) else None
+        if not isinstance(head, int) or head < 1:
+            return 1
+        features = _features(self.modules[path])[0] if path in self.modules else 0
+        blocks = [features // style.blocks] if isinstance(style.blocks, int) else style.blocks
+        return head if features and not any(block % head for block in blocks) else 1
+
+    # The sequence
+
+    def _blocks(self, regions: dict[str, RegionPlan]) -> tuple[str, ...]:
+        """The modules inside which everything is as without sequence parallelism, the outermost ones alone."""
+        found = [_parent(name) for name, style in self.rules.items() if isinstance(style, Experts)]
+        rows = [name for name, style in self.rules.items() if isinstance(style, Row)]
+        for name, region in regions.items():
+            if not region.closed and any(name in _around(row) for row in rows):
+                found.append(name)
+        outermost = [name for name in found if not any(other in found for other in _around(name))]
+        return tuple(dict.fromkeys(outermost))
+
+    def _layers(self, regions: dict[str, RegionPlan], blocks: tuple[str, ...]) -> str:
+        """The name of the one list of layers that has all regions.
+
+        Raises:
+            TypeError: The model has an encoder and a decoder, or no such list.
+        """
+        config = getattr(self.model, "config", None)
+        who = type(self.model).__name__
+        if getattr(config, "is_encoder_decoder", False):
+            raise TypeError(
+                f"{who} has an encoder and a decoder, whose sequences differ in length; use sequence_parallel=False"
+            )
+        found = {self._list_around(name) for name in (*regions, *blocks)}
+        if len(found) != 1 or None in found:
+            raise TypeError(
+                f"{who} has no single nn.ModuleList with all layers that are cut, between which activations could be "
+                "cut along the sequence; use sequence_parallel=False"
+            )
+        (name,) = found
+        return str(name)
+
+    def _list_around(self, name: str) -> str | None:
+        pieces = name.split(".")
+        for length in range(len(pieces)):
+            path = ".".join(pieces[:length])
+            if isinstance(self.modules.get(path), nn.ModuleList):
+                return path
+        return None
+
+    # Parameters
+
+    def _parts(self, regions: dict[str, RegionPlan], blocks: tuple[str, ...], layers: str | None) -> dict[str, Part]:
+        parts: dict[str, Part] = {}
+        uses: dict[int, list[tuple[str, Part | None]]] = {}
+        first: dict[int, tuple[str, nn.Parameter]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for own, parameter in module.named_parameters(recurse=False):
+                name = _join(path, own)
+                first.setdefault(id(parameter), (name, parameter))
+                part = self._part(path, module, own, parameter)
+                if part is None and not isinstance(module, (nn.Linear, nn.Embedding)):
+                    continue  # nothing is said of it here; where it is shared, the other place says it
+                uses.setdefault(id(parameter), []).append((name, part))
+        for key, (name, parameter) in first.items():
+            said = uses.get(key, [])
+            for other, part in said[1:]:
+                if part != said[0][1]:
+                    raise ValueError(
+                        f"{said[0][0]!r} and {other!r} are one parameter, but their rules cut it in different ways; "
+                        "give both the rules of an embedding and its output: 'embedding_rowwise' and "
+                        "'colwise_gather_output'"
+                    )
+            part = said[0][1] if said else None
+            parts[name] = part or part_whole(parameter.shape, self.grid, self._sum_over(name, regions, blocks, layers))
+        return parts
+
+    def _part(self, path: str, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
+        """The part that a rule gives; None where no rule cuts it.
+
+        Raises:
+            TypeError: The rule cannot cut what it is on.
+            ValueError: A size does not divide.
+        """
+        name = _join(path, own)
+        style = self.rules.get(name)
+        try:
+            if style is not None:
+                return self._bare_part(style, parameter, name)
+            style = self.rules.get(path)
+            if isinstance(style, Column):
+                return self._column_part(path, style, module, own, parameter)
+            if isinstance(style, Row):
+                return self._row_part(style, module, own, parameter)
+            if isinstance(style, Vocabulary):
+                return self._table_part(style, module, parameter)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        return None
+
+    def _column_part(self, path: str, style: Column, module: nn.Module, own: str, parameter: Tensor) -> Part:
+        features, _ = _features(module)
+        dim = 0 if own == "bias" or not is_conv1d(module) else 1
+        if style.gather:
+            length = padded(features, self.grid.size(self.axes))
+            return part_along(parameter.shape, dim, [Rows(length=features, axes=self.axes, padded=length)], self.grid)
+        style = with_unit(style, self._unit(path))
+        blocks = style.blocks if isinstance(style.blocks, int) else list(style.blocks)
+        return part_along(
+            parameter.shape, dim, block_rows(features, blocks, style.unit, self.axes, self.grid), self.grid
+        )
+
+    def _row_part(self, style: Row, module: nn.Module, own: str, parameter: Tensor) -> Part | None:
+        _, features = _features(module)
+        if own == "bias":
+            return None
+        dim = 0 if is_conv1d(module) else 1
+        return part_along(parameter.shape, dim, self._runs(features, style.blocks), self.grid)
+
+    def _table_part(self, style: Vocabulary, module: nn.Module, parameter: Tensor) -> Part:
+        if not isinstance(module, nn.Embedding):
+            who = type(module).__name__
+            raise TypeError(f"the rule Vocabulary is for an nn.Embedding, but a {who} has it; use 'replicate' there")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise ValueError(
+                "an embedding with max_norm, scale_grad_by_freq or sparse=True counts ids that another rank has; leave "
+                "it whole, with the rule 'replicate'"
+            )
+        ids, features = parameter.shape
+        if style.features:
+            return part_along(parameter.shape, 1, self._runs(features, 1), self.grid)
+        rows = Rows(length=ids, axes=self.axes, padded=padded(ids, self.grid.size(self.axes)))
+        return part_along(parameter.shape, 0, [rows], self.grid)
+
+    def _bare_part(self, style: Style, parameter: Tensor, name: str) -> Part | None:
+        """Of a parameter that has a rule itself: the packed weights of experts [E, N, K], or numbers for each head."""
+        dims = parameter.dim()
+        if isinstance(style, Column) and dims in (1, 3):
+            dim = max(dims - 2, 0)
+            return part_along(parameter.shape, dim, self._runs(parameter.shape[dim], style.blocks), self.grid)
+        if isinstance(style, Row) and dims == 3:
+            return part_along(parameter.shape, -1, self._runs(parameter.shape[-1], style.blocks), self.grid)
+        if isinstance(style, (Whole, Partial)):
+            return None
+        raise TypeError(
+            f"{name!r}: the rule {style} cannot cut a parameter of shape {tuple(parameter.shape)}: Column cuts one or "
+            "three dims, Row three; give the rule to the module instead"
+        )
+
+    def _runs(self, length: int, blocks: int | tuple[int, ...]) -> list[Rows]:
+        if not self.axes:
+            return [Rows(length=length)]
+        return block_rows(length, blocks if isinstance(blocks, int) else list(blocks), 1, self.axes, self.grid)
+
+    def _sum_over(self, name: str, regions: dict[str, RegionPlan], blocks: tuple[str, ...], layers: str | None) -> Axes:
+        """The axes over which the gradient of a whole parameter is partial.
+
+        Between a Column and a Row it is. Where layers are cut along the sequence, so is everything that sees their
+        cut activations: what lies outside the regions, and the biases of Rows.
+        """
+        owners = list(_around(name))
+        for owner in (name, *owners):
+            style = self.rules.get(owner)
+            if isinstance(style, Partial):
+                return self.axes
+        if layers is None or not name.startswith(f"{layers}."):
+            return ()
+        if any(owner in blocks for owner in owners):
+            return ()
+        if isinstance(self.rules.get(_parent(name)), Row):
+            return self.axes
+        if any(owner in regions for owner in owners):
+            return ()
+        return self.axes
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear that can be adopted: torch's own, or transformers' Conv1D."""
+    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' linear with a weight [in, out], which GPT-2 has."""
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return (conv1d is not None and type(module) is conv1d) or getattr(module, "transposed", False) is True
+
+
+def _features(module: nn.Module, name: str = "") -> tuple[int, int]:
+    """The output and input features of a linear.
+
+    Args:
+        module: The module.
+        name: Its name, for the message.
+
+    Raises:
+        TypeError: It is no linear, or one whose class multiplies in its own way.
+    """
+    if not is_linear(module):
+        what = (
+            f"{type(module).__name__} multiplies in its own way, as quantised linears do, and cannot be cut"
+            if isinstance(module, nn.Linear)
+            else f"the rules Column and Row are for an nn.Linear, and this is a {type(module).__name__}"
+        )
+        raise TypeError(f"{name!r}: {what}; give it the rule 'replicate', or load the model without that")
+    weight: Any = module.weight
+    out, inner = weight.shape
+    return (inner, out) if is_conv1d(module) else (out, inner)
+
+
+def _first_count(module: object, config: object, *names: str) -> int | None:
+    """The first of these attributes of the module, or else of its config, that is a number."""
+    for holder in (module, config):
+        for name in names:
+            if isinstance(number := getattr(holder, name, None), int):
+                return number
+    return None
+
+
+def _names_in_code(function: Any) -> set[str]:
+    """The names of attributes and globals that a function's code mentions."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return set() if code is None else set(code.co_names)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _around(name: str) -> Iterator[str]:
+    """The names of the modules around, from the innermost."""
+    while name:
+        name = _parent(name)
+        yield name

@@ -1,0 +1,188 @@
+"""What the tests of existing models share: small models of many families, in fp64 throughout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from par_groups import ProcessGroups, Topology
+from par_layers import PartialGradients, parallel_of
+from par_testing import assert_equal_to_one_device
+
+VOCABULARY = 101  # divides by neither 2 nor 4
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 100,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "tied llama with biases": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 4, "final_logit_softcapping": 3.0}),
+    "mistral": ("Mistral", {"sliding_window": 4}),
+    "gpt2": ("GPT2", {**GPT2, "intermediate_size": None}),
+    "phi": ("Phi", {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, **EXPERTS}),
+    "qwen3 with experts": (
+        "Qwen3Moe",
+        {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "mlp_only_layers": [0], **EXPERTS},
+    ),
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "bert": ("Bert", NO_DROPOUT),
+}
+"""By name: the beginning of the names of its classes, and what its config says beside `TEXT`."""
+
+
+def make(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """A small model, the same on every rank; every parameter is drawn, biases and norms too."""
+    transformers = pytest.importorskip("transformers", minversion="5.4")
+    stem, own = FAMILIES[family]
+    config_class = getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")
+    model_class = getattr(transformers, f"{stem}ForMaskedLM" if stem == "Bert" else _causal(stem))
+    config = config_class(**{**TEXT, **own, **options})
+    config._experts_implementation = "eager"  # the grouped product has no fp64
+    torch.manual_seed(0)
+    model = model_class(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+def _causal(stem: str) -> str:
+    return "GPT2LMHeadModel" if stem == "GPT2" else f"{stem}ForCausalLM"
+
+
+@contextmanager
+def stays_wide() -> Iterator[None]:
+    """A context: numbers in fp64 stay so, where transformers casts to fp32: in norms, routers, attention and loss."""
+    functions = [(Tensor, "to"), (Tensor, "type"), (Tensor, "float"), (nn.functional, "softmax")]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
+    for owner, name, original in originals:
+        setattr(owner, name, partial(_wide, original) if owner is nn.functional else _method(original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _method(original: Any) -> Any:
+    return lambda *args, **kwargs: _wide(original, *args, **kwargs)
+
+
+def _wide(original: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if x.dtype != torch.float64:
+        return original(x, *args, **kwargs)
+    if original.__name__ == "float":
+        return x
+    wide = [torch.float64 if value is torch.float32 else value for value in args]
+    return original(
+        x, *wide, **{key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+    )
+
+
+def tensor(**options: Any) -> dict[str, Any]:
+    """The tensor axis over the whole world, in mode 1d; two heads of keys and values, if there are more ranks."""
+    world = dist.get_world_size()
+    copied = {"kv_heads": 2} if world > 2 else {}
+    return {"size": world, "mode": "1d", **copied, **options}
+
+
+def live(**options: Any) -> ProcessGroups:
+    """Groups with all ranks on the tensor axis."""
+    world = dist.get_world_size()
+    return ProcessGroups(Topology.from_config({"tensor": tensor(**options)}, world))
+
+
+def tokens(seed: int = 1, length: int = 8, batch: int = 2) -> Tensor:
+    """Ids, the same on every rank."""
+    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def labels(seed: int) -> Tensor:
+    """Labels for `tokens()`, some of them ignored."""
+    targets = tokens(seed)
+    targets[0, :3] = -100
+    return targets
+
+
+def assert_steps_equal(whole: Any, cut: Any, groups: ProcessGroups, exact: float = 1e-10, **options: Any) -> None:
+    """Logits and losses of two backwards with different labels, the gradients after both, the weights after a step.
+
+    Args:
+        whole: The model on one device.
+        cut: The same, cut.
+        groups: The live groups.
+        exact: The tolerance, absolute and relative: sums are in another order.
+        **options: What forward takes beside ids and labels.
+    """
+    known = parallel_of(cut)
+    assert known is not None
+    for seed in (2, 3):
+        one = whole(input_ids=tokens(), labels=labels(seed), **options)
+        parallel = cut(input_ids=tokens(), labels=labels(seed), **options)
+        close(parallel.loss, one.loss, exact)
+        close(known.gather(parallel.logits), one.logits, exact)
+        one.loss.backward()
+        parallel.loss.backward()
+    PartialGradients(cut, groups).handle_gradient()
+    reason = "fp64 sums in another order"
+    assert_equal_to_one_device(cut, whole, gradients=True, rtol=exact, atol=exact, reason=reason)
+    for model in (whole, cut):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+    assert_equal_to_one_device(cut, whole, rtol=exact, atol=exact, reason=reason)
+
+
+def close(here: Tensor, there: Tensor, exact: float = 1e-10) -> None:
+    """They are equal but for the order of sums."""
+    torch.testing.assert_close(here, there, rtol=exact, atol=exact)
+
+
+class Mlp(nn.Module):
+    """A pair of linears that knows nothing of ranks."""
+
+    def __init__(self, width: int = 8, inner: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))

@@ -1,0 +1,37 @@
+"""Models of transformers, as they are: what they compute, train and generate on several ranks is one device's."""
+
+import pytest
+import torch
+
+from par_layers import parallelize
+
+from .helpers import FAMILIES, assert_steps_equal, live, make, stays_wide, tokens
+
+pytest.importorskip("transformers", minversion="5.4")
+
+
+@pytest.mark.ranks([2, 4], timeout=240)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "sequence parallel"])
+def test_families_equal_one_device(sequence):
+    with live(sequence_parallel=sequence) as groups, stays_wide():
+        for family in FAMILIES:
+            try:
+                check(family, groups)
+            except Exception as error:
+                error.add_note(f"in the family {family}")
+                raise
+
+
+def check(family, groups):
+    whole, cut = make(family), make(family)
+    assert parallelize(cut, groups) is cut
+    assert_steps_equal(whole, cut, groups)
+    if family == "bert":
+        return
+    whole.eval()
+    cut.eval()
+    prompt, attended = tokens(length=5), torch.ones(2, 5, dtype=torch.int64)
+    caches = [{}, {"use_cache": False}, {"cache_implementation": "static"}]
+    for cache in caches if family in {"llama", "gemma3"} else caches[:1]:
+        options = {"attention_mask": attended, "max_new_tokens": 4, "do_sample": False, **cache}
+        assert torch.equal(cut.generate(prompt, **options), whole.generate(prompt, **options)), cache

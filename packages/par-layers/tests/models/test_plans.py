@@ -1,0 +1,197 @@
+"""Plans, and what is refused: pure, no ranks."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from par_groups import Topology
+from par_layers import Column, Experts, Partial, Row, Vocabulary, cuts, register_plan, register_style
+
+from .helpers import Mlp
+
+PAIR = {"up": "colwise", "down": "rowwise"}
+
+
+def ranks(size: int = 2, **options: Any) -> Topology:
+    return Topology.from_config({"tensor": {"size": size, "mode": "1d", **options}}, size)
+
+
+class Layered(nn.Module):
+    def __init__(self, width: int = 8, inner: int = 16) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, width)
+        self.layers = nn.ModuleList(Mlp(width, inner) for _ in range(2))
+        self.head = nn.Linear(width, 13, bias=False)
+
+
+class Attention(nn.Module):
+    """Two heads of keys and values for four of queries, of four features each."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 2) -> None:
+        super().__init__()
+        self.head_dim, self.num_heads, self.num_key_value_heads = 4, heads, key_heads
+        self.q = nn.Linear(16, heads * 4)
+        self.k = nn.Linear(16, key_heads * 4)
+        self.norm = nn.LayerNorm(4)
+        self.o = nn.Linear(heads * 4, 16)
+
+
+HEADS = {"q": "colwise", "k": "colwise", "norm": Partial(), "o": "rowwise"}
+
+
+def boxes(model: nn.Module, topology: Topology, plan: Any, rank: int = 0) -> dict[str, list[tuple[Any, ...]]]:
+    found = cuts(model, topology, rank, plan)
+    return {name: [(box.start, box.size, box.sum_over) for box in each.boxes] for name, each in found.items()}
+
+
+def test_a_pattern_stands_for_every_number():
+    plan = {"table": Vocabulary(), "layers.*.up": "colwise", "layers.*.down": "rowwise", "head": Column(gather=True)}
+    with torch.device("meta"):
+        model = Layered()
+    assert boxes(model, ranks(), plan, rank=1) == {
+        "table.weight": [((7, 0), (6, 8), ())],  # 13 rows: 7 here, and 6 and a padding there
+        **{
+            f"layers.{layer}.{name}": box
+            for layer in range(2)
+            for name, box in {
+                "up.weight": [((8, 0), (8, 8), ())],
+                "up.bias": [((8,), (8,), ())],
+                "down.weight": [((0, 8), (8, 8), ())],
+                "down.bias": [((0,), (8,), ())],
+            }.items()
+        },
+        "head.weight": [((7, 0), (6, 8), ())],
+    }
+
+
+def test_blocks_are_each_cut_by_themselves():
+    fused = nn.Sequential(nn.Linear(4, 12), nn.Linear(4, 4))
+    found = boxes(fused, ranks(), {"0": Column(blocks=(4, 8)), "1": Row(blocks=2)}, rank=1)
+    assert found["0.weight"] == [((2, 0), (2, 4), ()), ((8, 0), (4, 4), ())]
+    assert found["1.weight"] == [((0, 1), (4, 1), ()), ((0, 3), (4, 1), ())]
+
+
+def test_heads_stay_together_and_few_of_them_are_copied():
+    found = boxes(Attention(), ranks(4, kv_heads=2), HEADS, rank=3)
+    assert found["q.weight"] == [((12, 0), (4, 16), ())]
+    assert found["k.weight"] == [((4, 0), (4, 16), ("kv_copy",))]
+    assert found["norm.weight"] == [((0,), (4,), ("kv_head", "kv_copy"))]
+    assert found["o.bias"] == [((0,), (16,), ())]
+
+
+def test_sequence_parallelism_makes_gradients_of_layers_partial():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Layered().layers[0], nn.LayerNorm(8)]), "norm": nn.LayerNorm(8)})
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    found = boxes(model, ranks(sequence_parallel=True), plan)
+    assert {name for name, (box,) in found.items() if box[-1]} == {
+        "layers.0.down.bias",
+        "layers.1.weight",
+        "layers.1.bias",
+    }
+
+
+def test_one_rank_cuts_nothing():
+    for topology in (Topology({"data": 2}), ranks(1)):
+        found = cuts(Mlp(), topology, 0, PAIR)
+        assert all(box.size == each.shape for each in found.values() for box in each.boxes)
+
+
+REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
+    ("no plan", Mlp, "auto", TypeError, "'auto' is for models of transformers, and this is a Mlp; give a plan"),
+    ("no rules", Mlp, {}, TypeError, "has no rules"),
+    ("another word", Mlp, "car", ValueError, "plan is 'car'"),
+    ("an unknown style", Mlp, {"up": "colwize"}, ValueError, "did you mean 'colwise'"),
+    ("no style", Mlp, {"up": 3}, TypeError, "the rule of 'up' is 3; give a style"),
+    ("nothing matches", Layered, {"layers.*.upp": "colwise"}, ValueError, r"nearest names are 'layers.*.up'"),
+    ("two rules", Layered, {"layers.*.up": "colwise", "layers.0.up": "colwise"}, ValueError, "matched by two rules"),
+    ("experts over ranks", Mlp, {"up": "grouped_gemm"}, ValueError, "over the axis 'expert'"),
+    ("a size", lambda: Mlp(8, 15), PAIR, ValueError, "'up.weight': 15 units of 1 features do not divide by 2 ranks"),
+    ("a row's size", lambda: Mlp(7, 16), {"down": Column()}, ValueError, "'down.weight': 7 units"),
+    ("not a linear", Layered, {"table": "colwise"}, TypeError, "are for an nn.Linear, and this is a Embedding"),
+    ("not an embedding", Mlp, {"up": Vocabulary()}, TypeError, "the rule Vocabulary is for an nn.Embedding"),
+    ("a parameter", Mlp, {"up.weight": "colwise"}, TypeError, "cannot cut a parameter of shape (16, 8)"),
+    ("blocks, gathered", Mlp, lambda: {"up": Column(blocks=2, gather=True)}, ValueError, "in another order"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_a_bad_plan_is_refused(case):
+    _, make, plan, error, message = case
+    with pytest.raises(error, match=re.escape(message)):
+        cuts(make(), ranks(), plan=plan() if callable(plan) else plan)
+
+
+def test_few_heads_name_the_config_that_copies_them():
+    with pytest.raises(ValueError, match=re.escape("'k.weight': 2 units of 4 features") + ".*kv_heads=2"):
+        cuts(Attention(), ranks(4), plan=HEADS)
+
+
+def test_a_tied_pair_has_one_rule():
+    model = Layered()
+    model.head.weight = model.table.weight
+    with pytest.raises(ValueError, match=r"'table.weight' and 'head.weight' are one parameter"):
+        cuts(model, ranks(), plan={"table": Vocabulary()})
+    both = {"table": Vocabulary(), "head": Column(gather=True)}
+    assert "head.weight" not in cuts(model, ranks(), plan=both)
+
+
+def test_a_linear_that_multiplies_in_its_own_way():
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Mlp()
+    model.up = Quantised(8, 16)
+    with pytest.raises(TypeError, match="'up': Quantised multiplies in its own way"):
+        cuts(model, ranks(), plan=PAIR)
+
+
+def test_other_modes_and_models_that_have_no_layers():
+    square = Topology.from_config({"tensor": {"size": 4, "mode": "2d"}}, 4)
+    with pytest.raises(ValueError, match=r"mode '2d' cuts activations.*use mode='1d'"):
+        cuts(Mlp(), square, plan=PAIR)
+    with pytest.raises(TypeError, match=r"no single nn.ModuleList"):
+        cuts(Mlp(), ranks(sequence_parallel=True), plan=PAIR)
+
+
+def test_a_part_before_a_column_needs_a_closed_region():
+    plan = {**HEADS, "norm": Partial(before=True)}
+    del plan["o"]
+    with pytest.raises(ValueError, match=r"'norm' is .* but '' is an open region"):
+        cuts(Attention(), ranks(), plan=plan)
+
+
+def test_a_style_of_ones_own():
+    @register_style("test_plans.halves")
+    def halves(module):
+        return Column(blocks=(module.out_features // 2,) * 2)
+
+    found = boxes(Mlp(), ranks(), {"up": "test_plans.halves", "down": "packed_rowwise"})
+    assert found["up.weight"] == [((0, 0), (4, 8), ()), ((8, 0), (4, 8), ())]
+    with pytest.raises(ValueError, match="registered twice"):
+        register_style("colwise")(halves)
+
+    @register_style("test_plans.wrong")
+    def wrong(module):
+        return "colwise"
+
+    with pytest.raises(TypeError, match="gave 'colwise' for 'up'"):
+        cuts(Mlp(), ranks(), plan={"up": "test_plans.wrong"})
+
+
+def test_experts_have_packed_weights():
+    model = nn.ModuleDict({"experts": nn.Module()})
+    model["experts"].gate_up = nn.Parameter(torch.zeros(3, 8, 5))
+    model["experts"].down = nn.Parameter(torch.zeros(3, 5, 4))
+    plan = {"experts": Experts(), "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+    found = boxes(model, ranks(), plan, rank=1)
+    assert found["experts.gate_up"] == [((0, 2, 0), (3, 2, 5), ()), ((0, 6, 0), (3, 2, 5), ())]
+    assert found["experts.down"] == [((0, 0, 2), (3, 5, 2), ())]
+
+
+def test_a_family_has_one_plan():
+    with pytest.raises(ValueError, match="the plan 'gpt2' is registered twice"):
+        register_plan("gpt2")(lambda config: {})
