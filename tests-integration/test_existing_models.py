@@ -1,0 +1,113 @@
+"""Models of transformers, cut in place by par-layers: their files, their optimizer's shards, and their clipping."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import par_checkpoint
+from par_groups import ProcessGroups, Topology, sharding_of
+from par_layers import PartialGradients, parallelize
+from par_testing import assert_equal_to_one_device, for_each
+from par_zero import shard
+
+transformers = pytest.importorskip("transformers", minversion="5.4")
+
+TEXT = {
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(**TEXT),
+    "tied qwen3": lambda: transformers.Qwen3Config(**TEXT, head_dim=4, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(**TEXT, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "phi3": lambda: transformers.Phi3Config(**TEXT),
+    "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_local_experts=4),
+}
+
+
+def make(family="llama"):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+
+
+def live(**tensor):
+    topology = Topology.from_config({"tensor": {"size": 2, "mode": "1d", **tensor}}, dist.get_world_size())
+    return ProcessGroups(topology)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_model_writes_the_whole_ones_files(family, tmp_path):
+    whole = make(family)
+    with live() as groups:
+        cut = parallelize(make(family), groups)
+        par_checkpoint.save(tmp_path / "ours", model=cut, config=cut.config)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        for name, parameter in whole.named_parameters():
+            assert torch.equal(again.get_parameter(name), parameter), name
+        if dist.get_rank() == 0:
+            whole.save_pretrained(tmp_path / "theirs")
+        dist.barrier()
+        with torch.no_grad():
+            for parameter in cut.parameters():
+                parameter.fill_(torch.nan)
+        par_checkpoint.load(tmp_path / "theirs", model=cut)
+        assert_equal_to_one_device(cut, whole)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_model_on_the_meta_device_is_cut_and_then_loaded(tmp_path):
+    whole = make("llama")
+    if dist.get_rank() == 0:
+        whole.save_pretrained(tmp_path / "theirs")
+    dist.barrier()
+    with live(sequence_parallel=True) as groups:
+        with torch.device("meta"):
+            empty = make("llama")
+        parallelize(empty, groups)
+        par_checkpoint.load(tmp_path / "theirs", model=empty)
+        assert_equal_to_one_device(empty, whole)
+        reference = parallelize(make("llama"), groups)
+        for (name, here), (_, there) in zip(empty.named_parameters(), reference.named_parameters(), strict=True):
+            assert sharding_of(here) == sharding_of(there), name
+        ids = torch.randint(29, (2, 8), generator=torch.Generator().manual_seed(1))
+        assert torch.equal(empty(input_ids=ids).logits, reference(input_ids=ids).logits)
+
+
+def batch(step):
+    return torch.randint(29, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def one_device():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(input_ids=batch(step), labels=batch(step)).loss.backward()
+        optimizer.step()
+    return model
+
+
+@for_each(stage=(0, 1, 2, 3), sequence=(False, True))
+@pytest.mark.ranks(4, timeout=240)
+def test_zero_over_cut_models_trains_as_one_device(stage, sequence):
+    tensor = {"size": 2, "mode": "1d", "sequence_parallel": sequence}
+    with ProcessGroups(Topology.from_config({"data": 2, "tensor": tensor}, 4)) as groups:
+        model = parallelize(make(), groups)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        shard(model, optimizer, stage=stage, group=groups["data"], bucket=20_000)
+        partial = PartialGradients(optimizer, groups)
+        for step in range(3):
+            optimizer.zero_grad()
+            ids = batch(step).chunk(2)[dist.get_rank(groups["data"])]
+            model(input_ids=ids, labels=ids).loss.backward()
+            partial.handle_gradient()
+            optimizer.step()
+        reason = "sums over ranks are in another order, over three steps in fp32"
+        assert_equal_to_one_device(model, one_device(), rtol=1e-4, atol=1e-5, reason=reason)
