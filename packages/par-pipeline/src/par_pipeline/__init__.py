@@ -27,7 +27,8 @@ from .stages.partition import partition
 if TYPE_CHECKING:
     from .runtime.microbatches import Microbatches, split_rows
     from .runtime.offload import Offload
-    from .runtime.pipeline import Pipeline, PipelineOptions, Result
+    from .runtime.options import PipelineOptions
+    from .runtime.pipeline import Pipeline, Result
     from .runtime.shared import Shared
     from .stages.build import build_stage
     from .stages.lazy import Lazy
@@ -74,7 +75,8 @@ _LATE = {
     "stages.lazy": ("Lazy",),
     "runtime.microbatches": ("Microbatches", "split_rows"),
     "runtime.offload": ("Offload",),
-    "runtime.pipeline": ("Pipeline", "PipelineOptions", "Result"),
+    "runtime.options": ("PipelineOptions",),
+    "runtime.pipeline": ("Pipeline", "Result"),
     "runtime.shared": ("Shared",),
     "wire.lanes": ("Lanes", "make_lanes"),
 }

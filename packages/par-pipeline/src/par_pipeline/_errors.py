@@ -55,6 +55,10 @@ class Failure(NamedTuple):
         return PipelineError(f"{where}: {self.kind}: {self.text}. {remedy}")
 
 
+class DataEnded(Exception):  # noqa: N818 - an end, which is no error if it comes on all ranks
+    """The data iterator of this rank has ended. It is never seen outside."""
+
+
 class PeerFailed(Exception):  # noqa: N818 - it passes on the news, and is never seen outside
     """Another rank says that the step failed."""
 

@@ -1,44 +1,42 @@
 """`Pipeline`: runs any valid schedule on real processes."""
 
-import hashlib
-import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from statistics import median
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_groups import agree, backend_of, check_alike
+from par_groups import backend_of
 
-from .._errors import Failure, PeerFailed, PipelineError
+from .._errors import DataEnded, Failure, PeerFailed, PipelineError
 from .._program import LOSS, WELL, Program, compile_program, sum_message
 from .._structure import flatten
 from ..analysis.timeline import Timeline
-from ..schedules.actions import WEIGHT_GRAD
 from ..schedules.schedule import Schedule
 from ..schedules.walk import Event
 from ..wire.lanes import MakeLanes, make_lanes
 from ..wire.message import NOTHING
 from ..wire.wire import WaitFor, Wire
+from .agreement import Said, agree_on_loss, check, digest, split_stages
 from .clock import clock_of
 from .feed import Weight, make_feed, shares
 from .gradient_sync import GradientSync
 from .local_stage import LocalStage, across_border
 from .microbatches import Split, merge, split_rows
 from .offload import Activations, Offload
+from .options import PipelineOptions, SplitWhere
 from .run import Equipment, Loss, Recorded, Run
 from .shared import Cuts, Shared
-from .weight_gradients import SplitBackward, unsplittable
+from .weight_gradients import SplitBackward
 
-SplitWhere = Literal["required", "where possible"]
+Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""The positional arguments of a step, its keyword arguments and its target."""
 
 
 class Result(NamedTuple):
@@ -52,44 +50,6 @@ class Result(NamedTuple):
 
     loss: Tensor | None
     outputs: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """The keywords of `Pipeline`, checked, as one value: `pipeline.options`. `Pipeline` says what each of them means.
-
-    Raises:
-        ValueError: A timeout or a number of bytes is not positive, or `border_dtype` is not floating point.
-        TypeError: The shared parameters are no sequence.
-    """
-
-    loss_fn: Loss | None = None
-    split: Split = split_rows
-    weight: Weight | None = None
-    weight_group: dist.ProcessGroup | None = None
-    shared: Sequence[Shared] = ()
-    offload: Offload | None = None
-    broadcast_loss: bool = False
-    complete: Callable[[int], None] | None = None
-    border_dtype: torch.dtype | None = None
-    ahead: int = 1 << 28
-    timeout: float = 600.0
-    split_backward: SplitWhere = "required"
-    lanes: MakeLanes = make_lanes
-
-    def __post_init__(self) -> None:
-        if not (0 < self.timeout < math.inf and self.ahead > 0):
-            raise ValueError(f"timeout is {self.timeout} s and ahead {self.ahead} bytes; give positive numbers")
-        if not isinstance(self.shared, Sequence):
-            raise TypeError(f"shared is a {type(self.shared).__name__}; give a list of Shared")
-        stranger = next((each for each in self.shared if not isinstance(each, Shared)), None)
-        if stranger is not None:
-            raise TypeError(f"shared has a {type(stranger).__name__} in it; give a list of Shared")
-        if self.split_backward not in get_args(SplitWhere):
-            raise ValueError(f"split_backward is {self.split_backward!r}; give 'required' or 'where possible'")
-        dtype = self.border_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"border_dtype is {self.border_dtype}; give a floating-point dtype such as torch.bfloat16")
 
 
 class Pipeline:
@@ -170,18 +130,18 @@ class Pipeline:
                 lanes=lanes,
             )
             modules = [stages] if isinstance(stages, nn.Module) else list(stages)
-            self.stages = dict(zip(_check(modules, schedule, group, self.rank), modules, strict=True))
-            splittable = _split_stages(self.stages, schedule, self.rank, split_backward)
+            self.stages = dict(zip(check(modules, schedule, group, self.rank), modules, strict=True))
+            splittable = split_stages(self.stages, schedule, self.rank, split_backward)
             syncs = {number: GradientSync(module) for number, module in self.stages.items()}
             said = Said(
-                digest=_digest(schedule),
+                digest=digest(schedule),
                 has_loss=loss_fn is not None,
                 broadcasts_loss=broadcast_loss,
                 holders=tuple(each.holders_in(group) for each in shared),
             )
         except Exception as error:  # of any type: the others wait for this rank
             problem = error
-        have_loss = _agree(problem, said, group)
+        have_loss = agree_on_loss(problem, said, group)
         last = schedule.stages - 1
         self._has_loss = have_loss[schedule.rank_of(last)]
         self._equipment = Equipment(
@@ -204,6 +164,7 @@ class Pipeline:
         self._programs: dict[bool, Program] = {}
         self._recorded: list[Recorded] = []
         self._failed = self._closed = False
+        self._is_spent = False  # whether the connections have told of the end of the data, and are to be made anew
 
     def __enter__(self) -> Self:
         return self
@@ -238,6 +199,10 @@ class Pipeline:
             RuntimeError: The step is called under torch.inference_mode().
             PipelineError: A stage has raised, or a rank is gone; on every rank.
         """
+        self._check_training()
+        return self._run(lambda: (inputs, kwargs, target), training=True, keep_outputs=return_outputs)
+
+    def _check_training(self) -> None:
         if not self._has_loss:
             raise ValueError(
                 "step() needs a loss_fn, and the rank with the last stage has none; give Pipeline(..., loss_fn=...), "
@@ -247,7 +212,6 @@ class Pipeline:
             raise RuntimeError(
                 "step() under torch.inference_mode() would train nothing; call it outside, or call evaluate()"
             )
-        return self._run((inputs, kwargs, target), training=True, keep_outputs=return_outputs)
 
     def evaluate(self, *inputs: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> Result:
         """Forward of one batch alone, without gradients. The modules' mode is left as it is.
@@ -262,7 +226,7 @@ class Pipeline:
             ValueError, TypeError: The batch cannot be split; on every rank.
             PipelineError: A stage has raised, or a rank is gone; on every rank.
         """
-        return self._run((inputs, kwargs, target), training=False, keep_outputs=return_outputs)
+        return self._run(lambda: (inputs, kwargs, target), training=False, keep_outputs=return_outputs)
 
     def forward_backward_step(
         self,
@@ -282,12 +246,26 @@ class Pipeline:
 
         Returns:
             Outputs, target and loss, where the last stage is; None where it is not, and for what was not asked for.
+
+        Raises:
+            StopIteration: The iterators of all ranks have ended.
+            PipelineError: The iterators of some ranks have ended, or one has raised; on every rank. Otherwise as
+                `step`.
         """
-        batch = next(data_iter)
-        inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, batch)
-        args = inputs if type(inputs) is tuple else (inputs,)
-        run = self.evaluate if forward_only else self.step
-        loss, outputs = run(*args, target=target, return_outputs=return_outputs)
+        target: Any = None
+
+        def fetch() -> Batch:
+            nonlocal target
+            try:
+                batch = next(data_iter)
+            except StopIteration:
+                raise DataEnded from None
+            inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, batch)
+            return inputs if type(inputs) is tuple else (inputs,), {}, target
+
+        if not forward_only:
+            self._check_training()
+        loss, outputs = self._run(fetch, training=not forward_only, keep_outputs=return_outputs)
         return outputs, target if self.is_last else None, loss if return_loss else None
 
     def timeline(self) -> Timeline:
@@ -328,7 +306,7 @@ class Pipeline:
         except ConnectionError as error:
             raise PipelineError(str(error)) from error
         self._forget()
-        self._failed = False
+        self._failed = self._is_spent = False
 
     def close(self) -> None:
         """Releases the connections, as does the end of a `with` block. It waits for no other rank.
@@ -352,10 +330,12 @@ class Pipeline:
             stage.reset()
         self._equipment.activations.reset()
 
-    def _run(self, batch: tuple[Any, Any, Any], *, training: bool, keep_outputs: bool) -> Result:
+    def _run(self, fetch: Callable[[], Batch], *, training: bool, keep_outputs: bool) -> Result:
         self._check_open()
         if self._failed:
             raise PipelineError("the step before failed; call reset() on all ranks first")
+        if self._is_spent:
+            self.reset(timeout=self.options.timeout)
         if training not in self._programs:
             self._programs[training] = compile_program(
                 self.schedule,
@@ -368,14 +348,15 @@ class Pipeline:
         run = Run(equipment=self._equipment, program=program, training=training, keep_outputs=keep_outputs)
         try:
             self._equipment.wire.begin(program)
-            return self._execute(run, *batch)
+            return self._execute(run, fetch)
         except BaseException as error:
             self._fail(run, error)
             raise
 
-    def _execute(self, run: Run, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Result:
+    def _execute(self, run: Run, fetch: Callable[[], Batch]) -> Result:
         """Runs a step to its end: whatever fails here, the other ranks hear of it."""
         options, microbatches = self.options, self.schedule.microbatches
+        inputs, kwargs, target = fetch()
         if run.training:
             for shared in options.shared:
                 shared.begin_step()
@@ -415,10 +396,37 @@ class Pipeline:
         run.forget()
         self._forget()  # what waits for a backward: what the others still send may need its memory
         self._equipment.wire.fail(run.program, failure)
+        self._compare_ends(failure, has_ended=isinstance(error, DataEnded))
         if isinstance(error, PeerFailed):
             raise failure.error() from None
         if isinstance(error, Exception):
             raise failure.error() from error
+
+    def _compare_ends(self, failure: Failure, *, has_ended: bool) -> None:
+        """Where the data of a rank has ended, finds out whether that of all has, which is no failure.
+
+        A rank that fails otherwise says so too, without waiting, as others may wait for its word.
+
+        Args:
+            failure: What this rank knows of.
+            has_ended: Whether this rank's own data has ended.
+
+        Raises:
+            StopIteration: The data of all ranks has ended; the next step makes new connections.
+            PipelineError: That of some has.
+        """
+        ranks = range(dist.get_world_size(self.group))
+        asks = failure.kind == DataEnded.__name__
+        ended = self._equipment.wire.who_says_so(has_ended, waits=asks)
+        if asks and ended == list(ranks):
+            self._failed, self._is_spent = False, len(ranks) > 1
+            raise StopIteration from None
+        if asks:
+            others = [rank for rank in ranks if rank not in ended]
+            raise PipelineError(
+                f"the data of ranks {ended} of the pipeline has ended, that of ranks {others} has not; give all ranks "
+                "as many batches. Call reset() on all ranks before the next step"
+            ) from None
 
     def _exchange(
         self, number: int, cuts: Cuts | None, mine: list[Tensor]
@@ -460,91 +468,6 @@ class Pipeline:
         value = torch.empty((), dtype=word, device=device) if loss is None else loss.to(device)
         dist.broadcast(value, group=self.group, group_src=root)
         return value
-
-
-def _check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, rank: int) -> tuple[int, ...]:
-    """Checks what a pipeline is made of. Returns the numbers of this rank's stages."""
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule is {schedule!r}; give a Schedule, such as one_f_one_b(ranks, microbatches)")
-    ranks = dist.get_world_size(group)
-    if len(schedule.ranks) != ranks:
-        raise ValueError(
-            f"the schedule is for {len(schedule.ranks)} ranks, the group has {ranks}; make a schedule for {ranks}"
-        )
-    numbers = schedule.stage_of(rank)
-    if len(modules) != len(numbers):
-        raise ValueError(
-            f"the schedule gives rank {rank} the stages {list(numbers)}, but it was given {len(modules)} modules; give "
-            "one for each, ascending"
-        )
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"a stage is a {type(module).__name__}; give an nn.Module, such as build_stage(...)")
-    schedule.validate()
-    return numbers
-
-
-def _split_stages(
-    stages: Mapping[int, nn.Module], schedule: Schedule, rank: int, where: SplitWhere
-) -> dict[int, nn.Module]:
-    """The stages of this rank whose backward is split.
-
-    Raises:
-        ValueError: The schedule splits the backward of a stage for which that is impossible.
-    """
-    asked = sorted({action.stage for action in schedule.ranks[rank] if action.op == WEIGHT_GRAD})
-    obstacles = {number: unsplittable(stages[number]) for number in asked}
-    for number, obstacle in obstacles.items():
-        if obstacle is None:
-            continue
-        told = f"the schedule splits the backward of stage {number}, which cannot be split: {obstacle}"
-        if where == "required":
-            raise ValueError(
-                f"{told}; use a schedule of whole backwards, such as '1f1b', or split_backward='where possible', with "
-                "which this stage runs its backward whole"
-            )
-        warnings.warn(f"{told}; its weight gradients are computed in the first half", stacklevel=3)
-    return {number: stages[number] for number in asked if obstacles[number] is None}
-
-
-def _digest(schedule: Schedule) -> str:
-    """A schedule in a few characters, to compare it between ranks."""
-    text = repr([[str(action) for action in actions] for actions in schedule.ranks])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-class Said(NamedTuple):
-    """What the ranks of a pipeline tell each other when it is made.
-
-    Args:
-        digest: The schedule, in a few characters.
-        has_loss: Whether the rank has a loss function.
-        broadcasts_loss: Whether every rank is to get the loss.
-        holders: For each `Shared`, the ranks whose gradients are summed.
-    """
-
-    digest: str
-    has_loss: bool
-    broadcasts_loss: bool
-    holders: tuple[tuple[int, ...], ...]
-
-
-def _agree(problem: Exception | None, said: Said, group: dist.ProcessGroup) -> list[bool]:
-    """Raises on every rank if any has a problem, or if they differ. All-gather of small objects.
-
-    Returns:
-        For each rank, whether it has a loss function.
-    """
-    by_rank = agree(problem, said, group)
-    first = next(iter(by_rank))
-    different = [rank for rank, theirs in by_rank.items() if theirs.digest != by_rank[first].digest]
-    if different:
-        raise ValueError(f"ranks {different} have another schedule than rank {first}; make the same one on all ranks")
-    shown = {rank: theirs.broadcasts_loss for rank, theirs in by_rank.items()}
-    check_alike(shown, "values of broadcast_loss", remedy="give all ranks the same")
-    held = {rank: theirs.holders for rank, theirs in by_rank.items()}
-    check_alike(held, "shared parameters (the ranks that hold each)", remedy="give shared=[...] on all ranks")
-    return [theirs.has_loss for theirs in by_rank.values()]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

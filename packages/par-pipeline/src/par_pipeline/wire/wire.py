@@ -83,6 +83,18 @@ class Wire:
             self._lanes.abort()
             self._lanes = None
 
+    def who_says_so(self, word: bool, *, waits: bool) -> list[int]:
+        """Tells the other ranks yes or no after a failure, which all of them hear of.
+
+        Args:
+            word: What this rank says.
+            waits: Whether to wait for the words of the others; else nobody's is returned.
+
+        Returns:
+            The ranks that say yes within the timeout, ascending.
+        """
+        return self._meeting.who_says_so(word, self._timeout if waits else None)
+
     def begin(self, program: Program) -> None:
         """Begins a step.
 

@@ -1,0 +1,101 @@
+"""What a pipeline is made of, looked at on each rank, and compared between them before anything is connected."""
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from par_groups import agree, check_alike
+
+from ..schedules.actions import WEIGHT_GRAD
+from ..schedules.schedule import Schedule
+from .options import SplitWhere
+from .weight_gradients import unsplittable
+
+
+def check(modules: Sequence[nn.Module], schedule: Schedule, group: dist.ProcessGroup, rank: int) -> tuple[int, ...]:
+    """Checks what a pipeline is made of. Returns the numbers of this rank's stages."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is {schedule!r}; give a Schedule, such as one_f_one_b(ranks, microbatches)")
+    ranks = dist.get_world_size(group)
+    if len(schedule.ranks) != ranks:
+        raise ValueError(
+            f"the schedule is for {len(schedule.ranks)} ranks, the group has {ranks}; make a schedule for {ranks}"
+        )
+    numbers = schedule.stage_of(rank)
+    if len(modules) != len(numbers):
+        raise ValueError(
+            f"the schedule gives rank {rank} the stages {list(numbers)}, but it was given {len(modules)} modules; give "
+            "one for each, ascending"
+        )
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"a stage is a {type(module).__name__}; give an nn.Module, such as build_stage(...)")
+    schedule.validate()
+    return numbers
+
+
+def split_stages(
+    stages: Mapping[int, nn.Module], schedule: Schedule, rank: int, where: SplitWhere
+) -> dict[int, nn.Module]:
+    """The stages of this rank whose backward is split.
+
+    Raises:
+        ValueError: The schedule splits the backward of a stage for which that is impossible.
+    """
+    asked = sorted({action.stage for action in schedule.ranks[rank] if action.op == WEIGHT_GRAD})
+    obstacles = {number: unsplittable(stages[number]) for number in asked}
+    for number, obstacle in obstacles.items():
+        if obstacle is None:
+            continue
+        told = f"the schedule splits the backward of stage {number}, which cannot be split: {obstacle}"
+        if where == "required":
+            raise ValueError(
+                f"{told}; use a schedule of whole backwards, such as '1f1b', or split_backward='where possible', with "
+                "which this stage runs its backward whole"
+            )
+        warnings.warn(f"{told}; its weight gradients are computed in the first half", stacklevel=3)
+    return {number: stages[number] for number in asked if obstacles[number] is None}
+
+
+def digest(schedule: Schedule) -> str:
+    """A schedule in a few characters, to compare it between ranks."""
+    text = repr([[str(action) for action in actions] for actions in schedule.ranks])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Said(NamedTuple):
+    """What the ranks of a pipeline tell each other when it is made.
+
+    Args:
+        digest: The schedule, in a few characters.
+        has_loss: Whether the rank has a loss function.
+        broadcasts_loss: Whether every rank is to get the loss.
+        holders: For each `Shared`, the ranks whose gradients are summed.
+    """
+
+    digest: str
+    has_loss: bool
+    broadcasts_loss: bool
+    holders: tuple[tuple[int, ...], ...]
+
+
+def agree_on_loss(problem: Exception | None, said: Said, group: dist.ProcessGroup) -> list[bool]:
+    """Raises on every rank if any has a problem, or if they differ. All-gather of small objects.
+
+    Returns:
+        For each rank, whether it has a loss function.
+    """
+    by_rank = agree(problem, said, group)
+    first = next(iter(by_rank))
+    different = [rank for rank, theirs in by_rank.items() if theirs.digest != by_rank[first].digest]
+    if different:
+        raise ValueError(f"ranks {different} have another schedule than rank {first}; make the same one on all ranks")
+    shown = {rank: theirs.broadcasts_loss for rank, theirs in by_rank.items()}
+    check_alike(shown, "values of broadcast_loss", remedy="give all ranks the same")
+    held = {rank: theirs.holders for rank, theirs in by_rank.items()}
+    check_alike(held, "shared parameters (the ranks that hold each)", remedy="give shared=[...] on all ranks")
+    return [theirs.has_loss for theirs in by_rank.values()]
