@@ -1,3 +1,5 @@
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ def test_what_is_used_of_a_running_world_is_there():
     assert _torch_private.number_of_groups() == before + 1
     dist.destroy_process_group(group)
     assert _torch_private.number_of_groups() == before
+    assert _torch_private.timeout_of(dist.new_group([0, 1], timedelta(seconds=7)), torch.device("cpu")).seconds == 7
 
 
 def test_a_strided_shard_has_a_factor_and_others_have_none():

@@ -1,5 +1,6 @@
 """What this package uses of torch that has no public name: the first file to look at when torch moves."""
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -16,6 +17,16 @@ def can_split(group: dist.ProcessGroup, device: "torch.device") -> bool:
     raises where the backend cannot do it.
     """
     return bool(group._get_backend(device).supports_splitting)
+
+
+def timeout_of(group: dist.ProcessGroup, device: "torch.device") -> timedelta | None:
+    """How long a collective of a group may take; None if its backend for a kind of device does not say.
+
+    `ProcessGroup._get_backend` and its `options._timeout`, in torch 2.11 to 2.13. `new_group` takes torch's own timeout
+    by default, not that of the world.
+    """
+    timeout: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return timeout
 
 
 def number_of_groups() -> int:

@@ -1,4 +1,6 @@
 import os
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -7,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-from par_groups import launch
+from par_groups import ProcessGroups, Topology, launch
 from par_groups.live import launch as _launch
 
 
@@ -88,13 +90,93 @@ def test_ranks_meet_in_few_round_trips(extended, stale):
         assert store.trips < ranks
 
 
-def test_ranks_that_do_not_come_are_named():
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr(_launch, "_TO_HEAR", timedelta(seconds=0.05))
     store = CountingStore(seconds=0.05)
     store.inner.set("par_groups/question/2", "old")
-    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come to the meeting"):
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come to the meeting of all ranks within 0.05 s"):
         _launch._prefix_of_start(store, 0, 3)
-    with pytest.raises(TimeoutError, match="rank 1 has not come to the meeting of all ranks; look at the logs"):
+    with pytest.raises(
+        TimeoutError, match=r"rank 1 has not come to the meeting of all ranks within .* look at the logs"
+    ):
         _launch._prefix_of_start(store, 0, 2)
+
+
+def start_without_torchrun(port):
+    """As ranks are started by hand: rank 0 keeps the store."""
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        del os.environ[name]
+    os.environ["MASTER_PORT"] = str(port)
+    return int(os.environ["RANK"])
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.ranks(3, init=False, timeout=30)
+def test_every_rank_that_comes_names_those_that_do_not(free_port):
+    for by_hand in (False, True):
+        if by_hand:
+            start_without_torchrun(free_port)
+        if os.environ["RANK"] == "2":
+            continue
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match="rank 2 has not come to the meeting of all ranks within 2 s; look at"):
+            launch(timeout=2)
+        assert time.monotonic() - start < 5
+        assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(2, init=False, timeout=30)
+def test_a_first_rank_that_does_not_come_is_named(free_port):
+    if os.environ["RANK"] == "0":
+        return
+    with pytest.raises(TimeoutError, match=r"rank 1 has waited 1 s for rank 0 to say that all 2 ranks have come"):
+        launch(timeout=1)
+    start_without_torchrun(free_port)
+    with pytest.raises(TimeoutError, match=rf"rank 1 of 2 has found nobody at 127.0.0.1:{free_port} within 1 s"):
+        launch(timeout=1)
+    os.environ["MASTER_ADDR"] = "no-such-host.invalid"
+    with pytest.raises(ValueError, match=r"rank 1 cannot find the host 'no-such-host.invalid' .*; set MASTER_ADDR to"):
+        launch()
+
+
+@pytest.mark.ranks(2, init=False, timeout=30)
+def test_ranks_that_were_started_by_hand_meet_again_and_again(free_port):
+    rank = start_without_torchrun(free_port)
+    for _ in range(2):
+        with launch("gloo", timeout=20) as environment:
+            assert (environment.rank, environment.launcher) == (rank, "torchrun")
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            assert value.item() == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL has a GPU here")
+@pytest.mark.ranks(2, init=False, timeout=10)
+def test_nccl_without_a_gpu_is_refused_before_anything_hangs():
+    rank = os.environ["RANK"]
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        with pytest.raises(
+            ValueError, match=f"backend is '{backend}', but rank {rank} has no GPU.* pass backend='gloo'"
+        ):
+            launch(backend)
+    with launch(), pytest.raises(ValueError, match=f"backend is 'nccl', but rank {rank} has no GPU"):
+        ProcessGroups(Topology({"data": 2}), backend="nccl")
+
+
+def test_nccl_for_tensors_on_the_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for good in ("gloo", "cpu:gloo,cuda:nccl"):
+        _launch.check_nccl(good, torch.device("cpu"), 3)
+    _launch.check_nccl("nccl", torch.device("cuda", 1), 3)
+    with pytest.raises(
+        ValueError, match=r"'nccl', which sends tensors on GPUs alone, but the device of rank 3 is 'cpu'"
+    ):
+        _launch.check_nccl("nccl", torch.device("cpu"), 3)
 
 
 @pytest.mark.ranks(2)

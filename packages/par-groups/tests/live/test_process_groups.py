@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from par_groups import Channels, ProcessGroups, Split, Topology, register_mode
+from par_groups import Channels, ProcessGroups, Split, Topology, launch, register_mode
+from par_groups._torch_private import timeout_of
 from par_groups.live import process_groups as _process_groups
 
 
@@ -44,6 +45,16 @@ def test_every_axis_and_product_has_a_working_group_of_the_right_ranks():
                 assert dist.get_rank(groups[axes]) == groups.rank(axes)
                 assert dist.get_world_size(groups[axes]) == groups.size(axes)
                 assert summed(groups[axes]) == sum(expected)
+
+
+@pytest.mark.ranks(4, init=False)
+def test_groups_have_the_timeout_of_the_world_or_their_own():
+    topology, cpu = Topology.from_config({"pipeline": 2}, 4), torch.device("cpu")
+    with launch(timeout=23):
+        for given, seconds in ((None, 23), (7, 7)):
+            with ProcessGroups(topology, timeout=given) as groups:
+                for axes in ("data", "pipeline"):
+                    assert timeout_of(groups[axes], cpu).seconds == seconds
 
 
 @pytest.mark.ranks(4)

@@ -1,8 +1,10 @@
 """Starting torch.distributed from what a launcher left in the environment."""
 
 import os
+import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -12,6 +14,15 @@ import torch
 import torch.distributed as dist
 
 from .environment import Launch, read_environment
+
+_LONGEST = timedelta(minutes=30)
+"""How long ranks wait for each other at first, unless they are told; as long as torch's own meeting takes."""
+
+_MISSING = "missing: "
+"""How the answer begins that rank 0 gives when it waits no longer."""
+
+_TO_HEAR = timedelta(seconds=2)
+"""How long rank 0 then waits for those that have come to say so, and to hear who has not: it may keep the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +87,8 @@ def launch(
     Args:
         backend: What torch.distributed runs on; default: gloo for tensors on the CPU, and NCCL (or what the accelerator
             has) for those on the accelerator.
-        timeout: How long a collective may take, in seconds or as a timedelta; default: torch's own.
+        timeout: How long a collective may take, and the meeting of all ranks at first, in seconds or as a timedelta;
+            default: torch's own for collectives, 30 minutes for the meeting, under torchrun 5.
         device: Where this rank computes; default: the accelerator of the local rank, else the CPU.
         rank: The global rank; with `world_size` it takes the place of what the launcher says.
         world_size: The number of ranks.
@@ -88,8 +100,9 @@ def launch(
         Who this rank is. As a context manager it ends torch.distributed, if this call has started it.
 
     Raises:
-        ValueError: A variable is missing or malformed (the message names it), or the local rank has no device.
-        TimeoutError: Another rank does not come to the meeting.
+        ValueError: A variable is missing or malformed (the message names it), the local rank has no device, the backend
+            is NCCL where there is no GPU, or the address is no host's.
+        TimeoutError: Other ranks do not come to the meeting; every rank that has come names them, or rank 0.
 
     Example:
         with launch() as environment:
@@ -104,13 +117,15 @@ def launch(
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen)
     backend = backend or default_backend(chosen)
+    check_nccl(backend, chosen, place.rank)
+    longest = as_timedelta(timeout)
     dist.init_process_group(
         backend,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=as_timedelta(timeout),
+        timeout=longest,
         device_id=chosen if chosen.type != "cpu" else None,
-        **_meeting_point(place),
+        store=_meeting_point(place, longest),
     )
     return Environment(
         rank=place.rank,
@@ -151,21 +166,66 @@ def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
     return span
 
 
-def _meeting_point(place: Launch) -> dict[str, Any]:
-    """Where the ranks meet, as init_process_group wants it. A world of one needs no port."""
-    if place.launcher == "torchrun":
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return {"store": _store_of_agent(place)} if shared else {"init_method": "env://"}
-    if place.world_size == 1:
-        return {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch exports it late
-    return {"init_method": f"tcp://{place.address}:{place.port}"}
+def check_nccl(backend: str, device: torch.device, rank: int) -> None:
+    """Raises ValueError if a backend is NCCL and this rank has no GPU, or its tensors lie on the CPU."""
+    for part in backend.split(","):
+        kind, _, name = part.rpartition(":")
+        if name != "nccl":
+            continue
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"backend is {backend!r}, but rank {rank} has no GPU that CUDA can use; pass backend='gloo', or start "
+                "this rank on a machine with GPUs"
+            )
+        if not kind and device.type == "cpu":
+            raise ValueError(
+                f"backend is {backend!r}, which sends tensors on GPUs alone, but the device of rank {rank} is "
+                f"{device.type!r}; pass backend='gloo', or device='cuda'"
+            )
 
 
-def _store_of_agent(place: Launch) -> Any:
-    """The store that torchrun keeps, below a prefix that belongs to this start of the ranks alone."""
-    store: Any = dist.TCPStore(place.address, place.port, place.world_size, is_master=False)  # type: ignore[attr-defined]
+def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
+    """The store through which the ranks meet, when all of them have come. A world of one needs no port."""
+    if place.world_size == 1 and place.launcher != "torchrun":
+        return dist.HashStore()  # type: ignore[attr-defined]  # torch exports it late
+    keeps_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun, which has met by itself
+    longest = timeout or (timedelta(minutes=5) if keeps_one else _LONGEST)
+    store = _connected(place, longest, listens=place.rank == 0 and not keeps_one)
     prefix = _prefix_of_start(store, place.rank, place.world_size)
     return dist.PrefixStore(f"par_groups/start-{prefix}", store)  # type: ignore[attr-defined]
+
+
+def _connected(place: Launch, timeout: timedelta, *, listens: bool) -> Any:
+    """The store at the address of rank 0.
+
+    Args:
+        place: This process's place in the world.
+        timeout: The longest wait for whoever keeps the store, and for what others put there.
+        listens: Whether this rank keeps the store.
+
+    Raises:
+        ValueError: The address is no host's.
+        TimeoutError: Nobody answers there.
+    """
+    where = f"{place.address}:{place.port}"
+    try:
+        socket.getaddrinfo(place.address, place.port)  # torch would try again until the timeout
+    except OSError as error:
+        raise ValueError(
+            f"rank {place.rank} cannot find the host {place.address!r} ({error}); set MASTER_ADDR to a name or an "
+            "address of the machine of rank 0 that all machines know"
+        ) from None
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it late
+            place.address, place.port, place.world_size, is_master=listens, timeout=timeout, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        if listens:
+            raise
+        raise TimeoutError(
+            f"rank {place.rank} of {place.world_size} has found nobody at {where} within {timeout.total_seconds():g} "
+            "s, where rank 0 should listen; look at its log, or set MASTER_ADDR and MASTER_PORT"
+        ) from error
 
 
 def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
@@ -187,27 +247,36 @@ def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
         world_size: The number of ranks.
 
     Raises:
-        TimeoutError: On rank 0, another rank does not come; the message names it.
+        TimeoutError: Another rank does not come. Rank 0 names it, and tells those that have come.
     """
     word = uuid.uuid4().hex
+    seconds = store.timeout.total_seconds()
     if rank != 0:
         store.set(f"par_groups/question/{rank}", word)
-        prefix: str = store.get(f"par_groups/answer/{word}").decode()
-        store.set(f"par_groups/received/{prefix}/{rank}", "")
+        try:
+            prefix: str = store.get(f"par_groups/answer/{word}").decode()
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"rank {rank} has waited {seconds:g} s for rank 0 to say that all {world_size} ranks have come to the "
+                "meeting; look at the log of rank 0, which has not come, or names there who is missing"
+            ) from error
+        start = prefix.removeprefix(_MISSING)
+        store.set(f"par_groups/received/{start}/{rank}", "")
+        if start != prefix:
+            verdict = f"par_groups/verdict/{start}"
+            store.wait([verdict], 2 * _TO_HEAR)  # longer than rank 0 waits for others to say that they are here
+            text = store.get(verdict).decode()
+            store.set(f"par_groups/heard/{start}/{rank}", "")
+            raise TimeoutError(text)
         return prefix
     others = range(1, world_size)
     questions = [f"par_groups/question/{other}" for other in others]
     received = [f"par_groups/received/{word}/{other}" for other in others]
     answered: set[str] = set()
-    deadline = time.monotonic() + store.timeout.total_seconds()
+    deadline = time.monotonic() + 0.9 * seconds  # before those that have come give up by themselves
     while not store.check(received):
         if time.monotonic() > deadline:
-            missing = [other for other, key in zip(others, received, strict=True) if not store.check([key])]
-            several = f"ranks {missing[:8]}{' and others' if len(missing) > 8 else ''} have"
-            raise TimeoutError(
-                f"{several if len(missing) > 1 else f'rank {missing[0]} has'} not come to the meeting of all ranks; "
-                "look at the logs of their machines"
-            )
+            raise TimeoutError(_name_missing(store, received, word, seconds))
         if store.check(questions):
             asked = [each.decode() for each in _all_of(store, questions)]
             answers = [f"par_groups/answer/{each}" for each in asked if each not in answered]
@@ -215,6 +284,39 @@ def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
             answered.update(asked)
         time.sleep(0.01)
     return word
+
+
+def _name_missing(store: Any, received: list[str], word: str, seconds: float) -> str:
+    """Finds out which ranks have not come, and tells those that have. At most some seconds.
+
+    That a question is there does not tell, as it may be of an earlier start: who has come answers.
+
+    Args:
+        store: The store that all ranks have.
+        received: What each rank but rank 0 sets once it has its answer.
+        word: Rank 0's word for this start.
+        seconds: How long was waited.
+
+    Returns:
+        The error's text.
+    """
+    key_of = dict(enumerate(received, 1))
+    asked = [rank for rank in key_of if store.check([f"par_groups/question/{rank}"])]
+    words = _all_of(store, [f"par_groups/question/{rank}" for rank in asked])
+    _set_all(store, [f"par_groups/answer/{each.decode()}" for each in words], f"{_MISSING}{word}")
+    with suppress(RuntimeError):  # not all will
+        store.wait([key_of[rank] for rank in asked], _TO_HEAR)
+    here = [key for key in received if store.check([key])]
+    missing = [rank for rank, key in key_of.items() if key not in here]
+    several = f"ranks {missing[:8]}{' and others' if len(missing) > 8 else ''} have"
+    text = (
+        f"{several if len(missing) > 1 else f'rank {missing[0]} has'} not come to the meeting of all ranks within "
+        f"{seconds:g} s; look at the logs of their machines"
+    )
+    store.set(f"par_groups/verdict/{word}", text)
+    with suppress(RuntimeError):  # the store may go with this rank
+        store.wait([key.replace("received", "heard", 1) for key in here], _TO_HEAR)
+    return text
 
 
 def _all_of(store: Any, keys: list[str]) -> list[bytes]:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_private import can_split, number_of_groups
+from .._torch_private import can_split, number_of_groups, timeout_of
 from ..topology.topology import Axes, Axis, Topology
 from .backends import backend_of
-from .launch import accelerator_type, as_timedelta
+from .launch import accelerator_type, as_timedelta, check_nccl
+from .versions import clash, versions
 
 Key = tuple[Axis, ...]
 """Axes in canonical form: equal keys mean equal groups, on every rank."""
@@ -44,14 +45,16 @@ class ProcessGroups:
         topology: The axes and their sizes; the ranks make sure that they have the same before anything else.
         device: Where the collectives run; default: the device that the running backend needs.
         backend: What the new groups run on; default: the backend of the running world.
-        timeout: How long a collective of these groups may take, in seconds or as a timedelta; default: torch's own.
+        timeout: How long a collective of these groups may take, in seconds or as a timedelta; default: that of the
+            running world, which `launch` was told.
         declare: Further groups that are made with the others: products of axes, such as `("data", "sequence")`, and
             `Channels(axes, count)`.
 
     Raises:
         RuntimeError: torch.distributed does not run.
-        ValueError: The topology is not of the world's size, an axis is unknown, or the ranks have different topologies.
-            Every rank raises, and the message says who has what.
+        ValueError: The topology is not of the world's size, an axis is unknown, the ranks have different topologies, or
+            different versions of these packages; every rank raises, and the message says who has what. Or there is no
+            backend for tensors on the device.
 
     Example:
         with launch() as environment, ProcessGroups(topology) as groups:
@@ -72,7 +75,16 @@ class ProcessGroups:
         self.topology = topology
         self.global_rank = dist.get_rank()
         self.device = torch.device(device) if device is not None else default_device()
-        self._backend, self._timeout = backend, as_timedelta(timeout)
+        if backend is not None:
+            check_nccl(backend, self.device, self.global_rank)
+        if backend_of(None, self.device.type) is None:
+            raise ValueError(
+                f"the device of rank {self.global_rank} is {str(self.device)!r}, but torch.distributed runs on "
+                f"{str(dist.get_backend_config())!r}, which has no backend for it; start it with 'gloo', or pass "
+                "another device"
+            )
+        self._backend = backend
+        self._timeout = as_timedelta(timeout) or timeout_of(_world(), self.device)
         self._groups: dict[Key, dist.ProcessGroup] = {}
         self._channels: dict[Key, tuple[dist.ProcessGroup, ...]] = {}
         self._shared_world = backend is None and timeout is None
@@ -271,21 +283,25 @@ def default_device() -> torch.device:
 
 
 def _check_topologies(topology: Topology, declared: Sequence[Axes | Channels], device: torch.device) -> None:
-    """Raises on every rank unless all of them are about to make the same groups.
+    """Raises on every rank unless all of them are about to make the same groups, with packages of the same versions.
 
     An all-reduce of two numbers; only where the ranks differ, an all-gather of small objects says who has what.
     """
     problem = _problem(topology, declared)
-    text = problem or f"{topology.to_json()} {declared!r}"
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+    text, own = problem or f"{topology.to_json()} {declared!r}", versions()
+    digest = int.from_bytes(hashlib.sha256(repr((text, own)).encode()).digest()[:8]) >> 1
     if not _is_same_everywhere(digest, device):
-        texts = [text] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
+        said = [(text, own)] * dist.get_world_size()
+        dist.all_gather_object(said, (text, own))
+        different = clash([theirs for _, theirs in said])
+        if different is not None:
+            raise ValueError(different)
         holders: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(texts):
+        for rank, (theirs, _) in enumerate(said):
             holders.setdefault(theirs, []).append(rank)
         parts = [f"ranks {ranks[:4]}{'...' if len(ranks) > 4 else ''}: {theirs}" for theirs, ranks in holders.items()]
-        raise ValueError("the ranks have different topologies; give all of them the same. " + "; ".join(parts))
+        if len(parts) > 1:
+            raise ValueError("the ranks have different topologies; give all of them the same. " + "; ".join(parts))
     if problem is not None:
         raise ValueError(problem)
 

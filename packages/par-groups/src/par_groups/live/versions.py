@@ -1,0 +1,51 @@
+"""The versions of these packages on a rank, which all ranks must have alike."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+_DISTRIBUTIONS = (
+    "par-groups",
+    "par-layers",
+    "par-pipeline",
+    "par-zero",
+    "par-precision",
+    "par-checkpoint",
+    "par-train",
+)
+
+
+def versions() -> dict[str, str]:
+    """The version of each of these packages that is imported, or else installed, on this rank."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        imported = getattr(sys.modules.get(name.replace("-", "_")), "__version__", None)
+        if (here := imported or _installed(name)) is not None:
+            found[name] = here
+    return found
+
+
+@cache
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def clash(by_rank: Sequence[Mapping[str, str]]) -> str | None:
+    """Says which ranks have different versions of a package; None if none have. Ranks without it do not count. Pure.
+
+    Args:
+        by_rank: What each rank has.
+    """
+    for name in _DISTRIBUTIONS:
+        holders: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(by_rank):
+            if name in theirs:
+                holders.setdefault(theirs[name], []).append(rank)
+        if len(holders) > 1:
+            parts = [f"{here} on ranks {ranks[:4]}{'...' if len(ranks) > 4 else ''}" for here, ranks in holders.items()]
+            return f"the ranks have different versions of {name}: {', '.join(parts)}; install the same one everywhere"
+    return None
