@@ -61,7 +61,8 @@ class GlobalDataLoader:
         self.epoch = 0
         mine = partial(_share_of, replica=replica, replicas=replicas)
         streamed = isinstance(loader.dataset, IterableDataset)
-        self._source = _Streamed(loader, mine, seed) if streamed else _Sampled(loader, mine, seed)
+        source = _Streamed(loader, mine, seed) if streamed else _Sampled(loader, mine, seed)
+        self._source: _Streamed | _Sampled | None = source
         self._batches: Iterator[_Batch] | None = None
 
     def __len__(self) -> int:
@@ -94,13 +95,25 @@ class GlobalDataLoader:
         samples = state["samples"]
         if not isinstance(samples, int) or samples < 0:
             raise ValueError(f"the position is {samples!r} samples; it must be a whole number of at least 0")
-        self.epoch, self._batches = self._source.seek(samples)
+        self.epoch, self._batches = self._opened().seek(samples)
         self.position.samples = samples
+
+    def close(self) -> None:
+        """Ends the workers; a second call does nothing. There are no batches any more, but a position and a length."""
+        self._source = self._batches = None
+
+    def _opened(self) -> "_Streamed | _Sampled":
+        if self._source is None:
+            raise RuntimeError(
+                "this data loader is closed, as is the Strategy that made it; give initialize() another one"
+            )
+        return self._source
 
     def _take(self) -> "_Batch | None":
         """The next batch; between two epochs, None once."""
+        source = self._opened()
         if self._batches is None:
-            self._batches = self._source.open(self.epoch)
+            self._batches = source.open(self.epoch)
         item = next(self._batches, None)
         if item is None:
             self.epoch, self._batches = self.epoch + 1, None

@@ -1,6 +1,6 @@
 """One batch through a model in microbatches: with a pipeline or without, the same loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,12 +52,15 @@ class Execution:
             **options,
         )
 
-    def run(self, batch: Any, criterion: Criterion, *, forward_only: bool, return_outputs: bool) -> tuple[Any, Any]:
+    def run(
+        self, next_batch: Callable[[], Any], criterion: Criterion, *, forward_only: bool, return_outputs: bool
+    ) -> tuple[Any, Any]:
         """The loss of the batch, on all ranks of the pipeline, and the outputs, where the last stage is.
 
         Args:
-            batch: A pair of inputs and target; inputs that are a tuple are several arguments. Anything else, such as
-                a dict, is both.
+            next_batch: Gives the batch, or raises StopIteration; other ranks of the pipeline hear of what it raises. A
+                batch is a pair of inputs and target; inputs that are a tuple are several arguments. Anything else,
+                such as a dict, is both.
             criterion: A function of outputs and target.
             forward_only: Whether to leave out the backward.
             return_outputs: Whether outputs are kept.
@@ -65,9 +68,13 @@ class Execution:
         self._criterion = criterion
         self._weights, self._sum, self._count = [], 0.0, 0.0
         outputs, _, _ = self.pipeline.forward_backward_step(
-            iter([batch]), forward_only=forward_only, return_outputs=return_outputs
+            _Batches(next_batch), forward_only=forward_only, return_outputs=return_outputs
         )
         return self._mean(), outputs
+
+    def close(self) -> None:
+        """Releases the pipeline's connections, and waits for no other rank."""
+        self.pipeline.close()
 
     def _weigh(self, target: Any) -> float:
         """A microbatch weighs its rows: the pipeline multiplies each loss by its part of the sum of all weights.
@@ -114,6 +121,16 @@ class Execution:
             last = self._schedule.rank_of(self._schedule.stages - 1)
             dist.broadcast(mean, group=self._groups["pipeline"], group_src=last)
         return mean
+
+
+class _Batches(Iterator[Any]):
+    """What a function gives, again and again, as an iterator."""
+
+    def __init__(self, next_batch: Callable[[], Any]) -> None:
+        self._next_batch = next_batch
+
+    def __next__(self) -> Any:
+        return self._next_batch()
 
 
 def rows_of(value: Any) -> int:

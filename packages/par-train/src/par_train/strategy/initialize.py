@@ -1,7 +1,7 @@
 """What `Strategy.initialize` does: objects are sorted into pairs, and each pair goes through all plugins in order."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,6 +15,9 @@ from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers
 from .pairs import Pair, find_pairs
 from .plugin import Plugin
 from .setup import Setup
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 _MARK = "par_train"  # on what was initialized
 
@@ -45,7 +48,9 @@ def paired(objects: Sequence[Any]) -> list[Pair]:
     return find_pairs(kinds[nn.Module], kinds[Optimizer], schedulers)
 
 
-def wire(pair: Pair, plugins: Sequence[Plugin], strategy: Setup, after_step: Callable[..., None]) -> dict[int, Any]:
+def wire(
+    pair: Pair, plugins: Sequence[Plugin], strategy: Setup, after_step: Callable[..., None]
+) -> tuple[dict[int, Any], "RemovableHandle | None"]:
     """Takes a pair through all plugins, in place. Collective.
 
     Args:
@@ -55,7 +60,8 @@ def wire(pair: Pair, plugins: Sequence[Plugin], strategy: Setup, after_step: Cal
         after_step: Called after each step of the optimizer.
 
     Returns:
-        What has become of the pair's objects, by the `id` of what was given.
+        What has become of the pair's objects, by the `id` of what was given; and what takes `after_step` away from the
+        optimizer again.
     """
     before = [*pair.models, pair.optimizer, *pair.schedulers]
     model = pair.module
@@ -72,16 +78,17 @@ def wire(pair: Pair, plugins: Sequence[Plugin], strategy: Setup, after_step: Cal
             one.__dict__["no_sync"] = model.__dict__["no_sync"]
     if isinstance(pair.optimizer, MixedOptimizer) and pair.optimizer.scaling.scale is not None:
         pair.schedulers = [pair.optimizer.schedule(scheduler) for scheduler in pair.schedulers]
+    handle = None
     with together("gradient handlers", None):
         if pair.optimizer is not None:
             kinds = kinds_of(strategy.options.gradient_handlers or DEFAULT)
             _complete_before_step(pair.optimizer, make_handlers(kinds, model, pair.optimizer, strategy.groups))
-            pair.optimizer.register_step_post_hook(after_step)
+            handle = pair.optimizer.register_step_post_hook(after_step)
     after = [*pair.models, pair.optimizer, *pair.schedulers]
     for one in (*before, *after):
         if one is not None:
             one.__dict__[_MARK] = True
-    return {id(old): new for old, new in zip(before, after, strict=True)}
+    return {id(old): new for old, new in zip(before, after, strict=True)}, handle
 
 
 def _complete_before_step(optimizer: Optimizer, handlers: Sequence[GradientHandler]) -> None:

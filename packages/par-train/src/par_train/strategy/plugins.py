@@ -92,6 +92,7 @@ class Zero(Plugin):
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """The parameters come to lie in flat buffers."""
         options = strategy.options
+        gathers = strategy.private_group("data") if options.stage == 3 else None
         if optimizer is None:
             packed = {parameter for parameter in model.parameters() if parameter.requires_grad}
         else:
@@ -106,7 +107,7 @@ class Zero(Plugin):
                     tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
         group, share_of = strategy.groups["data"], partial(strategy.groups.topology.index, "data")
-        keywords = {"param_dtype": dtype, "share_of": share_of, **options.zero_keywords}
+        keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **options.zero_keywords}
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
         return shard(model, optimizer, group=group, **keywords)[0]

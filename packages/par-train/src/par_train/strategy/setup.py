@@ -3,8 +3,9 @@
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 
-from par_groups import Environment, ProcessGroups, Topology
+from par_groups import Channels, Environment, ProcessGroups, Topology
 from par_layers import LayerSet, layer_set
 from par_pipeline import Schedule, schedule
 
@@ -32,11 +33,27 @@ class Setup:
     device: torch.device
     schedule: Schedule | None
     plugins: list[Plugin]
+    _owns_groups: bool
+    _private_groups: dict[str, int]
 
     @cached_property
     def layers(self) -> LayerSet:
         """The layers of the tensor mode; those of one device, where there is none."""
         return layer_set("auto", self.groups)
+
+    def private_group(self, axes: str) -> dist.ProcessGroup | None:
+        """Another communicator over `axes`, which nothing else uses and which ends with the strategy. Collective.
+
+        Returns:
+            None where the groups are not this strategy's own, and so end with another one.
+        """
+        if not self._owns_groups:
+            return None
+        if self.groups.size(axes) == 1:
+            return self.groups[axes]
+        count = self._private_groups[axes] = self._private_groups.get(axes, 0) + 1
+        self.groups.add(Channels(axes, count))
+        return self.groups.channels(axes, count)[-1]
 
     @property
     def is_master(self) -> bool:

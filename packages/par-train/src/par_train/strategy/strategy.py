@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -33,6 +33,9 @@ from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Device, Pipelined, Precision, Tied, Zero
 from .setup import Setup, check_layers
 from .stages import Layers, build_stages
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 
 class Strategy(Setup):
@@ -119,7 +122,7 @@ class Strategy(Setup):
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
-            self._owns_groups = groups is None
+            self._owns_groups, self._private_groups = groups is None, {}
             self.groups = groups or started.enter_context(ProcessGroups(topology, device=self.device))
             self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
             started.pop_all()  # they run until close()
@@ -130,7 +133,9 @@ class Strategy(Setup):
         self._executions: dict[nn.Module, Execution] = {}
         self._batches: WeakKeyDictionary[Any, Iterator[Any]] = WeakKeyDictionary()
         self._checked: set[Optimizer] = set()
+        self._hooks: list[RemovableHandle] = []  # on optimizers, which may live longer than this
         self._steps = 0  # optimizer steps, of all optimizers together
+        self._closed = False
 
     def _find_plugins(self) -> list[Plugin]:
         options = self.options
@@ -191,6 +196,7 @@ class Strategy(Setup):
         Raises:
             ValueError, TypeError: What does not fit together, on every rank.
         """
+        self._check_open()
         problem: Exception | None = None
         pairs: list[Pair] = []
         loaders: dict[int, GlobalDataLoader] = {}
@@ -208,7 +214,9 @@ class Strategy(Setup):
         check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
         wired: dict[int, Any] = {}  # what has become of each object, by the id of what was given
         for pair in pairs:
-            wired.update(wire(pair, self.plugins, self, self._after_step))
+            became, hook = wire(pair, self.plugins, self, self._after_step)
+            wired.update(became)
+            self._hooks.extend([] if hook is None else [hook])
         for number, loader in loaders.items():
             wired[number] = loader
             for plugin in self.plugins:
@@ -286,7 +294,10 @@ class Strategy(Setup):
 
         Raises:
             ValueError: A model or an optimizer that is not from here.
-            StopIteration: The iterator has ended.
+            StopIteration: The iterators of all ranks of the pipeline have ended.
+            par_pipeline.PipelineError: A stage or the data has raised on a rank of the pipeline, or the data of some of
+                its ranks alone has ended; on all ranks of this pipeline. Those of other pipelines wait for it in their
+                next reduction, as long as a collective may take: the `timeout` of `par_groups.launch`.
         """
         if not forward_only and not any(model is own for own in self._pair_of(optimizer).models):
             raise ValueError(
@@ -294,10 +305,13 @@ class Strategy(Setup):
                 "initialize() returned together"
             )
         execution = self._execution(model)
-        batch = self._next_batch(data_iter)
-        if any(isinstance(plugin, Device) for plugin in self.plugins):
-            batch = placed(batch, self.device)
-        loss, outputs = execution.run(batch, criterion, forward_only=forward_only, return_outputs=return_outputs)
+        comes_to_device = any(isinstance(plugin, Device) for plugin in self.plugins)
+
+        def next_batch() -> Any:
+            batch = self._next_batch(data_iter)
+            return placed(batch, self.device) if comes_to_device else batch
+
+        loss, outputs = execution.run(next_batch, criterion, forward_only=forward_only, return_outputs=return_outputs)
         if return_loss and return_outputs:
             return loss, outputs
         return loss if return_loss else outputs
@@ -324,6 +338,7 @@ class Strategy(Setup):
         return self._execution(model).pipeline
 
     def _execution(self, model: nn.Module) -> Execution:
+        self._check_open()
         if model not in self._executions:
             pair = next((pair for pair in self._pairs if any(one is model for one in pair.models)), None)
             if pair is None:
@@ -349,6 +364,7 @@ class Strategy(Setup):
             yield
 
     def _pair_of(self, optimizer: Optimizer | None) -> Pair:
+        self._check_open()
         pair = next((pair for pair in self._pairs if pair.optimizer is optimizer), None)
         if pair is None or optimizer is None:
             raise ValueError(f"this {type(optimizer).__name__} is not from initialize(); give what that returned")
@@ -366,6 +382,7 @@ class Strategy(Setup):
             plan: "huggingface" or "torch".
             max_file_size_gb: Largest size of a safetensors file, in gigabytes.
         """
+        self._check_open()
         save_object(self._pairs, obj, path, plan, max_file_size_gb)
 
     def load(self, obj: Any, path: Path, plan: str = "huggingface") -> None:
@@ -376,6 +393,7 @@ class Strategy(Setup):
             path: The folder or the file that `save` was given.
             plan: "huggingface" for a folder, "torch" for a file that `torch.save` or `save` wrote.
         """
+        self._check_open()
         load_object(self._pairs, obj, path, plan)
 
     def checkpoint(
@@ -400,6 +418,7 @@ class Strategy(Setup):
         Returns:
             A handle for each model.
         """
+        self._check_open()
         positions = [{"samples": position.samples} for _, position in self._loaders]
         state = {"steps": self._steps, "loaders": positions}
         keywords = {"async_": async_} if options is None else {"async_": async_, "options": options}
@@ -411,6 +430,7 @@ class Strategy(Setup):
         Args:
             root: The folder that `checkpoint` was given.
         """
+        self._check_open()
         return newest_step(self._pairs, root)
 
     def resume(self, root: Path, *, step: int | None = None) -> int | None:
@@ -426,6 +446,7 @@ class Strategy(Setup):
         Returns:
             The step; None if there is no checkpoint.
         """
+        self._check_open()
         step = newest_step(self._pairs, root) if step is None else step
         if step is not None:
             state = load_run(self._pairs, len(self._loaders), root, step)
@@ -437,10 +458,33 @@ class Strategy(Setup):
         return step
 
     def close(self) -> None:
-        """Ends the groups, and torch.distributed if it was started here; a second call does nothing."""
-        if self._owns_groups:
-            self.groups.destroy()
-        self.environment.close()
+        """Ends what this strategy has started, and lets go of what it was given; a second call does nothing.
+
+        That are the connections of its pipelines, the workers of its data loaders, its groups, and torch.distributed
+        if it was started here. It waits for no other rank. Models keep their parameters, at stage 3 this rank's part of
+        them, but cannot be trained any more.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as last_first:  # the others too, should one fail
+            last_first.callback(self.environment.close)
+            if self._owns_groups:
+                last_first.callback(self.groups.destroy)
+            for reference, _ in self._loaders:
+                if (loader := reference()) is not None:
+                    last_first.callback(loader.close)
+            last_first.callback(self._batches.clear)
+            for execution in self._executions.values():
+                last_first.callback(execution.close)
+            for hook in self._hooks:
+                last_first.callback(hook.remove)
+        for kept in (self._pairs, self._loaders, self._executions, self._checked, self._hooks):
+            kept.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the strategy is closed; make a new Strategy(...), and initialize new objects with it")
 
     def __enter__(self) -> "Strategy":
         return self

@@ -1,0 +1,176 @@
+"""The end of a strategy: nothing of it stays, so that one may live after the other in a process."""
+
+import gc
+import multiprocessing
+import time
+import weakref
+from functools import partial
+from operator import eq
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from par_groups import ProcessGroups, Topology, launch
+from par_testing import for_each, live_bytes
+from par_train import Strategy
+
+OPTIONS = {
+    "a pipeline": {"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
+    "shared optimizer state in bf16": {"zero": 1, "precision": "bf16", "clip_norm": 1.0},
+    "shared parameters": {"zero": 3},
+}
+"""What two ranks are used for."""
+
+
+def make_loader(**keywords):
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 15, generator=generator), torch.randn(24, 7, generator=generator))
+    return DataLoader(data, batch_size=4, **keywords)
+
+
+def train(strategy, steps=2, **keywords):
+    """Some steps, with a data loader that has workers."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(15, 17), nn.GELU(), nn.Linear(17, 7))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = strategy.initialize(model, optimizer, make_loader(num_workers=1, **keywords))
+    losses = []
+    for _ in range(steps):
+        losses.append(strategy.execute_pipeline(loader, model, functional.mse_loss, optimizer).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, (model, optimizer, loader)
+
+
+def counted():
+    """What this process has now: communicators that torch knows, threads, sockets, and processes of its own."""
+    gc.collect()
+    files = (each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return {
+        "communicators": len(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else 0,
+        "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+        "sockets": sum(str(each).startswith("socket:") for each in files),
+        "processes": len(multiprocessing.active_children()),
+    }
+
+
+def wait_for(expected):
+    """What is counted, as soon as it is as expected: threads and connections end a moment later."""
+    deadline = time.monotonic() + 5
+    while (found := counted()) != expected and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+@for_each(name=OPTIONS)
+@pytest.mark.ranks(2, timeout=120, backend="gloo")
+def test_strategies_one_after_the_other_leave_nothing(name):
+    losses, alone, first, first_bytes = [], counted(), {}, 0
+    for persistent in (False, True):
+        with Strategy(**OPTIONS[name]) as strategy:
+            found, _ = train(strategy, persistent_workers=persistent)
+            losses.append(found)
+        del strategy, _
+        if len(losses) == 1:  # torch's own threads, such as autograd's, have begun
+            first, first_bytes = counted(), live_bytes()
+            assert (first["communicators"], first["processes"]) == (alone["communicators"], 0)
+        else:
+            assert wait_for(first) == first
+            assert live_bytes(partial(eq, first_bytes)) == first_bytes
+        dist.barrier()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+def test_a_strategy_that_has_started_torch_distributed_ends_it():
+    for name in ("a pipeline", "shared parameters"):
+        with Strategy(**OPTIONS[name]) as strategy:
+            train(strategy)
+        assert not dist.is_initialized()
+
+
+@for_each(name=OPTIONS)
+@pytest.mark.ranks(2, timeout=60)
+def test_a_closed_strategy_lets_go_of_all_and_says_so(name, tmp_path):
+    strategy = Strategy(**OPTIONS[name])
+    _, (model, optimizer, loader) = train(strategy)
+    for _ in range(2):
+        strategy.close()
+    assert not multiprocessing.active_children()
+    for call, arguments in {
+        "initialize": (nn.Linear(1, 1),),
+        "backward": (torch.zeros(()), optimizer),
+        "execute_pipeline": (loader, model, functional.mse_loss, optimizer),
+        "pipeline": (model,),
+        "save": (model, tmp_path),
+        "load": (model, tmp_path),
+        "resume": (tmp_path,),
+        "newest_step": (tmp_path,),
+    }.items():
+        with pytest.raises(RuntimeError, match=r"the strategy is closed; make a new Strategy\(\.\.\.\)"):
+            getattr(strategy, call)(*arguments)
+    with pytest.raises(RuntimeError, match="the strategy is closed"):
+        strategy.checkpoint(tmp_path, step=1)
+    assert (len(loader), loader.samples) == (6, 8)
+    with pytest.raises(RuntimeError, match="this data loader is closed, as is the Strategy that made it; give init"):
+        next(iter(loader))
+    reference = weakref.ref(strategy)
+    del strategy
+    gc.collect()
+    assert reference() is None  # though model, optimizer and loader live on
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_groups_that_were_given_run_on():
+    with ProcessGroups(Topology.from_config({}, 2)) as groups:
+        for _ in range(2):
+            with Strategy(groups=groups, zero=3) as strategy:
+                train(strategy)
+            value = torch.ones(1)
+            dist.all_reduce(value, group=groups["data"])
+            assert value.item() == 2
+
+
+@pytest.mark.ranks(4, init=False, timeout=60)
+def test_a_pipeline_that_fails_is_named_on_its_ranks_and_keeps_replicas_no_longer_than_a_collective_may_take():
+    with launch(timeout=6) as environment:
+        strategy = Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2}, zero=1)
+        model = nn.Sequential(nn.Linear(15, 17), nn.GELU(), nn.Linear(17, 7))
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = next(iter(make_loader()))
+        batches = iter([batch] * (1 if environment.rank == 1 else 2))
+
+        def step():
+            strategy.execute_pipeline(batches, model, functional.mse_loss, optimizer)
+            optimizer.step()
+
+        step()
+        start = time.monotonic()
+        of_this_pipeline = strategy.groups.rank("data") == 0
+        words = r"the data of ranks \[1\] of the pipeline has ended, that of ranks \[0\] has not"
+        if not of_this_pipeline:
+            words = r"[Tt]imed out|[Tt]imeout"
+        with pytest.raises(RuntimeError, match=words):
+            step()
+        assert time.monotonic() - start < (5 if of_this_pipeline else 30)
+        if of_this_pipeline:
+            time.sleep(8)  # it lives on, and others cannot know by its end
+        strategy.close()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_rank_that_leaves_by_an_error_waits_for_nobody():
+    strategy = Strategy(**OPTIONS["a pipeline"])
+    train(strategy)
+    if dist.get_rank() == 1:
+        start = time.monotonic()
+        strategy.__exit__(KeyError, KeyError("mine alone"), None)
+        assert time.monotonic() - start < 5
+    dist.barrier()
+    strategy.close()
