@@ -1,7 +1,6 @@
 """Steps of bf16 weights without masters: equal to the same arithmetic by hand, within their bytes."""
 
 import copy
-import gc
 import math
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from par_precision import mixed, stochastic_round_
 from par_precision.rounding import rounding
 from par_precision.rounding.step import StochasticStep, stochastic_step_
+from par_testing import live_storages
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"first": (15, 17), "second": (123,), "scale": (), "third": (3, 5, 7)}
@@ -138,10 +138,9 @@ def test_parameters_and_gradients_that_are_not_contiguous_step_like_others():
             assert torch.equal(other.state[others[name]][slot], optimizer.state[parameter][slot])
 
 
-def live_bytes():
-    """Of all tensors that were made since `gc.freeze()`."""
-    storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return sum({each._cdata: each.nbytes() for each in storages}.values())
+def live():
+    """Bytes of the tensors that were made since `gc.freeze()`; nothing is collected, which would hide what lives."""
+    return sum(each.nbytes() for each in live_storages().values())
 
 
 class Watching(torch.optim.AdamW):
@@ -149,7 +148,7 @@ class Watching(torch.optim.AdamW):
 
     def step(self, closure=None):
         super().step(closure)
-        self.__dict__.setdefault("seen", []).append(live_bytes())
+        self.__dict__.setdefault("seen", []).append(live())
         self.__dict__.setdefault("sizes", []).append(sum(p.numel() for g in self.param_groups for p in g["params"]))
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
+from par_testing import live_bytes, live_storages
 from par_train.command.plan import configured_job, shape_of
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.jobs.text import Text
@@ -32,18 +32,8 @@ class Run:
     before: dict[int, torch.UntypedStorage]  # what there was without the trainer; kept, so that no address is reused
 
     def wait_for_bytes(self, low, high):
-        """Bytes of all tensors that came with the trainer, as soon as they are within bounds.
-
-        A reading may be too high for a moment: gloo's thread drops the tensor of a collective only when it gets its
-        turn again, which may be after whoever waited for the collective went on. What is still too much after some
-        seconds is kept by somebody.
-        """
-        deadline = time.monotonic() + 5
-        while True:
-            found = sum(each.nbytes() for key, each in live_storages().items() if key not in self.before)
-            if low < found < high or time.monotonic() > deadline:
-                return found
-            time.sleep(0.01)
+        """Bytes of all tensors that came with the trainer, as soon as they are within bounds."""
+        return live_bytes(lambda found: low < found < high, without=self.before)
 
 
 def text():
@@ -59,18 +49,12 @@ def running(parallel, *, model=MODEL, schedule="1f1b", microbatches=0, **changes
     options = Options(model=model, train=TrainOptions(batch_size=8), pipeline=pipeline, **changes)
     made = predict(shape_of(options), topology, configured_job(options, topology), GLOO)
     with ProcessGroups(topology) as groups:
+        gc.collect()
         before = live_storages()
         trainer = Trainer(options, text(), groups, torch.device("cpu"))
         for _ in range(2):
             trainer.advance(0)
         yield Run(trainer, made.ranks[-1 if groups.rank("pipeline") else 0], before)
-
-
-def live_storages():
-    """The storages of all tensors there are, by address."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
 
 
 class SavedPeak:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ._faults import Fault, InjectedFault, fail_at
     from ._for_each import for_each
     from .counting.counting import Collective, Counted, count_collectives
-    from .counting.memory import live_bytes, peak_bytes, saved_bytes
+    from .counting.memory import live_bytes, live_storages, peak_bytes, saved_bytes
     from .counting.modules import modules_called
     from .counting.parity import assert_equal_to_one_device
     from .counting.volume import received_per_rank
@@ -38,6 +38,7 @@ __all__ = [
     "for_each",
     "label",
     "live_bytes",
+    "live_storages",
     "modules_called",
     "peak_bytes",
     "received_per_rank",
@@ -50,7 +51,7 @@ _LATE = {
     "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each",),
-    "counting.memory": ("live_bytes", "peak_bytes", "saved_bytes"),
+    "counting.memory": ("live_bytes", "live_storages", "peak_bytes", "saved_bytes"),
     "counting.modules": ("modules_called",),
     "counting.parity": ("assert_equal_to_one_device",),
     "counting.volume": ("received_per_rank",),

@@ -87,13 +87,13 @@ def _wait_and_run(pipe: Connection, run: Run) -> None:
         launcher = os.getppid()
         os.setsid()  # as the launcher starts its ranks
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        words, environment, blocked = pipe.recv()
-        Path("/proc/self/comm").write_text(f"rank of {launcher}")
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        run(words, environment)
-        code = 0
-    except EOFError:  # the launcher has ended
-        pass
+        order = _order_of(pipe)
+        if order is not None:
+            words, environment, blocked = order
+            Path("/proc/self/comm").write_text(f"rank of {launcher}")
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            run(words, environment)
+            code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:
@@ -102,3 +102,12 @@ def _wait_and_run(pipe: Connection, run: Run) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _order_of(pipe: Connection) -> tuple[Sequence[str], Mapping[str, str], set[int]] | None:
+    """Words, environment variables and blocked signals of a command line; None if the launcher ends without one."""
+    try:
+        words, environment, blocked = pipe.recv()
+    except EOFError:
+        return None
+    return words, environment, blocked

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ def saved_bytes(run: Callable[[], object], ignore: Iterable[Tensor] = ()) -> int
     return total
 
 
-def live_bytes(expected: Callable[[int], bool] = lambda _: True, *, patience: float = 5.0) -> int:
+def live_bytes(
+    expected: Callable[[int], bool] = lambda _: True, *, patience: float = 5.0, without: Container[int] = ()
+) -> int:
     """Bytes of all tensors that Python knows, each storage counted once; sparse and meta ones have none.
 
     Args:
@@ -42,18 +44,26 @@ def live_bytes(expected: Callable[[int], bool] = lambda _: True, *, patience: fl
             gloo's thread drops a finished collective, and with it the tensors that it held, only when the thread gets
             its turn again, so that the first count may have a tensor too many on a busy machine. What leaks never goes.
         patience: After how many seconds the last count is returned, whatever it is.
+        without: Numbers of storages that do not count, such as `live_storages()` of before, which keeps them.
     """
     limit = time.monotonic() + patience
     while True:
         gc.collect()
-        found = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-        tensors = [tensor for tensor in found if tensor.layout is torch.strided and not tensor.is_meta]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-        total: int = sum(storages.values())
+        total = sum(storage.nbytes() for key, storage in live_storages().items() if key not in without)
         if expected(total) or time.monotonic() >= limit:
             return total
-        del found, tensors
         time.sleep(0.01)
+
+
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """The storages of all tensors that Python knows, by a number that each has as long as somebody keeps it.
+
+    Sparse and meta tensors have none. Garbage is not collected before.
+    """
+    found = (item for item in gc.get_objects() if issubclass(type(item), Tensor))
+    tensors = (tensor for tensor in found if tensor.layout is torch.strided and not tensor.is_meta)
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage for storage in storages}
 
 
 def peak_bytes(run: Callable[[], object], expected: float = float("inf"), *, least: int = 4096) -> int:
