@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from .counting.modules import modules_called
     from .counting.parity import assert_equal_to_one_device
     from .counting.volume import received_per_rank
+    from .ranks.outside import on_strict_ranks
     from .strict.clock import Times
     from .strict.operation import label
     from .strict.options import Compute, Links, Strict
     from .strict.player import StrictError, strict_time
     from .strict.step import HostWaitError, step
+    from .strict.streams import virtual_streams
 
 __all__ = [
     "Collective",
@@ -40,11 +42,13 @@ __all__ = [
     "live_bytes",
     "live_storages",
     "modules_called",
+    "on_strict_ranks",
     "peak_bytes",
     "received_per_rank",
     "saved_bytes",
     "step",
     "strict_time",
+    "virtual_streams",
 ]
 
 _LATE = {
@@ -55,11 +59,13 @@ _LATE = {
     "counting.modules": ("modules_called",),
     "counting.parity": ("assert_equal_to_one_device",),
     "counting.volume": ("received_per_rank",),
+    "ranks.outside": ("on_strict_ranks",),
     "strict.operation": ("label",),
     "strict.clock": ("Times",),
     "strict.options": ("Compute", "Links", "Strict"),
     "strict.player": ("StrictError", "strict_time"),
     "strict.step": ("HostWaitError", "step"),
+    "strict.streams": ("virtual_streams",),
 }
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from par_testing import Compute, Links, Strict, strict_time
@@ -28,6 +30,8 @@ PRODUCT = 2 * 8 * 8 * 8 / 1000  # seconds of an 8 x 8 product
         ("all_to_all", range(4), 3 / 4 * 128 / 100 + 3 * 1.0),
         ("broadcast", range(3), 128 / 100 + 2 * 1.0),
         ("all_reduce", (0, 5), 128 / 10 + 2 * 2.0),
+        ("all_gather", (0, 1, 4, 5), 3 / 4 * 512 / (2 * 10) + 2 * 1.0 + 2.0),  # two links between the hosts
+        ("all_gather", range(64), 63 / 64 * 64 * 128 / (4 * 10) + 48 * 1.0 + 15 * 2.0),
         ("all_reduce", (3,), 0.0),
     ],
 )
@@ -39,6 +43,12 @@ def test_what_operations_take(name, members, expected):
 def test_what_a_message_takes():
     part = Part(kind="send", peer=1, elements=SIZE, dtype="float32", tag=0)
     assert seconds_of(Operation(name="send", parts=(part,)), (0, 1), LINKS) == pytest.approx(1.28 + 1.0, rel=1e-12)
+
+
+def test_what_a_batch_sends_and_receives_is_on_its_way_at_the_same_time():
+    ways = [("send", SIZE), ("recv", SIZE // 2), ("send", SIZE)]
+    parts = tuple(Part(kind=kind, peer=1, elements=size, dtype="float32", tag=0) for kind, size in ways)
+    assert seconds_of(Operation(name="batch", parts=parts), (0, 1), LINKS) == pytest.approx(2.56 + 1.0, rel=1e-12)
 
 
 def product():
@@ -97,10 +107,28 @@ def test_ddp_waits_at_the_end_of_backward():
     strict_time()
     model(torch.ones(8, 8)).sum().backward()
     times = strict_time()
-    print([x for x in times.timeline if x.kind != "compute"])
     products = 3 + 3 + 2  # forward, of weights, of inputs
     assert times.computing == pytest.approx(products * PRODUCT, rel=1e-6)
     assert times.exposed == pytest.approx(3 * 64 * 4 / 100 + 2 * 1.0, rel=1e-6)  # one bucket, ready at the end
+
+
+@pytest.mark.ranks(1, backend="strict", strict=Strict(links=LINKS, compute=SLOW))
+def test_attention_takes_its_products():
+    query = torch.ones(1, 2, 8, 4, requires_grad=True)  # two heads, eight tokens
+    strict_time()
+    mixed = nn.functional.scaled_dot_product_attention(query, query, query)
+    assert strict_time().computing == pytest.approx(2 * 2 * (2 * 8 * 8 * 4) / 1000, rel=1e-9)
+    mixed.sum().backward()
+    assert strict_time().computing == pytest.approx(2 * 5 * (2 * 8 * 8 * 4) / 1000, rel=1e-9)  # scores once more
+
+
+@pytest.mark.ranks(2, backend="strict", strict=Strict(links=LINKS, compute=Compute(flops=1e30, memory=100.0)))
+def test_of_a_dtensor_counts_what_this_rank_has():
+    mesh = init_device_mesh("cpu", (2,))
+    cut = distribute_tensor(torch.ones(SIZE), mesh, [Shard(0)])
+    strict_time()
+    cut.add_(1.0)
+    assert strict_time().computing == pytest.approx(SIZE / 2 * 4 / 100, rel=1e-9)
 
 
 @pytest.mark.ranks(1, backend="strict")
@@ -113,6 +141,7 @@ def test_without_links_no_time_is_reckoned():
     ("make", "words"),
     [
         (lambda: Strict(slots=0), r"Strict\(slots=0\): at least 1"),
+        (lambda: Strict(alike=0), r"Strict\(alike=0\): a process stands for at least 1 rank"),
         (lambda: Strict(draw=3), r'draws nothing with complete="late"; give "drawn"'),
         (lambda: Strict(complete="soon"), r"Strict\(complete='soon'\): give one of 'late', 'early', 'drawn'"),
         (lambda: Strict(compute=Compute()), r"reckons no time without links"),

@@ -3,9 +3,10 @@
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from ..report.outcome import Ending, Outcome
 from ..strict.clock import Meter
 from ..strict.group import register
+from ..strict.options import Strict
 from .isolate import isolate
 from .job import HOST, Job
 from .load import load
@@ -41,7 +43,7 @@ def run_rank(job: Job, pipe: Connection) -> None:
 def _run_body(job: Job) -> Outcome:
     __tracebackhide__ = True
     try:
-        with _player(job):
+        with _backend(job):
             if job.init:
                 _init_process_group(job)
             function, arguments = load(job.body)
@@ -51,14 +53,24 @@ def _run_body(job: Job) -> Outcome:
     return Outcome(rank=job.rank, ending=Ending.PASSED, time=time.monotonic(), headline="returned")
 
 
-@contextmanager
-def _player(job: Job) -> Iterator[None]:
-    """Makes the strict backend known, if the test is to run with it; at the end the referee hears of it."""
+def _backend(job: Job) -> AbstractContextManager[None]:
+    """What a rank's backend needs: nothing, unless it is strict."""
     if job.referee is None or job.strict is None:
-        yield
-        return
-    player = register(job.referee, job.rank, job.strict)
-    clock = player.clock if job.strict.compute is not None else None
+        return nullcontext()
+    return strict_backend(job.referee, job.rank, job.strict)
+
+
+@contextmanager
+def strict_backend(folder: Path, rank: int, strict: Strict) -> Iterator[None]:
+    """Makes the strict backend known in the process of a rank, and lets its clock go on; at the end the referee hears.
+
+    Args:
+        folder: Of the referee.
+        rank: The number of this process.
+        strict: What is enforced.
+    """
+    player = register(folder, rank, strict)
+    clock = player.clock if strict.compute is not None else None
     try:
         with Meter(clock) if clock is not None else nullcontext():
             yield
@@ -85,7 +97,10 @@ def _init_process_group(job: Job) -> None:
         store = FakeStore()
     else:
         store = TCPStore(HOST, job.port, timeout=timeout)
-    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.size, timeout=timeout)
+    alike = 1 if job.strict is None else job.strict.alike
+    dist.init_process_group(
+        job.backend, store=store, rank=job.rank * alike, world_size=job.size * alike, timeout=timeout
+    )
     if job.backend != "fake":
         _wait_for_all(store, job)
 

@@ -8,13 +8,15 @@ issue and wait, and on nothing else: not on this machine, nor on when operations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -87,28 +89,73 @@ class Times:
 def seconds_of(operation: Operation, members: Sequence[int], links: Links) -> float:
     """How long an operation takes once it has begun, as rings and trees do it.
 
+    A ring that joins several ranks of each host goes from host to host over as many links as each host has ranks in it,
+    a part of the data over each. What a batch sends and what it receives are on their way at the same time.
+
     Args:
         operation: As one of its ranks describes it.
         members: The ranks of the world that it joins.
         links: The machine.
     """
-    hosts = {rank // links.ranks_per_host for rank in members}
+    hosts = Counter(rank // links.ranks_per_host for rank in members)
     latency, bandwidth = links.inside if len(hosts) == 1 else links.across
-    ranks = len(members)
     if operation.parts:
-        sizes = [part.elements * itemsize(part.dtype) for part in operation.parts]
-        return sum(sizes) / bandwidth + latency
-    own = sum(elements * itemsize(dtype) for elements, dtype in operation.items)
+        ways = [
+            sum(part.elements * itemsize(part.dtype) for part in operation.parts if part.kind == kind)
+            for kind in ("send", "recv")
+        ]
+        return max(ways) / bandwidth + latency
+    ranks = len(members)
     if ranks == 1:
         return 0.0
-    share = (ranks - 1) / ranks
+    if len(hosts) > 1:
+        bandwidth = min(bandwidth * min(hosts.values()), links.inside[1])
+    own = sum(elements * itemsize(dtype) for elements, dtype in operation.items)
+    share, around = (ranks - 1) / ranks, (ranks - len(hosts)) * links.inside[0] + (len(hosts) - 1) * links.across[0]
     if operation.name == "all_reduce":
-        return 2 * share * own / bandwidth + 2 * (ranks - 1) * latency
+        return 2 * share * own / bandwidth + 2 * around
     if operation.name in ("all_gather", "gather", "scatter"):
-        return share * own * ranks / bandwidth + (ranks - 1) * latency
+        return share * own * ranks / bandwidth + around
     if operation.name in ("reduce_scatter", "all_to_all"):
-        return share * own / bandwidth + (ranks - 1) * latency
+        return share * own / bandwidth + around
     return own / bandwidth + math.ceil(math.log2(ranks)) * latency
+
+
+@dataclass
+class Line:
+    """What one rank does one after the other: all that it computes, or what it puts into one stream.
+
+    Args:
+        kind: The name of the row in which a timeline shows it.
+        now: The time until which it has work, in seconds.
+    """
+
+    kind: str = "compute"
+    now: float = 0.0
+    worked: float = 0.0
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    spans: list[Span] = field(default_factory=list)
+
+    def work(self, name: str, seconds: float) -> None:
+        """An operator takes its time."""
+        if self.spans and self.spans[-1].end == self.now:
+            last = self.spans.pop()  # one stretch, named by what it began with
+            self.spans.append(Span(self.kind, last.name, last.begin, self.now + seconds))
+        else:
+            self.spans.append(Span(self.kind, name, self.now, self.now + seconds))
+        self.now += seconds
+        self.worked += seconds
+
+    def wait(self, end: float, site: str) -> None:
+        """Waits for what ends then."""
+        self.waited[site] += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def forget(self) -> None:
+        """Forgets all but the time."""
+        self.worked = 0.0
+        self.waited.clear()
+        self.spans.clear()
 
 
 @dataclass
@@ -117,33 +164,27 @@ class Clock:
 
     Args:
         compute: What operators take.
+        main: What the rank computes.
+        beside: Other streams, such as those in which a program copies and communicates.
+        current: Gives the line to which work is added: `main`, but inside a stream.
     """
 
     compute: Compute
-    now: float = 0.0
-    computing: float = 0.0
-    exposed: float = 0.0
+    main: Line = field(default_factory=Line)
+    beside: list[Line] = field(default_factory=list)
+    current: Callable[[], Line] | None = None
     _since: float = 0.0
-    _by_site: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _spans: list[Span] = field(default_factory=list)
     _operations: list[Span] = field(default_factory=list)  # which another thread adds
 
-    def work(self, name: str, seconds: float) -> None:
-        """An operator takes its time."""
-        if self._spans and self._spans[-1].kind == "compute" and self._spans[-1].end == self.now:
-            last = self._spans.pop()  # one stretch, named by what it began with
-            self._spans.append(Span("compute", last.name, last.begin, self.now + seconds))
-        else:
-            self._spans.append(Span("compute", name, self.now, self.now + seconds))
-        self.now += seconds
-        self.computing += seconds
+    @property
+    def line(self) -> Line:
+        """The line to which work is added."""
+        return self.main if self.current is None else self.current()
 
-    def wait(self, end: float, site: str) -> None:
-        """Waits for an operation that ends then."""
-        exposed = max(0.0, end - self.now)
-        self.exposed += exposed
-        self._by_site[site] += exposed
-        self.now = max(self.now, end)
+    @property
+    def now(self) -> float:
+        """The time of that line."""
+        return self.line.now
 
     def ran(self, communicator: str, name: str, begin: float, end: float) -> None:
         """An operation has run, between these times."""
@@ -151,18 +192,39 @@ class Clock:
 
     def read(self) -> Times:
         """What has passed since this was last called."""
+        main, lines = self.main, [self.main, *self.beside]
+        spans = [*(span for line in lines for span in line.spans), *self._operations]
         times = Times(
-            total=self.now - self._since,
-            computing=self.computing,
-            exposed=self.exposed,
-            by_site={site: seconds for site, seconds in self._by_site.items() if seconds > 0},
-            timeline=tuple(sorted([*self._spans, *self._operations], key=lambda span: span.begin)),
+            total=main.now - self._since,
+            computing=main.worked,
+            exposed=sum(main.waited.values()),
+            by_site={site: seconds for site, seconds in main.waited.items() if seconds > 0},
+            timeline=tuple(sorted(spans, key=lambda span: span.begin)),
         )
-        self._since, self.computing, self.exposed = self.now, 0.0, 0.0
-        self._by_site.clear()
-        self._spans.clear()
+        self._since = main.now
+        for line in lines:
+            line.forget()
         self._operations.clear()
         return times
+
+
+_aten = torch.ops.aten
+_COUNTED_AS = {  # torch's counter knows neither the CPU's attention nor products that are added in place
+    _aten.addmm_: _aten.addmm,
+    _aten.baddbmm_: _aten.baddbmm,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+_COUNTED = ("aten", "fsdp")  # namespaces of operators that compute or copy
+_FREE = {  # what makes or changes a tensor, and touches no element of it
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten.resize_,
+    _aten.set_,
+}
 
 
 class Meter(TorchDispatchMode):
@@ -175,16 +237,24 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # it comes again, with the part of a DTensor that this rank has
         named = kwargs or {}
         result = func(*args, **named)
-        if func.namespace == "aten" and not func.is_view:
-            self._clock.work(func._opname, self._seconds(func, args, named, result))
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return result  # torch only asks for a shape
+        if func.namespace in _COUNTED and not func.is_view and func._overloadpacket not in _FREE:
+            self._clock.line.work(func._opname, self._seconds(func, args, named, result))
         return result
 
     def _seconds(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> float:
         compute = self._clock.compute
-        count = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        count = flop_registry.get(_COUNTED_AS.get(packet, packet))
         flops = count(*args, **named, out_val=result) if count is not None else 0
+        if func.name() == "fsdp::all_gather_copy_in":  # into a part of a buffer for all ranks
+            inputs: list[Tensor] = args[0]
+            return 2 * sum(tensor.nbytes for tensor in inputs) / compute.memory
         tensors = [leaf for leaf in tree_leaves((args, named, result)) if isinstance(leaf, Tensor)]
         moved = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
         return max(flops / compute.flops, moved / compute.memory)

@@ -33,12 +33,23 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         members: The ranks of the world that it joins, in its order.
         name: Its name, which no other group has.
         player: This rank's line to the referee.
+
+    Raises:
+        StrictError: A rank without a process is like one that is not in the group.
     """
 
     def __init__(self, members: Sequence[int], name: str, player: Player) -> None:
         rank = members.index(player.rank)
         super().__init__(rank, len(members))
         self.members, self._name, self._player = tuple(members), name, player
+        alike = player.strict.alike
+        self._like = tuple(member - member % alike for member in members)  # for each member, whose process it has
+        for member, process in zip(self.members, self._like, strict=True):
+            if process not in self.members:
+                raise StrictError(
+                    f"rank {member} does what rank {process} does (Strict(alike={alike})), which is not in a group of "
+                    f"{list(members)}; let both be in it, or give ranks another order"
+                )
         self._batch: _Batch | None = None
         # What torch asks a backend for, such as the group's name, must come from one; this one refuses to communicate,
         # so what is not overridden here fails.
@@ -70,7 +81,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
         """Every tensor is replaced by that of the root."""
-        tensors, root = _listed(tensors), _root(named.get("root", opts))
+        tensors, root = _listed(tensors), self._root(named.get("root", opts))
         mine = root == self.rank()
         return self._issue(
             "broadcast",
@@ -176,7 +187,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
         """The root's tensor is replaced by the ranks' numbers combined."""
-        tensors, root = _listed(tensors), _root(named.get("root", opts))
+        tensors, root = _listed(tensors), self._root(named.get("root", opts))
         reduction = self._reduction(named.get("op", rest[0] if rest else opts), tensors)
         mine = root == self.rank()
 
@@ -189,7 +200,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
         """The root gets all members' tensors."""
-        inputs, root = _listed(inputs), _root(named.get("root", opts))
+        inputs, root = _listed(inputs), self._root(named.get("root", opts))
         mine = [output for one in _lists(outputs) for output in one] if root == self.rank() else []
 
         def compute(shares: Sequence[Share]) -> list[bytes]:
@@ -199,7 +210,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any, **named: Any) -> StrictWork:
         """Every member gets its part of what the root has."""
-        outputs, root = _listed(outputs), _root(named.get("root", opts))
+        outputs, root = _listed(outputs), self._root(named.get("root", opts))
         own = [part for one in _lists(inputs) for part in one] if root == self.rank() else []
 
         def compute(shares: Sequence[Share]) -> list[bytes]:
@@ -245,6 +256,15 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
     # What they have in common.
 
     @property
+    def _present(self) -> tuple[int, ...]:
+        """The members that have a process, in the order of the group."""
+        return tuple(dict.fromkeys(self._like))
+
+    def _root(self, asked: Any) -> int:
+        """The member that sends or collects, by its place in the group; of those alike, the one with a process."""
+        return self.members.index(self._like[int(getattr(asked, "rootRank", asked))])
+
+    @property
     def _title(self) -> str:
         """How errors name the communicator: the name torch gave it, what the program says it is, and its ranks."""
         description = self.group_desc
@@ -275,11 +295,22 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             **details,
         )
         self._report(name, inputs, outputs)
-        return self._player.issue(self._title, self.members, operation, Buffers(inputs, outputs), compute)
+
+        def compute_for_all(shares: Sequence[Share]) -> list[bytes]:
+            of_process = {share[0].rank: share for share in shares}
+            return compute([of_process[rank] for rank in self._like])
+
+        buffers = Buffers(inputs, outputs)
+        return self._player.issue(self._title, self._present, operation, buffers, compute_for_all, self.members)
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         other = self.members[peer]
+        if other != self._like[peer]:
+            raise StrictError(
+                f"{kind}: rank {other} has no process, as it does what rank {self._like[peer]} does "
+                f"(Strict(alike={self._player.strict.alike})); let messages go between ranks that have one"
+            )
         if other == self._player.rank:
             raise StrictError(f"{kind} of rank {other} to itself: NCCL cannot; copy the tensor")
         _check(kind, tensor)
@@ -321,7 +352,7 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
             return [waiting[part.peer].pop(0) for part, _ in received]
 
         buffers = Buffers(sent, [tensor for _, tensor in received])
-        batch.work = self._player.issue(self._title, self.members, operation, buffers, compute)
+        batch.work = self._player.issue(self._title, self._present, operation, buffers, compute)
 
     def _reduction(self, asked: Any, tensors: Sequence[Tensor]) -> str:
         """The name of what is done to the numbers."""
@@ -397,13 +428,13 @@ def register(folder: Path, rank: int, strict: Strict) -> Player:
 
     Args:
         folder: Of the referee.
-        rank: This rank of the world.
+        rank: The number of this process: its rank of the world, unless it stands for others, too.
         strict: What is enforced.
 
     Returns:
         This rank's line to the referee.
     """
-    player = Player(folder, rank, strict)
+    player = Player(folder, rank * strict.alike, strict)
     _players[:] = [player]
 
     def make(options: Any, _: Any) -> StrictGroup:
@@ -458,7 +489,3 @@ def _lists(tensors: Any) -> list[list[Tensor]]:
     """Lists of tensors, where one list may stand for one in a list."""
     lists = list(tensors)
     return [lists] if lists and isinstance(lists[0], Tensor) else [list(one) for one in lists]
-
-
-def _root(asked: Any) -> int:
-    return int(getattr(asked, "rootRank", asked))

@@ -93,9 +93,10 @@ class Entry:
         rank: The rank of the world that issued it.
         number: Its place among all operations of that rank.
         communicator: The name of the communicator.
-        members: The ranks of the world that the communicator joins.
+        members: The ranks of the world that the communicator joins and that have a process.
         operation: What is asked for.
         time: When it was issued, in virtual time.
+        joined: All ranks that the communicator joins, in its order; empty if all of them have a process.
     """
 
     rank: int
@@ -104,6 +105,7 @@ class Entry:
     members: tuple[int, ...]
     operation: Operation
     time: float = 0.0
+    joined: tuple[int, ...] = ()
 
 
 def label(tensor: "Tensor", name: str) -> "Tensor":

@@ -18,7 +18,7 @@ class Links:
 
     Args:
         inside: Between ranks of one host.
-        across: Between hosts.
+        across: Between hosts. A collective of several ranks of each host has that many of these links.
         ranks_per_host: The ranks of a host.
 
     Raises:
@@ -75,6 +75,9 @@ class Strict:
         compute: What operators take, for virtual time; None: nothing.
         sums: The order in which the ranks' numbers are added: "rank order", or "halves", a tree, which shows what
             depends on the order.
+        alike: How many neighbouring ranks each process stands for, as if they all did what it does at the same times.
+            The world has that many times as many ranks as processes, and process p is rank p * alike. Virtual time is
+            then that of the whole world, while sums and gathered tensors are those of that many copies.
 
     Raises:
         ValueError: A value is out of its range.
@@ -87,6 +90,7 @@ class Strict:
     links: Links | None = None
     compute: Compute | None = None
     sums: Sums = "rank order"
+    alike: int = 1
 
     def __post_init__(self) -> None:
         for name, kinds in (
@@ -100,6 +104,8 @@ class Strict:
             raise ValueError(f'Strict(draw={self.draw}) draws nothing with complete="{self.complete}"; give "drawn"')
         if self.compute is not None and self.links is None:
             raise ValueError(f"Strict(compute={self.compute}) reckons no time without links; give links=Links()")
+        if self.alike < 1:
+            raise ValueError(f"Strict(alike={self.alike}): a process stands for at least 1 rank, itself")
         if self.slots is not None and self.slots < 1:
             raise ValueError(
                 f"Strict(slots={self.slots}): at least 1 communicator must be able to run, or None for all"

@@ -155,9 +155,23 @@ class Player:
         self._thread.start()
 
     def issue(
-        self, communicator: str, members: tuple[int, ...], operation: Operation, buffers: Buffers, compute: Compute
+        self,
+        communicator: str,
+        members: tuple[int, ...],
+        operation: Operation,
+        buffers: Buffers,
+        compute: Compute,
+        joined: tuple[int, ...] = (),
     ) -> StrictWork:
         """Hands an operation to the referee.
+
+        Args:
+            communicator: The name of the communicator.
+            members: The ranks that it joins and that have a process.
+            operation: What is asked for.
+            buffers: Its tensors.
+            compute: From the shares of `members` to the bytes of this rank's outputs.
+            joined: All ranks that it joins.
 
         Raises:
             StrictError: Something has been wrong before.
@@ -172,6 +186,7 @@ class Player:
                 members=members,
                 operation=operation,
                 time=0.0 if self.clock is None else self.clock.now,
+                joined=joined,
             )
             work = StrictWork(self, entry, buffers, compute, early=self._early(communicator))
             self._works[entry.number] = work
@@ -207,7 +222,7 @@ class Player:
         """The clock goes on to the end of an operation that is waited for."""
         if self.clock is not None:
             name, sites = work.entry.operation.name, work.entry.operation.sites
-            self.clock.wait(work.span[1], sites[0] if sites else name)
+            self.clock.line.wait(work.span[1], sites[0] if sites else name)
 
     def report(self, words: str) -> None:
         """Something is wrong on this rank."""
@@ -272,10 +287,19 @@ def strict_time() -> Times:
     Raises:
         RuntimeError: No time is reckoned.
     """
+    return clock_of_this_rank().read()
+
+
+def clock_of_this_rank() -> Clock:
+    """The clock of this rank's virtual time.
+
+    Raises:
+        RuntimeError: No time is reckoned.
+    """
     clock = _players[0].clock if _players else None
     if clock is None:
         raise RuntimeError('no virtual time is reckoned; give the test backend="strict", strict=Strict(links=Links())')
-    return clock.read()
+    return clock
 
 
 def at_the_end_of_backward(call: Callable[[], None]) -> None:

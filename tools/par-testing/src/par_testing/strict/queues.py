@@ -191,9 +191,10 @@ def _differ(entry: Entry, other: Entry, where: str) -> str:
 
 def _splits_differ(call: dict[int, Entry], entry: Entry, place: int) -> str:
     """What one member sends to another must be what that one expects."""
-    members = entry.members
-    for i, sender in enumerate(members):
-        for j, receiver in enumerate(members):
+    places = {member: place for place, member in enumerate(entry.joined or entry.members)}
+    for sender in entry.members:
+        for receiver in entry.members:
+            i, j = places[sender], places[receiver]
             sent, expected = call[sender].operation.sends[j], call[receiver].operation.expects[i]
             if sent != expected:
                 return (

@@ -124,10 +124,12 @@ class Referee:
         """When an operation begins and ends, in virtual time."""
         if self._links is None:
             return 0.0, 0.0
-        members = tuple(dict.fromkeys(entry.rank for entry in party))
-        begin = max(self._free[party[0].communicator], *(entry.time for entry in party))
+        first = party[0]
+        present = tuple(dict.fromkeys(entry.rank for entry in party))
+        members = present if first.operation.parts else first.joined or present
+        begin = max(self._free[first.communicator], *(entry.time for entry in party))
         end = begin + max(seconds_of(entry.operation, members, self._links) for entry in party)
-        self._free[party[0].communicator] = end
+        self._free[first.communicator] = end
         return begin, end
 
     def _tell(self, rank: int, words: tuple[str, Any]) -> None:
