@@ -191,5 +191,5 @@ def tiny(tmp_path_factory):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     folder = tmp_path_factory.mktemp("tiny")
-    module.make_model(folder / "model", files=8)
+    module.make_model(folder / "model", files=8, weights=0)
     return folder / "model", module.write_corpora(folder / "texts", files=20)

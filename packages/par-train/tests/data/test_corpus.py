@@ -145,10 +145,12 @@ def test_it_appears_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
     assert list((tmp_path / "data").iterdir()) == []
     monkeypatch.undo()
     place = read_corpus(path, model, tmp_path / "data").path
-    left = place.with_name(f".{place.name}.tmp-{os.uname().nodename}")  # of a process that was killed
-    shutil.move(place, left)
+    prefix = f".{place.name}.tmp-{os.uname().nodename}-"
+    shutil.move(place, place.with_name(prefix + "4194305"))  # of a process that was killed: Linux counts to 2**22
+    another = place.with_name(f"{prefix}{os.getppid()}")
+    another.mkdir()
     assert documents_in(read_corpus(path, model, tmp_path / "data"))
-    assert list((tmp_path / "data").iterdir()) == [place]
+    assert set((tmp_path / "data").iterdir()) == {place, another}
 
 
 def test_a_corpus_that_was_changed_is_refused(tiny, tmp_path):

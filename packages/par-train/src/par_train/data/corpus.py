@@ -135,7 +135,7 @@ def read_corpus(
     Args:
         path: The file, in UTF-8.
         tokenizer: The folder of a Hugging Face tokenizer.
-        folder: Where corpora are kept: each in a folder of its own, which no other process of this machine writes.
+        folder: Where corpora are kept, each in a folder of its own.
         format: "text": every line is a document. "jsonl": every line is a JSON object, and `field` of it a document.
             "chat": every line is a JSON object with a conversation under "messages", of which the model is trained on
             what the assistant says. "auto": the first line of a .jsonl or .json file tells, other files are text.
@@ -247,8 +247,11 @@ def _format_of(path: Path) -> Format:
 def _write(source: _Source, place: Path, progress: bool | None) -> None:
     """Tokenizes a file into its folder, which appears with the last step."""
     tokenizer = load_tokenizer(source.tokenizer)
-    beside = place.with_name(f".{place.name}.tmp-{socket.gethostname()}")  # no other process here writes it
-    shutil.rmtree(beside, ignore_errors=True)
+    prefix = f".{place.name}.tmp-{socket.gethostname()}-"
+    for left in place.parent.glob(f"{prefix}*"):
+        if not _lives(left.name.removeprefix(prefix)):
+            shutil.rmtree(left, ignore_errors=True)
+    beside = place.with_name(f"{prefix}{os.getpid()}")
     beside.mkdir(parents=True)
     try:
         documents = documents_of(source.path, tokenizer, source.format, source.field, source.template, progress)
@@ -269,7 +272,7 @@ def _write(source: _Source, place: Path, progress: bool | None) -> None:
         try:
             beside.rename(place)
         except OSError:
-            if not (place / _SUMMARY).exists():  # else another machine that shares the folder was first
+            if not (place / _SUMMARY).exists():  # else another process, perhaps of another machine, was first
                 raise
         _sync(place.parent)
     finally:
@@ -322,6 +325,17 @@ class _Files:
         data = np.asarray(values, _FILES[name]).tobytes()
         self._files[name].write(data)
         return data
+
+
+def _lives(process: str) -> bool:
+    """Whether a process of this machine runs, by its number as a text."""
+    try:
+        os.kill(int(process), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
 
 
 def _write_durably(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from par_checkpoint import SaveOptions
 from par_groups import agree, check_alike, together
 
 from .._errors import UserError
@@ -54,6 +55,8 @@ class Run:
         log_every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
         trackers: Objects with `log(values, step)`, called on rank 0 with each line.
         progress: Whether rank 0 shows progress: a bar on a terminal, else a line every ten seconds.
+        save_options: Further options of `par_checkpoint.save`, such as `SaveOptions(assets=["Qwen3-8B"])`, with which
+            each checkpoint has the files of a tokenizer, too.
 
     Attributes:
         step: Steps done, those of earlier runs included.
@@ -89,6 +92,7 @@ class Run:
         log_every: int = 10,
         trackers: Sequence[Tracker] = (),
         progress: bool = True,
+        save_options: SaveOptions | None = None,
     ) -> None:
         self.files = RunFiles(Path(folder).expanduser())
         self.strategy = strategy
@@ -97,6 +101,7 @@ class Run:
         self._overwrite = overwrite
         self._checkpoint_every, self._keep_last, self._async = checkpoint_every, keep_last, async_
         self._log_every, self._trackers, self._progress = log_every, trackers, progress
+        self._save_options = save_options
         self._stop = Stop()
         self._lock: Lock | None = None
         self._records: Records | None = None
@@ -118,6 +123,8 @@ class Run:
             if number is not None and number < 1:
                 remedy = "1 or more" if name == "log_every" else "1 or more, or None"
                 raise UserError(f"{name} is {number}; give {remedy}")
+        if self._save_options is not None and not isinstance(self._save_options, SaveOptions):
+            raise UserError(f"save_options is {self._save_options!r}; give a par_checkpoint.SaveOptions, or None")
         if self._resume is not None and self._overwrite:
             raise UserError(f"resume={self._resume!r} goes on with a run and overwrite=True replaces it; give only one")
 
@@ -336,7 +343,9 @@ class Run:
         """Writes a checkpoint. Collective."""
         root = self.files.checkpoints
         with writing(root):
-            self.strategy.checkpoint(root, step=self.step, async_=async_, keep_last=self._keep_last)
+            self.strategy.checkpoint(
+                root, step=self.step, async_=async_, keep_last=self._keep_last, options=self._save_options
+            )
         self._saved = self.step
 
     # The end

@@ -1,0 +1,107 @@
+"""Fine-tunes a model of transformers on a file of text, over any number of ranks, and goes on when it was stopped.
+
+    python fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen
+    torchrun --nproc-per-node 4 fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen --zero 3 --precision bf16
+
+The text is a line a document, a JSON object with "text", or a conversation under "messages", of which the assistant's
+part is learnt. Started again, with as many ranks as you like, it goes on where it stopped, with the rows that it would
+have seen. Each folder in runs/qwen/checkpoints opens with AutoModelForCausalLM and AutoTokenizer.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader
+
+from par_checkpoint import SaveOptions, load
+from par_train import PackedRows, Run, Strategy, read_corpus
+
+
+def open_model(folder: str, device: torch.device) -> nn.Module:
+    """The model in a folder, in fp32. It is made on the meta device, so every byte goes to its place at once."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    load(folder, model=model, device=device, dtype=torch.float32)
+    return model
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The mean loss of a batch's targets, and how many there are. With a cache, documents would see each other."""
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    total = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    count = (labels != -100).sum()
+    return total / count.clamp(min=1), count
+
+
+@torch.no_grad()
+def validate(model: nn.Module, rows: PackedRows, most: int, device: torch.device) -> float:
+    """The mean loss of the targets in some held-out rows, the same on every rank."""
+    model.eval()
+    losses = []
+    for row in range(min(most, rows.count(0))):
+        batch = {name: value[None].to(device) for name, value in rows[0, row].items()}
+        losses.append(loss_of(model, batch))
+    model.train()
+    return float(sum(loss * count for loss, count in losses) / sum(count for _, count in losses))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains, and returns the exit code of the process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of a model of transformers and its tokenizer")
+    parser.add_argument("corpus", help="file to train on")
+    parser.add_argument("folder", help="folder of the run")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=8, help="rows a step, over all ranks")
+    parser.add_argument("--context", type=int, default=1024, help="tokens in a row")
+    parser.add_argument("--packing", choices=["whole", "stream"], default="whole")
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--held-out", type=float, default=0.05, help="part of the documents")
+    parser.add_argument("--validate-every", type=int, default=100)
+    parser.add_argument("--checkpoint-every", type=int, default=500)
+    parser.add_argument("--zero", type=int, default=1)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args(arguments)
+
+    with Strategy(zero=options.zero, precision=options.precision, clip_norm=1.0, device=options.device) as strategy:
+        corpus = read_corpus(options.corpus, options.model, Path(options.folder) / "data")
+        train, held_out = corpus.split(options.held_out)
+        rows = PackedRows(corpus, context=options.context, documents=train, packing=options.packing)
+        others = PackedRows(corpus, context=options.context, documents=held_out)
+        dataloader = DataLoader(rows, batch_size=options.batch_size, sampler=rows.sampler, drop_last=True)
+        model = open_model(options.model, strategy.device)
+        optimizer = AdamW(model.parameters(), lr=options.learning_rate)
+        lr_scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
+        model, optimizer, lr_scheduler, dataloader = strategy.initialize(model, optimizer, lr_scheduler, dataloader)
+        with Run(
+            options.folder,
+            strategy,
+            resume="auto",
+            checkpoint_every=options.checkpoint_every,
+            keep_last=2,
+            log_every=1,
+            save_options=SaveOptions(assets=[options.model]),
+        ) as run:
+            for batch in run.steps(dataloader, until=options.steps):
+                loss, count = loss_of(model, batch)
+                strategy.backward(loss, optimizer, weight=count)
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
+                run.log(loss=loss, tokens=batch["input_ids"].numel())
+                if (run.step + 1) % options.validate_every == 0:
+                    run.log(validation_loss=validate(model, others, 64, strategy.device))
+        return run.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
