@@ -43,8 +43,9 @@ def step(model, optimizer, microbatches=1, *, together=False):
 
 
 def moved(*arguments, **options):
-    """Elements received in the second step: the gradients' and parameters', and those of the flags."""
-    step(*arguments, **options)
+    """Elements received in a step after the orders were learned: the gradients' and parameters', and the flags'."""
+    for _ in range(4):
+        step(*arguments, **options)
     with count_collectives() as counted:
         step(*arguments, **options)
     flags = [event for event in counted.events if event.dtype == torch.int32]

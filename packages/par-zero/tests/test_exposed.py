@@ -5,13 +5,15 @@ time than its backward pass takes. Virtual time depends on the order of issues a
 not measurements: a wait that comes too early shows here, on any machine.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import Compute, Links, Strict, strict_time
-from par_zero import shard
+from par_testing import Compute, Links, Strict, for_each, strict_time
+from par_zero import no_sync, shard
 
 WIDTH, BLOCKS, ROWS = 256, 8, 256
 BANDWIDTH, FLOPS = 2e12, 400e12
@@ -25,23 +27,40 @@ VIRTUAL = Strict(links=LINKS, compute=Compute(flops=FLOPS, memory=1e30))
 
 EXPOSED = {
     0: 2 * GATHER,  # the last gradients, which are there when backward ends
-    1: GATHER + BLOCKS * GATHER,  # and after the step, all parameters
-    2: GATHER + BLOCKS * GATHER,
-    3: GATHER + GATHER,  # the first block's parameters, for which nothing can be computed before
+    1: GATHER + GATHER,  # and the first block's parameters, for which nothing can be computed before
+    2: GATHER + GATHER,
+    3: GATHER + GATHER,
 }
 
 
-def steps(stage, count):
+class Blocks(nn.Module):
+    """Blocks of three linears that run in any order, some of them perhaps not at all."""
+
+    def __init__(self, order=range(BLOCKS)):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))) for _ in range(BLOCKS))
+        self.blocks, self.order = nn.ModuleList(blocks), order
+
+    def forward(self, x):
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def steps(stage, count, order=range(BLOCKS), *, frozen=(), microbatches=1):
     """Virtual time of some steps."""
-    torch.manual_seed(0)
-    blocks = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))) for _ in range(BLOCKS))
-    model = nn.Sequential(*blocks)
+    model = Blocks(order)
+    for number in frozen:
+        model.blocks[number].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
     shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=BLOCK)
     inputs = torch.ones(ROWS, WIDTH)
     for _ in range(count):
         strict_time()
-        model(inputs).square().mean().backward()
+        for number in range(microbatches):
+            with no_sync(model) if number < microbatches - 1 else nullcontext():
+                model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         yield strict_time()
@@ -65,3 +84,46 @@ def test_the_first_step_of_stage_3_waits_for_every_gather():
     first, *_ = steps(3, 1)
     backward = BLOCKS - 1
     assert (BLOCKS + backward) * GATHER < first.exposed < (BLOCKS + 2 * backward + 1) * GATHER + SLACK, first.by_site
+
+
+OTHERWISE = {
+    "one unused": {"order": (0, 1, 2, 3, 5, 6, 7)},
+    "first frozen": {"frozen": (0,)},
+    "last frozen": {"frozen": (BLOCKS - 1,)},
+    "reversed": {"order": range(BLOCKS)[::-1]},
+}
+
+
+@for_each(how=OTHERWISE)
+@pytest.mark.ranks(2, backend="strict", strict=VIRTUAL)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_runs_otherwise_than_it_is_registered_holds_nothing_back(stage, how):
+    """Neither reductions nor gatherings: only those wait that wait in a model whose blocks run in turn.
+
+    A block that is unused on this rank or frozen is reduced when backward ends, for what other ranks may have of it.
+    """
+    *_, last = steps(stage, 4, **OTHERWISE[how])
+    late = 0 if how == "reversed" else 2 * GATHER if stage == 0 else GATHER
+    assert last.exposed < EXPOSED[stage] + late + SLACK, last.by_site
+
+
+@pytest.mark.ranks(2, backend="strict", strict=VIRTUAL)
+def test_microbatches_under_no_sync_are_exposed_as_one_alone():
+    """Stage 3 keeps what it has gathered, so three microbatches wait for no more than one."""
+    *_, plain = steps(3, 4)
+    *_, kept = steps(3, 4, microbatches=3)
+    assert kept.computing == pytest.approx(3 * plain.computing, rel=0.01)
+    assert kept.exposed < 1.1 * plain.exposed, kept.by_site
+
+
+LATENCY = 0.05e-6  # seconds
+SLOW = Strict(links=Links(inside=(LATENCY, 1e30)), compute=Compute(flops=FLOPS, memory=1e30))
+
+
+@for_each(stage=(0, 1, 2))
+@pytest.mark.ranks(2, backend="strict", strict=SLOW)
+def test_who_had_all_gradients_waits_for_no_flags(stage):
+    """They are on their way in the next forward; at stages 1 and 2 the first parameters come behind them."""
+    *_, last = steps(stage, 4)
+    reduction, flags, gather = (2 * LATENCY, 0, 0) if stage == 0 else (LATENCY, 2 * LATENCY, LATENCY)
+    assert last.exposed == pytest.approx(reduction + flags + gather), last.by_site

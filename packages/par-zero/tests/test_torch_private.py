@@ -37,6 +37,23 @@ def test_every_one_does_what_it_is_used_for():
         one.zero_()
     assert one._version == version
 
+    class Sent(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_):
+            raise AssertionError("sent through the class")
+
+    sent = torch.ones(2).as_subclass(Sent)
+    with private.without_torch_functions():
+        assert sent.numel() == 2
+
+    torch.compiler.reset()
+    torch.compiler.disable(hook)
+    assert not private.has_compiled()
+    torch.compile(hook, backend="eager")
+    assert private.has_compiled()
+    torch.compiler.reset()
+    assert not private.has_compiled()
+
     assert private.tree_leaves(OrderedDict(a=[one, 3])) == [one, 3]
     assert private.tree_leaves(notes) == notes
     (leaf,) = private.tree_leaves(nn.Identity)

@@ -9,7 +9,7 @@ Two of gloo's collectives are replaced.
   caller computes; a caller that only waits sends large shares itself: 32 MiB each way take 18 ms, by broadcasts 25.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -102,6 +102,42 @@ class Handle:
             finish()
 
 
+class Flags:
+    """Flags of which each rank learns whether any rank has set them, when it asks. An all-reduce of an int32 for each.
+
+    Args:
+        flags: This rank's.
+        groups: The groups of ranks that tell each other, one after the other; the first one begins at once.
+        device: Where the flags lie while they are exchanged.
+    """
+
+    def __init__(self, flags: Sequence[bool], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        numbers = torch.tensor(flags, dtype=torch.int32)
+        # The host would wait for a copy out of memory that is not pinned.
+        self._numbers = numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+        self._others = groups[1:]
+        self._handle = all_reduce(self._numbers, groups[0], dist.ReduceOp.MAX) if groups else Handle([])
+        self._copied: torch.cuda.Event | None = None
+
+    def pass_on(self) -> None:
+        """Goes on with the other groups, and brings what they have told to the host, which does not wait for it."""
+        for group in self._others:
+            self._handle.wait()
+            self._handle = all_reduce(self._numbers, group, dist.ReduceOp.MAX)
+        if self._numbers.is_cuda:
+            self._handle.wait()  # on the device
+            self._numbers = self._numbers.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[bool]:
+        """Whether any rank has set each of them. The host waits until that is there."""
+        self._handle.wait()
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [bool(number) for number in self._numbers.tolist()]
+
+
 def reduce_scatter(
     flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, mean: bool, buffers: Buffers
 ) -> Handle:
@@ -117,7 +153,7 @@ def reduce_scatter(
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return Handle([], lambda: _put(flat[: into.numel()], into))
-    if _is_gloo(flat, group):
+    if is_gloo(flat, group):
         received = buffers.take(flat.numel(), flat.dtype, flat.device)
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
@@ -145,7 +181,7 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
         overlapped: Whether the caller computes before it waits.
     """
     ranks = dist.get_world_size(group)
-    if ranks == 1 or _is_gloo(flat, group):
+    if ranks == 1 or is_gloo(flat, group):
         places, rank = flat.chunk(ranks), dist.get_rank(group)
         if share.data_ptr() != places[rank].data_ptr():
             places[rank].copy_(share)
@@ -169,7 +205,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.Re
 
 def average(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
     """Sums a tensor over the ranks of a group, in place; or takes the mean, whose numbers are divided before."""
-    if mean and _is_gloo(tensor, group):  # which has no mean
+    if mean and is_gloo(tensor, group):  # which has no mean
         tensor.mul_(1 / dist.get_world_size(group))
     elif mean:
         return all_reduce(tensor, group, dist.ReduceOp.AVG)
@@ -182,5 +218,6 @@ def _put(total: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(total)
 
 
-def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether gloo, which has threads and no streams, would send a tensor."""
     return backend_of(group, tensor.device.type) == "gloo"

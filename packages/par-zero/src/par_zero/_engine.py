@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ._collectives import Groups, Handle, all_gather
+from ._arrive import Arrivals
+from ._collectives import Groups
 from ._gather import Gatherer, computed
 from ._order import Order
 from ._reduce import Reducer
 from ._stage import Stage
+from ._torch_private import has_compiled, without_torch_functions
 from ._unit import Unit
 from .layout.chunk import Chunk
 from .layout.packed import Packed
@@ -46,6 +48,9 @@ class Engine:
         self._trained = [chunk for chunk in chunks if chunk.trained]
         self._stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
         self._reducer = Reducer(self._trained, groups)
+        self._arrivals: Arrivals | None = None
+        if stage.shards_state and not stage.shards_parameters:
+            self._arrivals = Arrivals(self._trained, groups.shards, self._reducer)
         self._gatherer: Gatherer | None = None
         if stage.shards_parameters:
             order = Order(units, groups.gathers, groups.device_of_flags(chunks[0].own.device), self._reducer)
@@ -68,6 +73,8 @@ class Engine:
         for number, item in enumerate(items):
             _override_(item, zero_grad=partial(self._zero_grad_of, number))
             item.register_forward_hook(torch.compiler.disable(self._expect_backward))
+            if self._arrivals is not None and self._arrivals.late:
+                item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
         _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
 
     @contextmanager
@@ -79,6 +86,7 @@ class Engine:
     @contextmanager
     def summon(self) -> Iterator[None]:
         """See `par_zero.summon`. Where the optimizer has copies of more digits, only what was written is rounded."""
+        self._wait_for_parameters()
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
         try:
             with nullcontext() if self._gatherer is None else self._gatherer.summon():
@@ -110,12 +118,14 @@ class Engine:
 
     def reset(self) -> None:
         """See `par_zero.reset`."""
+        self._wait_for_parameters()
         self._reducer.reset()
         if self._gatherer is not None:
             self._gatherer.reset()
 
     def refresh(self, *_: Any) -> None:
         """Parameters were written from outside: the optimizer's own copies follow."""
+        self._wait_for_parameters()
         if self._gatherer is not None:
             self._gatherer.free_hidden()
         for chunk in self._chunks:
@@ -140,7 +150,9 @@ class Engine:
         chunks = self._stepped[number]
 
         def prepare() -> None:
-            self._packed.look()
+            self._wait_for_parameters(chunks)
+            with without_torch_functions():  # another optimizer's parameters may be on their way still
+                self._packed.look()
             self._unmoved[number] = Unmoved(optimizer, chunks, self._reducer.unused(chunks))
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
@@ -162,17 +174,24 @@ class Engine:
         unmoved = self._unmoved.pop(number, None)
         if unmoved is not None:
             unmoved.restore_()
-        handles: list[Handle] = []
         with torch.no_grad():
             for chunk in self._stepped[number]:
                 if chunk.master is not chunk.own:
                     chunk.own.copy_(chunk.master)
-                if self._stage.shards_state and not self._stage.shards_parameters:
-                    handles.append(all_gather(chunk.flat, chunk.own, self._groups.shards, overlapped=False))
-        for handle in handles:
-            handle.wait()
+            if self._arrivals is not None:
+                self._arrivals.begin(self._stepped[number])
         if self._gatherer is not None:
             self._gatherer.free_all()
+
+    def _wait_if_compiled(self, *_: Any) -> None:
+        """Something was compiled since the latest step, and compiled code does not wait by itself."""
+        if has_compiled():
+            self._wait_for_parameters()
+
+    def _wait_for_parameters(self, chunks: Sequence[Chunk] | None = None) -> None:
+        """Waits for what the latest steps have begun to gather, of some chunks, or of all."""
+        if self._arrivals is not None:
+            self._arrivals.wait(self._trained if chunks is None else chunks)
 
 
 def _override_(target: object, **methods: Callable[..., Any]) -> None:

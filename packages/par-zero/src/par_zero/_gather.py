@@ -160,11 +160,14 @@ class Gatherer:
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
         """A module within a unit begins, which may have been called directly."""
         for unit in units:
-            self._gather(unit)
+            if not (unit.running and unit.state is State.SHOWN):
+                self._gather(unit)
 
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
-        self._expect_backward([unit for unit in units if not unit.running], output)
-        self._end_evaluation(output)
+        called = [unit for unit in units if not unit.running]
+        if called:
+            self._expect_backward(called, output)
+            self._end_evaluation(output)
 
     def _end_evaluation(self, output: Any) -> None:
         """Frees what no backward pass will free: after a forward without gradients, or of a frozen module."""

@@ -3,9 +3,10 @@
 backward   a parameter's gradient arrives -> its chunk is complete -> reduce-scatter it        (group)
                                                                    -> all-reduce the share     (replicas, if hybrid)
                                                                    -> all-gather it            (group, stage 0 alone)
-           backward ends                  -> what is not all-reduced or all-gathered yet, and which parameters had a
-                                             gradient on any rank                              (both, two int32 or more)
-step       the optimizer updates its flat slices in one fused call each
+           backward ends                  -> what is not all-reduced or all-gathered yet, and whether any rank had
+                                             gradients of all parameters                       (both, two int32)
+step       if none had                    -> which parameters had a gradient on any rank       (both)
+           the optimizer updates its flat slices in one fused call each
            -> all-gather the parameters                                                        (group, stages 1 and 2)
            at stage 3 a unit's parameters are gathered before it runs, forward and backward    (group)
 
@@ -15,7 +16,7 @@ rank while backward goes on: that rank may need this one first, where backward i
 its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakMethod
@@ -24,10 +25,47 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._collectives import Groups, Handle, all_gather, all_reduce, average, reduce_scatter
-from ._torch_private import call_at_end_of_backward, is_in_backward
+from ._collectives import Flags, Groups, Handle, all_gather, all_reduce, average, reduce_scatter
+from ._torch_private import call_at_end_of_backward, is_in_backward, without_torch_functions
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
+
+
+class LearnedOrder:
+    """An order of chunks that all ranks follow: the first rank's, learned in the first pass, and when it has changed.
+
+    Args:
+        numbers: The chunks in the order that holds until one was learned.
+
+    Attributes:
+        numbers: The chunks in the order that holds.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self.numbers = list(numbers)
+        self._seen: list[int] | None = None  # the order of the pass before
+        self._asked: list[int] | None = None  # the last one that this rank wanted to be learned
+
+    def asks(self, came: Sequence[int]) -> bool:
+        """Whether this rank wants the order to be learned anew: in the first pass, or when two that follow are alike.
+
+        Args:
+            came: The chunks in the order in which they came in this pass. Those that did not come are last.
+        """
+        if came == self.numbers:
+            self._seen = self.numbers
+            return False
+        known = dict.fromkeys(came)
+        before, self._seen = self._seen, [*known, *(number for number in self.numbers if number not in known)]
+        if self._seen in (self.numbers, self._asked) or before not in (None, self._seen):
+            return False
+        self._asked = self._seen
+        return True
+
+    @property
+    def latest(self) -> list[int]:
+        """The order of the latest pass."""
+        return self._seen or self.numbers
 
 
 class Reducer:
@@ -36,6 +74,10 @@ class Reducer:
     Args:
         chunks: The trained chunks, in the order in which their gradients are expected before any have come.
         groups: The ranks that take part.
+
+    Attributes:
+        begun: How many chunks' reductions have begun in this pass.
+        arriving: Numbers of the chunks whose parameters are on their way after a step, and were not read yet.
     """
 
     def __init__(self, chunks: Sequence[Chunk], groups: Groups) -> None:
@@ -48,10 +90,10 @@ class Reducer:
         self._frozen: set[int] = set()  # the chunks with fewer than all
         self._taken: set[int] = set()  # the chunks whose gradients lie in their buffers
         self._completed: list[int] = []  # the chunks that were complete in this pass, in that order
-        self._sequence = list(range(len(chunks)))  # the chunks in the order in which their reductions begin
-        self._seen: list[int] | None = None  # the order in which chunks were complete in the pass before
-        self._asked: list[int] | None = None  # the last one that this rank wanted to be learned
-        self.begun = 0  # how many chunks' reductions have begun in this pass
+        self._order = LearnedOrder(range(len(chunks)))  # in which reductions begin
+        self._learned = [(self._order, self._completed)]  # orders, and what has come of each in this pass
+        self.begun = 0
+        self.arriving: set[int] = set()
         single = groups.replicas is None and all(chunk.stage.shards_state for chunk in chunks)
         on_cpu = all(chunk.own.is_cpu for chunk in chunks)
         # The CPU that serves a device is so far ahead of it that it never finds a collective complete. So there the
@@ -60,6 +102,9 @@ class Reducer:
         self._reductions = Reductions(waits=not on_cpu and (lends or not single))
         self._gradients, self._received = Buffers(), Buffers()
         self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]  # since the last step
+        self._unshared: set[int] = set()  # the chunks of which the ranks have not told each other that yet
+        self._had_all = False  # whether this rank had gradients of all members in the latest pass that reduced
+        self._told: Flags | None = None  # whether any rank had, and whether any asks for an order
         self._compare: Callable[[Sequence[bool]], list[bool]] | None = None
         self._at_end: list[Callable[..., None]] = []
         for number, chunk in enumerate(chunks):
@@ -75,12 +120,21 @@ class Reducer:
         """Has a function tell at the end of backward which flags any rank of the shards has set. It may raise."""
         self._compare = compare
 
+    def learn(self, order: LearnedOrder, came: list[int]) -> None:
+        """Has another order of the chunks learned, beside that of reductions.
+
+        Args:
+            order: The order.
+            came: The chunks as they come in a pass, by number. The caller appends to it, and clears it.
+        """
+        self._learned.append((order, came))
+
     def begin_all(self, count: int) -> None:
         """Begins reductions until there are as many, and waits for them, though the pass has failed.
 
         Other ranks have begun as many, which else would never end.
         """
-        for number in self._sequence[self.begun : count]:
+        for number in self._order.numbers[self.begun : count]:
             self._chunks[number].take_gradients(self._gradients)
             self._begin(self._chunks[number])
         self._reductions.abandon()
@@ -99,7 +153,11 @@ class Reducer:
             self._deferring -= 1
 
     def unused(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """For each of some chunks, the members that had no gradient on any rank since the last call with it."""
+        """For each of some chunks, the members that had no gradient on any rank since the last call with it.
+
+        An all-reduce of a number for each member, if none of the ranks had gradients of all.
+        """
+        self._share_used()
         flags = [self._used[chunk.number] for chunk in chunks]
         unused = [(used == 0).nonzero().flatten().tolist() for used in flags]
         for used in flags:
@@ -108,9 +166,12 @@ class Reducer:
 
     def forget(self, chunks: Sequence[Chunk]) -> None:
         """Drops the gradients of some chunks that are not reduced, and which of their members had any."""
+        with without_torch_functions():  # quicker, where parameters are on their way
+            for chunk in chunks:
+                chunk.forget_gradients()
         for chunk in chunks:
-            chunk.forget_gradients()
             self._used[chunk.number].zero_()
+            self._unshared.discard(chunk.number)
 
     def reset(self) -> None:
         """Forgets a pass that has failed, and its gradients."""
@@ -140,9 +201,15 @@ class Reducer:
                 f"the gradient of {member.names[0]!r} has a graph itself, which would end at the sum over the ranks; "
                 "leave out create_graph=True, or ask torch.autograd.grad for gradients of inputs alone"
             )
+        if number in self.arriving:
+            raise RuntimeError(
+                f"{member.names[0]!r} was read after a step while it was on its way from the other ranks, by something "
+                "that reads memory past torch's functions, such as a captured graph or an extension; enter "
+                "par_zero.summon(module) before that, which waits"
+            )
         self.start()
         self._any = True
-        if index in arrived and not self._deferring and number in self._sequence[: self.begun]:
+        if index in arrived and not self._deferring and number in self._order.numbers[: self.begun]:
             raise RuntimeError(
                 f"{member.names[0]!r} got another gradient after its sum over the ranks had begun: it is "
                 "used in two reentrant checkpoints; pass use_reentrant=False"
@@ -154,13 +221,14 @@ class Reducer:
 
     def _take(self, chunk: Chunk) -> None:
         """Takes the gradients of a chunk, and begins to reduce all chunks whose turn has come."""
-        if not self._deferring and chunk.number == self._sequence[self.begun]:
+        order = self._order.numbers
+        if not self._deferring and chunk.number == order[self.begun]:
             self._reductions.make_room()  # so that its buffer can be lent to this chunk
         used = chunk.take_gradients(self._gradients)
         self._used[chunk.number] |= torch.tensor(used, dtype=torch.int32)
         self._taken.add(chunk.number)
-        while not self._deferring and self.begun < len(self._chunks) and self._sequence[self.begun] in self._taken:
-            self._begin(self._chunks[self._sequence[self.begun]])
+        while not self._deferring and self.begun < len(order) and order[self.begun] in self._taken:
+            self._begin(self._chunks[order[self.begun]])
 
     def _begin(self, chunk: Chunk) -> None:
         """Begins to reduce the next chunk."""
@@ -193,15 +261,12 @@ class Reducer:
     def _end(self) -> None:
         """A backward pass ends."""
         reduced = self._any and not self._deferring
-        learns = self._asks_for_order() if reduced else False
-        for number in self._sequence if self._any else ():
+        asks = self._asks_for_order() if reduced else False
+        for number in self._order.numbers if self._any else ():
             if number not in self._taken and (reduced or self._arrived[number]):
                 self._take(self._chunks[number])
         if reduced:
-            had_all, learns = self._finish([all(bool(used.all()) for used in self._used), learns])
-            self._share_used(had_all=had_all)
-            if learns:
-                self._learn_order()
+            self._finish(asks=asks)
             for chunk in self._chunks:
                 chunk.bind_gradients()
         self._forget_pass()
@@ -212,67 +277,65 @@ class Reducer:
         for call in self._at_end:
             call(reduced=reduced)
 
-    def _finish(self, flags: Sequence[bool]) -> list[bool]:
-        """Waits for all reductions, and tells which flags any rank has set."""
-        groups, device = self._groups, self._device_of_flags
+    def _finish(self, *, asks: bool) -> None:
+        """Waits for all reductions, and has the ranks tell each other what later steps want to know.
+
+        What they have told is looked at in the next pass, when it is long there; before, in a step, only by ranks that
+        had no gradient of some member.
+
+        Args:
+            asks: Whether this rank wants an order to be learned.
+        """
+        had_all = all(bool(used.all()) for used in self._used)
+        shards, replicas = self._groups.shards, self._groups.replicas
+        mine, groups = [had_all, asks], [shards] if replicas is None else [shards, replicas]
         if self._compare is not None:
-            flags = self._compare(flags)  # first: if the ranks differ, they raise, and not all have begun to reduce
-            self._reductions.finish()
-        else:
-            told = torch.tensor(flags, dtype=torch.int32, device=device)
-            handle = all_reduce(told, groups.shards, dist.ReduceOp.MAX)
-            self._reductions.finish()
-            handle.wait()
-            flags = told.tolist()
-        if groups.replicas is not None:
-            told = torch.tensor(flags, dtype=torch.int32, device=device)
-            all_reduce(told, groups.replicas, dist.ReduceOp.MAX).wait()
-            flags = told.tolist()
-        return [bool(flag) for flag in flags]
+            mine = self._compare(mine)  # first: if the ranks differ, they raise, some of them amid reductions
+            groups.remove(shards)
+        flags = Flags(mine, groups, self._device_of_flags)
+        self._share_used()
+        self._reductions.finish()
+        flags.pass_on()
+        before, self._told = self._told, flags
+        self._had_all, self._unshared = had_all, set(range(len(self._chunks)))
+        if before is not None and before.read()[1]:
+            self._learn_order()
 
     def _asks_for_order(self) -> bool:
-        """Whether the order in which chunks were complete is a new one, in the first pass, or in two that follow.
-
-        Chunks that are not complete by now, such as unused ones, are last.
-        """
-        if self._completed == self._sequence:
-            self._seen = self._sequence
-            return False
-        completed = dict.fromkeys(self._completed)
+        """Whether this rank wants an order to be learned anew."""
+        completed = set(self._completed)
         if len(completed) < len(self._chunks):
             for number, chunk in enumerate(self._chunks):
                 if number not in completed:
                     self._awaited[number] = count = _trainable(chunk)
                     (self._frozen.discard if count == len(chunk.members) else self._frozen.add)(number)
-        before, self._seen = self._seen, [*completed, *(each for each in self._sequence if each not in completed)]
-        if self._seen in (self._sequence, self._asked) or before not in (None, self._seen):
-            return False
-        self._asked = self._seen
-        return True
+        asked = [order.asks(came) for order, came in self._learned if came]
+        return any(asked)
 
     def _learn_order(self) -> None:
-        """Takes the first rank's order of completion for that of reductions. A broadcast of a number for each chunk."""
-        order = torch.tensor(self._seen or self._sequence, dtype=torch.int32, device=self._device_of_flags)
+        """Takes the first rank's orders for those of all ranks. A broadcast of a number for each chunk and order."""
+        orders = torch.tensor([order.latest for order, _ in self._learned], dtype=torch.int32)
+        orders = orders.to(self._device_of_flags)
         for group in (self._groups.shards, self._groups.replicas):
             if group is not None and dist.get_world_size(group) > 1:
-                dist.broadcast(order, group=group, group_src=0)
-        self._sequence = order.tolist()
+                dist.broadcast(orders, group=group, group_src=0)
+        for (order, _), numbers in zip(self._learned, orders.tolist(), strict=True):
+            order.numbers = numbers
 
-    def _share_used(self, *, had_all: bool) -> None:
-        """Makes `used` say which members had a gradient on any rank.
-
-        Args:
-            had_all: Whether some rank had gradients of all members, so that all members had one.
-        """
-        used = torch.cat(self._used)
-        if had_all:
-            used.fill_(1)
+    def _share_used(self) -> None:
+        """Makes `used` say which members had a gradient on any rank, in the latest pass that reduced or before."""
+        if not self._unshared or self._told is None:
+            return
+        if self._had_all or self._told.read()[0]:  # all ranks come to the same
+            for number in self._unshared:
+                self._used[number].fill_(1)
         else:
-            used = used.to(self._device_of_flags)
+            used = torch.cat(self._used).to(self._device_of_flags)
             for group in (self._groups.shards, self._groups.replicas):
                 if group is not None:
                     all_reduce(used, group, dist.ReduceOp.MAX).wait()
-        self._used = list(used.cpu().split([len(chunk.members) for chunk in self._chunks]))
+            self._used = list(used.cpu().split([len(chunk.members) for chunk in self._chunks]))
+        self._unshared.clear()
 
     @property
     def _device_of_flags(self) -> torch.device:

@@ -192,6 +192,9 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 def summon(module: nn.Module) -> AbstractContextManager[None]:
     """Whole parameters inside, at stage 3 too; what is written to them is kept. Collective.
 
+    At stages 1 and 2 it waits for what the latest step has begun to gather. Otherwise that is done by whoever reads a
+    parameter through torch's functions; enter this before something reads the memory itself, such as a captured graph.
+
     Args:
         module: What was given to `shard`, or an item of it that is called.
 

@@ -4,6 +4,7 @@
 that a wrapper would show in a step.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -55,6 +56,25 @@ def without_new_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """
     manager: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
     return manager
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Inside, operations on a tensor of a subclass are done as on any other, without its `__torch_function__`.
+
+    `torch._C.DisableTorchFunctionSubclass` is there since torch 2.0. The public `__torch_function__` of Tensor does the
+    same and then goes through what the operation has returned, to make it of the subclass too.
+    """
+    manager: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return manager
+
+
+def has_compiled() -> bool:
+    """Whether anything in this process was given to torch.compile, since the last `torch.compiler.reset`.
+
+    `torch._dynamo.eval_frame.cached_backends` is there since torch 2.0. Nothing public tells.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))  # None is what compiles nothing
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -1,0 +1,159 @@
+"""Parameters that are on their way after a step, at stages 1 and 2: whoever reads one waits for it.
+
+step      the optimizer updates this rank's shares -> all chunks are gathered, in the order in which they are read
+forward   a parameter is read -> its chunk is waited for, the later ones are on their way meanwhile
+
+The module tree does not tell who reads a parameter: attention reads the weight of a layer within it that it never
+calls, and norms, checkpoints and averages of weights read parameters outside of any forward. So a parameter on its way
+waits by itself. Torch sends every operation on it through the `__torch_function__` of its class; the first one that
+reads its values waits for the chunk, whose parameters are ordinary ones again from then on.
+
+What reads memory past torch's functions cannot wait: compiled code, captured graphs, extensions. Where anything was
+compiled, a step waits at once, as it does over gloo, whose threads would take the time from what is computed. Of the
+others the gradient tells, before anything is spoiled.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ._collectives import Handle, all_gather, is_gloo
+from ._reduce import LearnedOrder, Reducer
+from ._torch_private import has_compiled, without_torch_functions
+from .layout.chunk import Chunk
+
+_NOTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "grad", "requires_grad", "is_leaf", "grad_fn")
+
+_HARMLESS: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _NOTES]
+    + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
+    + [torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.element_size]
+    + [torch.Tensor.is_floating_point, torch.Tensor.is_complex]
+)
+"""Operations on a parameter that read nothing of what is on its way."""
+
+
+class ArrivingParameter(nn.Parameter):
+    """A parameter that is on its way. Each chunk has a class of its own, so that torch says which are concerned."""
+
+    arrival: ClassVar["Arrival"]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Waits for the parameters that an operation reads, and then has it done."""
+        if func in _HARMLESS:
+            with without_torch_functions():
+                return func(*args, **(kwargs or {}))
+        for kind in types:
+            if issubclass(kind, ArrivingParameter):
+                kind.arrival.read()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy, which is an ordinary parameter."""
+        self.arrival.read()
+        return self.__deepcopy__(memo)  # of its class by now
+
+
+class Arrival:
+    """The parameters of a chunk that may be on their way.
+
+    Args:
+        chunk: The chunk.
+        arriving: Numbers of the chunks that are on their way.
+        came: Numbers of the chunks that were read, in that order, since the last step.
+    """
+
+    def __init__(self, chunk: Chunk, arriving: set[int], came: list[int]) -> None:
+        self._number, self._arriving, self._came = chunk.number, arriving, came
+        self._parameters = [member.parameter for member in chunk.members]
+        self._kind = type("ArrivingParameter", (ArrivingParameter,), {"arrival": self})
+        self._lock = Lock()
+        self._handle: Handle | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, handle: Handle) -> None:
+        """An all-gather into the chunk is under way, begun on the current stream."""
+        self._handle = handle
+        self._stream = torch.cuda.current_stream() if self._parameters[0].is_cuda else None
+        self._arriving.add(self._number)
+        for parameter in self._parameters:
+            parameter.__class__ = self._kind
+
+    def read(self) -> None:
+        """Waits, and notes that the chunk is needed now."""
+        if self._number in self._arriving:
+            self._came.append(self._number)
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the parameters are there. The stream of the step waits, and if it is another the current one."""
+        with self._lock:
+            if self._handle is None:
+                return
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                self._handle.wait()
+            if self._stream is not None and self._stream != torch.cuda.current_stream():
+                torch.cuda.current_stream().wait_stream(self._stream)
+            for parameter in self._parameters:
+                parameter.__class__ = nn.Parameter
+            self._arriving.discard(self._number)
+            self._handle = None
+
+
+class Arrivals:
+    """Gathers the parameters after a step, at stages 1 and 2.
+
+    Args:
+        chunks: The trained chunks.
+        group: The ranks that keep the shares.
+        reducer: Learns the order in which the chunks are read, and names who reads one past torch's functions.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], group: dist.ProcessGroup, reducer: Reducer) -> None:
+        self._group, self._arriving = group, reducer.arriving
+        self._came: list[int] = []
+        self._order = LearnedOrder(reversed(range(len(chunks))))  # gradients come in the opposite order
+        self._arrivals: dict[int, Arrival] = {}
+        if dist.get_world_size(group) > 1 and not any(is_gloo(chunk.flat, group) for chunk in chunks):
+            reducer.learn(self._order, self._came)
+            ordinary = [c for c in chunks if all(type(member.parameter) is nn.Parameter for member in c.members)]
+            self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving, self._came) for chunk in ordinary}
+
+    @property
+    def late(self) -> bool:
+        """Whether a step returns while parameters are on their way."""
+        return bool(self._arrivals)
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """Begins to gather some chunks, and waits for those whose parameters cannot wait by themselves. All-gathers.
+
+        Args:
+            chunks: What an optimizer has updated.
+        """
+        self._came.clear()
+        arrivals = {} if has_compiled() else self._arrivals
+        updated = {chunk.number: chunk for chunk in chunks}
+        handles: list[Handle] = []
+        for chunk in [updated[number] for number in self._order.numbers if number in updated]:
+            handle = all_gather(chunk.flat, chunk.own, self._group, overlapped=False)
+            if chunk.number in arrivals:
+                arrivals[chunk.number].begin(handle)
+            else:
+                handles.append(handle)
+        for handle in handles:
+            handle.wait()
+
+    def wait(self, chunks: Sequence[Chunk]) -> None:
+        """Waits until the parameters of some chunks are there."""
+        if self._arriving:
+            for chunk in chunks:
+                if chunk.number in self._arriving:
+                    self._arrivals[chunk.number].wait()

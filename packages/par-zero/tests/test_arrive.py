@@ -1,0 +1,207 @@
+"""Parameters on their way after a step of stages 1 and 2: whoever reads one reads what all ranks have made of it.
+
+On strict ranks memory that is not waited for is NaN, so a reader that does not wait is seen.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_testing import for_each
+from par_zero import reset, shard, summon
+
+from .helpers import adamw, assert_same, batch, copies, deferred, loss_of, mlp, train
+
+LATE = (1, 2)
+
+
+def stepped(stage, make=mlp, **options):
+    """A module of several chunks right after a step, nothing of it read since; its optimizer; and how it should be."""
+    results = []
+    for each in (0, stage):
+        module = make()
+        optimizer = adamw(module.parameters())
+        shard(module, optimizer, stage=each, group=dist.group.WORLD, bucket=300, **options)
+        loss_of(module, batch(0, width=8)).backward()
+        optimizer.step()
+        results.append((module, optimizer))
+    (reference, _), (module, optimizer) = results
+    return module, optimizer, copies(reference)
+
+
+def on_their_way(module):
+    return [name for name, parameter in module.named_parameters() if type(parameter) is not nn.Parameter]
+
+
+def saved(module):
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+READERS = {
+    "data": lambda module: {name: each.data.clone() for name, each in module.named_parameters()},
+    "detach": lambda module: {name: each.detach().clone() for name, each in module.named_parameters()},
+    "state_dict": lambda module: module.state_dict(),
+    "state_dict, keep_vars": lambda module: {n: p.detach() for n, p in module.state_dict(keep_vars=True).items()},
+    "torch.save": saved,
+    "attribute": lambda module: {
+        f"{i}.{j}.{name}": getattr(module[i][j], name) + 0
+        for i in range(3)
+        for j in (0, 2)
+        for name in ("weight", "bias")
+    },
+    "numpy": lambda module: {
+        name: torch.from_numpy(each.detach().numpy().copy()) for name, each in module.named_parameters()
+    },
+    "deepcopy": lambda module: {name: copy.deepcopy(each).detach() for name, each in module.named_parameters()},
+    "foreach": lambda module: dict(
+        zip([n for n, _ in module.named_parameters()], torch._foreach_add([*module.parameters()], 0.0), strict=True)
+    ),
+    "lerp_": lambda module: {name: torch.zeros_like(each).lerp_(each, 1.0) for name, each in module.named_parameters()},
+}
+
+
+@for_each(stage=LATE, reader=READERS)
+@pytest.mark.ranks(2, backend="strict")
+def test_a_reader_between_step_and_forward_reads_what_was_made(stage, reader):
+    module, _, expected = stepped(stage)
+    assert len(on_their_way(module)) == len(expected)
+    assert_same({name: each.detach() for name, each in READERS[reader](module).items()}, expected)
+    assert on_their_way(module) == []
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_who_holds_parameters_from_before_reads_them_right(stage):
+    module = mlp()
+    optimizer = adamw(module.parameters())
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    held = list(module.parameters())
+    loss_of(module, batch(0, width=8)).backward()
+    optimizer.step()
+    *_, expected = stepped(stage)
+    norms = torch._foreach_norm(held)
+    torch.testing.assert_close(torch.stack(norms), torch.stack([each.norm() for each in expected.values()]))
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_a_forward_waits_chunk_by_chunk(stage):
+    module, _, _ = stepped(stage)
+    seen = []
+    for block in module:
+        block.register_forward_hook(lambda *_: seen.append(len(on_their_way(module))))
+    loss_of(module, batch(1, width=8))
+    whole = len(list(module.parameters()))
+    assert whole > seen[0] > seen[1] > seen[2] == 0
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_what_reads_no_values_does_not_wait(stage):
+    module, optimizer, _ = stepped(stage)
+    before = on_their_way(module)
+    optimizer.zero_grad()
+    module.zero_grad()
+    module.train()
+    for parameter in module.parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is None
+        assert parameter.requires_grad
+        assert (parameter.shape, parameter.dtype, parameter.device) == (
+            parameter.size(),
+            torch.float32,
+            torch.device("cpu"),
+        )
+        assert parameter.numel() == parameter.shape.numel()
+        assert hash(parameter) == id(parameter)
+    assert on_their_way(module) == before
+
+
+class Within(nn.Module):
+    """Reads the weight of a layer that it never calls, as attention does, and calls another one behind that."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x * self.last.weight.norm()
+        return self.last(nn.functional.linear(self.first(x), self.inner.weight, self.inner.bias))
+
+
+@for_each(stage=LATE, make=(Within, mlp), evaluates=(False, True), looks=(False, True))
+@pytest.mark.ranks(2, backend="strict")
+def test_several_steps_equal_those_of_stage_0(stage, make, evaluates, looks):
+    results = []
+    for each in (0, stage):
+        module = make()
+        optimizer = adamw(module.parameters())
+        shard(module, optimizer, stage=each, group=dist.group.WORLD, bucket=300)
+        for step in range(3):
+            train(module, optimizer, [[batch(step, width=8), batch(step, width=8, micro=1)]], deferred=deferred(module))
+            if evaluates:
+                with torch.no_grad():
+                    assert loss_of(module, batch(step, width=8)).isfinite()
+            if looks:
+                optimizer.step()  # without a gradient in between, and without a forward
+        results.append(copies(module))
+    assert_same(*results)
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_summon_reset_and_a_load_wait(stage):
+    module, _, expected = stepped(stage)
+    with summon(module):
+        assert on_their_way(module) == []
+    module, _, _ = stepped(stage)
+    reset(module)
+    assert on_their_way(module) == []
+    module, _, _ = stepped(stage)
+    module.load_state_dict({name: each + 1 for name, each in expected.items()})
+    assert_same(copies(module), {name: each + 1 for name, each in expected.items()})
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_who_reads_past_torchs_functions_is_named(stage):
+    module, _, _ = stepped(stage)
+    with torch._C.DisableTorchFunctionSubclass():  # as an extension in C++ does
+        loss = loss_of(module, batch(1, width=8))
+    with pytest.raises(RuntimeError, match=r"'2.2.\w+' was read after a step while it was on its way"):
+        loss.backward()
+    reset(module)
+
+
+@for_each(stage=LATE, when=("before a step", "after a step"))
+@pytest.mark.ranks(2, backend="strict")
+def test_where_anything_is_compiled_a_step_waits(stage, when):
+    results = []
+    for each in (0, stage):
+        module = Within()
+        optimizer = adamw(module.parameters())
+        shard(module, optimizer, stage=each, group=dist.group.WORLD, bucket=300)
+        if when == "after a step":
+            train(module, optimizer, [[batch(0, width=8)]])
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        for step in (1, 2):
+            train(compiled, optimizer, [[batch(step, width=8)]])
+            assert on_their_way(module) == []
+        results.append(copies(module))
+        torch.compiler.reset()
+    assert_same(*results)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_over_gloo_a_step_waits():
+    module, _, expected = stepped(2)
+    assert on_their_way(module) == []
+    assert_same(copies(module), expected)
