@@ -25,13 +25,14 @@ ENGINE = "par_zero"
 """The attribute of a sharded module that holds its engine."""
 
 
-def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int) -> None:
+def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int, tensor: dist.ProcessGroup | None) -> None:
     """Checks what is to be sharded, as far as this rank sees it.
 
     Args:
         module: The module.
         groups: The param groups of all its optimizers.
         stage: The ZeRO stage, as a number.
+        tensor: The ranks that have other parts of what must be seen whole, or None.
 
     Raises:
         ValueError, TypeError: What cannot be sharded.
@@ -59,7 +60,7 @@ def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int) -> None:
     if groups:
         _check_each_has_one(groups, names)
     for own in by_optimizer.values():
-        _check_way_of_working(own, names, STAGES[stage])
+        _check_way_of_working(own, names, STAGES[stage], tensor)
 
 
 def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
@@ -139,7 +140,9 @@ def _check_each_has_one(groups: Sequence[ParamGroup], names: Mapping[nn.Paramete
             )
 
 
-def _check_way_of_working(groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str], stage: Stage) -> None:
+def _check_way_of_working(
+    groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str], stage: Stage, tensor: dist.ProcessGroup | None
+) -> None:
     """Checks that an optimizer steps what its param groups hold, and needs no more of it than a rank has."""
     optimizer = groups[0].optimizer
     kind = type(optimizer).__name__
@@ -180,13 +183,19 @@ def _check_way_of_working(groups: Sequence[ParamGroup], names: Mapping[nn.Parame
             )
     for group in groups:
         for parameter in group.settings["params"]:
-            if group.atomic and names[parameter] in parts:
-                record = parts[names[parameter]]
+            name = names[parameter]
+            if group.atomic and name in parts and optimizer.state.get(parameter):
                 raise ValueError(
-                    f"the {kind} would step a part of {names[parameter]!r} as if it were the whole: this rank has "
+                    f"the {kind} has made state for {name!r} before its first step, and each rank has a part of that "
+                    "only; take an optimizer that makes it in the first step"
+                )
+            if group.atomic and name in parts and tensor is None:
+                record = parts[name]
+                raise ValueError(
+                    f"the {kind} would step a part of {name!r} as if it were the whole: this rank has "
                     f"{record.local_numel} of {record.numel} elements, of shape {tuple(record.shape)}, and "
-                    f"{group.place} are atomic; give the parameter to an optimizer that works element by element, or "
-                    "do not cut it over tensor ranks"
+                    f"{group.place} are atomic; pass tensor=, the group of the ranks that have the rest, or give the "
+                    "parameter to an optimizer that works element by element"
                 )
 
 
@@ -200,9 +209,12 @@ def _contains_any(value: object, parameters: Container[nn.Parameter]) -> bool:
 
 
 def check_groups(
-    group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, gathers: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None,
+    gathers: dist.ProcessGroup | None,
+    tensor: dist.ProcessGroup | None,
 ) -> None:
-    """Checks that no rank would be a replica of one with which it shares, and that those that share gather.
+    """Checks that the ranks that share gather, and that none of them is a replica of another, or has its parts.
 
     Raises:
         ValueError: The groups have more ranks in common than this one, or `gathers` is of other ranks than `group`.
@@ -213,6 +225,14 @@ def check_groups(
             f"gathers are the ranks {dist.get_process_group_ranks(gathers)}, and group the ranks {ranks}; give a "
             "communicator of the same ranks in the same order, or leave gathers out"
         )
+    if tensor is not None:
+        near = sorted({rank for one in (group, replicas) if one for rank in dist.get_process_group_ranks(one)})
+        parts = sorted(dist.get_process_group_ranks(tensor))
+        if set(near) & set(parts) != {dist.get_rank()}:
+            raise ValueError(
+                f"tensor has the ranks {parts}, and those that share or are replicas are {near}; ranks that have other "
+                "parts of a parameter are in other groups, but for this one"
+            )
     if replicas is not None:
         near, far = (sorted(dist.get_process_group_ranks(one)) for one in (group, replicas))
         if set(near) & set(far) != {dist.get_rank()}:
@@ -229,7 +249,7 @@ def described(
     parts = [
         (
             *(member.names, tuple(member.shape), str(member.parameter.dtype), place_of[member.parameter]),
-            *(member.group, member.owner, member.atomic),
+            *(member.group, member.owner, member.atomic, member.assembled),
             member.parameter.requires_grad and member.group < 0,
         )
         for member in members

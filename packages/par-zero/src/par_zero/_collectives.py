@@ -196,6 +196,23 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
     return Handle([gather(flat, share, group=group, async_op=True)])
 
 
+def exchange(sent: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Gives every rank what each of them has for it. Waits for all of it.
+
+    Args:
+        sent: For each rank of the group a flat tensor, all of one dtype.
+        counts: Number of elements that each rank has for this one.
+        group: The ranks.
+
+    Returns:
+        For each rank what it has sent, flat.
+    """
+    received = sent[0].new_empty(sum(counts))
+    sizes = [each.numel() for each in sent]
+    dist.all_to_all_single(received, torch.cat(list(sent)), list(counts), sizes, group=group)
+    return list(received.split(list(counts)))
+
+
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Handle:
     """Sums a tensor over the ranks of a group, in place; or takes its maximum, or what else `op` says."""
     if dist.get_world_size(group) == 1:

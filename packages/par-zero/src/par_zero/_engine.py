@@ -1,6 +1,6 @@
 """The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from ._unit import Unit
 from .layout.chunk import Chunk
 from .layout.packed import Packed
 from .layout.units import called
+from .optimizer.assembly import Assembly
 from .optimizer.step import Unmoved, rewire_
 
 
@@ -33,6 +34,7 @@ class Engine:
         stage: The ZeRO stage: of what a rank keeps its share alone.
         groups: The ranks that share.
         units: The modules that are gathered by themselves, at stage 3.
+        assemblies: What is put together from parts for an optimizer, by the optimizer's number.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Engine:
         stage: Stage,
         groups: Groups,
         units: Sequence[Unit],
+        *,
+        assemblies: Mapping[int, Assembly],
     ) -> None:
         self._optimizers, self._stage, self._groups, self._chunks = tuple(optimizers), stage, groups, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
@@ -57,9 +61,13 @@ class Engine:
             self._gatherer = Gatherer(module, units, self._reducer, order)
         self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
         self._unmoved: dict[int, Unmoved] = {}  # by number of the optimizer that is about to step
+        self._assemblies = dict(assemblies)
+        for assembly in self._assemblies.values():
+            self._reducer.at_end(assembly.take_gradients)
         first = 0
         for number, optimizer in enumerate(optimizers):
-            rewire_(optimizer, self._stepped[number], first)
+            wholes = self._assemblies[number].wholes if number in self._assemblies else ()
+            rewire_(optimizer, self._stepped[number], first, wholes)
             first += len(optimizer.param_groups)
             optimizer.register_step_pre_hook(partial(self._before_step, number))
             optimizer.register_step_post_hook(partial(self._after_step, number))
@@ -113,8 +121,8 @@ class Engine:
         chunks = [chunk for chunk in self._trained if item in chunk.items]
         self._reducer.forget(chunks)
         for chunk in chunks:
-            for part in chunk.slices:
-                part.tensor.grad = None
+            for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
+                tensor.grad = None
 
     def reset(self) -> None:
         """See `par_zero.reset`."""
@@ -153,7 +161,10 @@ class Engine:
             self._wait_for_parameters(chunks)
             with without_torch_functions():  # another optimizer's parameters may be on their way still
                 self._packed.look()
-            self._unmoved[number] = Unmoved(optimizer, chunks, self._reducer.unused(chunks))
+            unused = self._reducer.unused(chunks)
+            if number in self._assemblies:
+                self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
+            self._unmoved[number] = Unmoved(optimizer, chunks, unused)
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
         closure = given.pop("closure", None)
@@ -174,6 +185,8 @@ class Engine:
         unmoved = self._unmoved.pop(number, None)
         if unmoved is not None:
             unmoved.restore_()
+        if number in self._assemblies:
+            self._assemblies[number].after_step()
         with torch.no_grad():
             for chunk in self._stepped[number]:
                 if chunk.master is not chunk.own:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import on_written, together
+from par_groups import Sharding, on_written, together
 
 from ._check import ENGINE, agreed_ranks, check, check_abstract, check_groups, described
 from ._collectives import Groups, same_ranks
@@ -25,6 +25,8 @@ from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
+from .optimizer.agreement import agreed_blocks
+from .optimizer.assembly import assemble
 
 
 def shard(
@@ -42,6 +44,7 @@ def shard(
     atomic: Atomic = False,
     share_of: Callable[[int], int] | None = None,
     gathers: dist.ProcessGroup | None = None,
+    tensor: dist.ProcessGroup | None = None,
     fill: Fill | None = None,
     device: torch.device | None = None,
 ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
@@ -88,6 +91,10 @@ def shard(
             that no state dict has stay there, for the load to make them.
         device: Where parameters and buffers come to lie. None: where they are, or where `fill` puts them; without
             `fill`, what is on the meta device comes to the device of the rest, or else torch's default device.
+        tensor: The ranks that have the other parts of parameters that are cut, such as a tensor group. What is atomic
+            and cut is put together over them, for one of them to step; of parameters with a record of several boxes,
+            such as q, k and v in one weight, each is a tensor by itself. A gradient whose record says that it is a
+            partial sum is summed over all of these ranks that have a copy. None: such parameters are refused.
 
     Returns:
         The module, and what was given as optimizer.
@@ -97,7 +104,7 @@ def shard(
         ValueError, TypeError: What cannot be sharded, and what differs between the ranks; on every rank.
     """
     problem: Exception | None = None
-    members, options, modules, optimizers = [], ShardOptions(), [[module]], list[Optimizer]()
+    members, options, modules, optimizers, parts = [], ShardOptions(), [[module]], list[Optimizer](), [0]
     place_of: dict[nn.Parameter, Place] = {}
     abstract: dict[torch.Tensor, str] = {}  # what is on the meta device
     filler: Filler | None = None
@@ -112,8 +119,8 @@ def shard(
         )
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
-        check(module, stepped, stage)
-        check_groups(group, replicas, gathers)
+        check(module, stepped, stage, tensor)
+        check_groups(group, replicas, gathers, tensor)
         check_abstract(module, fill, device, group, replicas)
         if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
             raise ValueError(
@@ -123,11 +130,12 @@ def shard(
             )
         if STAGES[stage].shards_parameters:
             modules = choose_units(module, units, bucket)
-        abstract = {tensor: name for name, tensor in tensors_of(module) if tensor.is_meta}
+        abstract = {each: name for name, each in tensors_of(module) if each.is_meta}
         if abstract and fill is not None:
             filler = Filler(module, choose_units(module, units, bucket), fill)
         place_of = places(module, modules)
-        members = members_of(module, stepped, STAGES[stage])
+        parts = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
+        members = members_of(module, stepped, STAGES[stage], parts)
         if not members:
             raise ValueError(
                 f"the {type(module).__name__} has no parameters to shard; give one that has, or leave it alone"
@@ -135,12 +143,23 @@ def shard(
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
     to_fill = (list(abstract.values()), filler is None, getattr(device, "type", None))
-    text = f"{described(members, place_of, stage, options)} {share_of is None} {gathers is None} {to_fill}"
-    ranks = agreed_ranks(problem, text, group, replicas)
-
+    given = (share_of is None, gathers is None, tensor is None)
+    text = f"{described(members, place_of, stage, options)} {given} {to_fill}"
     parameters = [member.parameter for member in members]
-    records = {parameter: record_of(parameter, ranks) for parameter in parameters}
-    plans = plan_chunks(members, place_of, records, STAGES[stage], dist.get_world_size(group), options)
+    ranks: tuple[int, ...] = ()
+    records: dict[nn.Parameter, Sharding] = {}
+    plans: list[Plan] = []
+    try:
+        ranks = agreed_ranks(problem, text, group, replicas)
+        records = {parameter: record_of(parameter, ranks) for parameter in parameters}
+        plans = plan_chunks(
+            members, place_of, records, STAGES[stage], dist.get_world_size(group), options, tensor=len(parts)
+        )
+    except Exception as error:  # the ranks of the tensor group wait for this one
+        if tensor is None:
+            raise
+        problem = error
+    blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
     place = device_of(module, device)
 
     def pack_(plan: Plan) -> Chunk:
@@ -165,7 +184,11 @@ def shard(
         )
         for number, (name, unit) in enumerate(zip(unit_names(module, modules), modules, strict=True))
     ]
-    engine = Engine(module, optimizers, chunks, STAGES[stage], groups, gathered)
+    steppers = ranks if not STAGES[stage].shards_state else (dist.get_rank(),)
+    if STAGES[stage].shards_state and replicas is not None:
+        steppers = tuple(dist.get_process_group_ranks(replicas))
+    assemblies = assemble(chunks, blocks, tensor, steppers)
+    engine = Engine(module, optimizers, chunks, STAGES[stage], groups, gathered, assemblies=assemblies)
     record_(chunks, records, SameShare(group, replicas, share_of))
     on_written(parameters, engine.refresh)
     for entry in (module, *called(module)):

@@ -40,3 +40,22 @@ def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups:
                     f"{record.local_numel} of {record.numel} elements; give it to an optimizer that works element by "
                     "element, or tensor=1"
                 )
+
+
+def check_partial_sums(model: nn.Module, groups: ProcessGroups) -> None:
+    """Checks that a gradient that is a partial sum is so over all tensor ranks that have a copy, as par-zero takes it.
+
+    Raises:
+        ValueError: A record that says otherwise.
+    """
+    tensor = set(groups.ranks("tensor"))
+    for name, parameter in model.named_parameters():
+        record = sharding_of(parameter)
+        for box in record.boxes:
+            copies = len(tensor.intersection(box.copies))
+            if box.sum_over and box.numel < record.numel and groups.size(box.sum_over) != copies:
+                raise ValueError(
+                    f"the gradient of {name!r} is a sum over {box.sum_over} of {groups.size(box.sum_over)} ranks, and "
+                    f"{copies} tensor ranks have copies, so it cannot be put together for an optimizer that must see "
+                    "whole tensors; give it to one that works element by element"
+                )

@@ -11,6 +11,7 @@ from par_layers import initialize
 from par_precision import mixed, precision_of
 from par_zero import shard
 
+from .optimizers import check_partial_sums
 from .plugin import Plugin
 from .setup import Setup
 from .stages import Stages, build_stages, leave_foreign_
@@ -110,6 +111,9 @@ class Zero(Plugin):
         keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **options.zero_keywords}
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
+        if keywords.get("atomic") and strategy.groups.size("tensor") > 1:
+            check_partial_sums(model, strategy.groups)
+            keywords = {"tensor": strategy.groups["tensor"], **keywords}
         return shard(model, optimizer, group=group, **keywords)[0]
 
 

@@ -14,10 +14,13 @@ from .._stage import Stage
 from .chunk import Chunk, Member
 from .fill import make_real_
 from .packing import Item, Layout, pack, pack_atomic
+from .records import is_assembled
 from .units import Place
 
 
-def members_of(module: nn.Module, groups: Sequence[ParamGroup], stage: Stage) -> list[Member]:
+def members_of(
+    module: nn.Module, groups: Sequence[ParamGroup], stage: Stage, tensor: Sequence[int] = ()
+) -> list[Member]:
     """The parameters that are packed.
 
     They are those of the optimizers; without one, those that want gradients; where parameters are sharded, all.
@@ -26,6 +29,7 @@ def members_of(module: nn.Module, groups: Sequence[ParamGroup], stage: Stage) ->
         module: The module.
         groups: The param groups of all its optimizers.
         stage: The ZeRO stage.
+        tensor: The ranks that may have other parts of a parameter.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -47,6 +51,7 @@ def members_of(module: nn.Module, groups: Sequence[ParamGroup], stage: Stage) ->
                 group=number,
                 owner=owner,
                 atomic=atomic,
+                assembled=atomic and is_assembled(parameter, tensor),
                 shape=parameter.shape,
             )
         )
@@ -75,6 +80,8 @@ def plan_chunks(
     stage: Stage,
     ranks: int,
     options: ShardOptions,
+    *,
+    tensor: int = 1,
 ) -> list[Plan]:
     """Deals parameters out to chunks, the last first: their gradients come first.
 
@@ -88,38 +95,45 @@ def plan_chunks(
         stage: The ZeRO stage: of what a rank keeps its share alone.
         ranks: Number of ranks that share.
         options: The size of a chunk.
+        tensor: Number of ranks that have parts of what is assembled; all of them make the same plan for it.
     """
     kinds: dict[tuple[object, ...], list[Member]] = {}
     for member in reversed(members):
         parameter = member.parameter
         trained = member.group >= 0 or parameter.requires_grad
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
-        stepped = (trained, member.owner, member.atomic)
-        kind = (place_of[parameter], parameter.dtype, parameter.device, *stepped, copies)
+        stepped = (trained, member.owner, member.atomic, member.assembled)
+        kind = (place_of[parameter], parameter.dtype, parameter.device, *stepped, None if member.assembled else copies)
         kinds.setdefault(kind, []).append(member)
+
+    def numel(member: Member) -> int:
+        return -(-records[member.parameter].numel // tensor) if member.assembled else member.shape.numel()
+
+    def item(member: Member) -> Item:
+        weight = records[member.parameter].numel if member.assembled else 0
+        return Item(numel=member.shape.numel(), group=member.group, weight=weight)
+
     plans = [
         Plan(
             members=tuple(part[::-1]),
             place=place_of[part[0].parameter],
-            layout=(pack_atomic if part[0].atomic else pack)(
-                [Item(numel=member.shape.numel(), group=member.group) for member in part[::-1]], ranks
-            ),
+            layout=(pack_atomic if part[0].atomic else pack)([item(member) for member in part[::-1]], ranks),
         )
         for kind in kinds.values()
-        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket))
+        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket, numel))
     ]
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
     return sorted(plans, key=lambda plan: -min(first[member.parameter] for member in plan.members))
 
 
-def _buckets(members: Iterable[Member], limit: int) -> Iterator[list[Member]]:
+def _buckets(members: Iterable[Member], limit: int, numel: Callable[[Member], int]) -> Iterator[list[Member]]:
     """Neighbours together, until they have that many bytes."""
     current: list[Member] = []
     size = 0
     for member in members:
         current.append(member)
-        size += member.shape.numel() * member.parameter.element_size()
+        size += numel(member) * member.parameter.element_size()
         if size >= limit:
             yield current
             current, size = [], 0

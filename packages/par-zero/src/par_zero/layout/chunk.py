@@ -25,6 +25,7 @@ class Member:
         group: Number of its param group among those of all optimizers; -1 where no optimizer has it.
         owner: Number of its optimizer; -1 where none has it.
         atomic: Whether its optimizer must see it as a whole.
+        assembled: Whether it is put together for that from parts, which are this rank's or those of others too.
         shape: Shape of the parameter on this rank, before it is cut.
     """
 
@@ -33,6 +34,7 @@ class Member:
     group: int
     owner: int = -1
     atomic: bool = False
+    assembled: bool = False
     shape: torch.Size
 
 
@@ -80,6 +82,7 @@ class Chunk:
         master: The elements as the optimizer holds them: `own` itself, or a copy in another dtype.
         gradient: (size) The gradients of this rank; where gradients are sharded, from the first one to their reduction.
         slices: The tensors of the optimizer that hold `master`.
+        wholes: The tensors of the optimizer that parameters of it are put together in, where they are assembled.
         number: Its place in the order in which gradients are expected; -1 if it gets none.
     """
 
@@ -96,7 +99,7 @@ class Chunk:
         items: tuple[int, ...],
     ) -> None:
         self.members, self.layout, self.stage = tuple(members), layout, stage
-        self.share = layout.share(rank)
+        self.rank, self.share = rank, layout.share(rank)
         self.updated = self.share if stage.shards_state else (0, layout.size)
         low, high = self.updated
         if stage.shards_parameters:
@@ -123,6 +126,7 @@ class Chunk:
             setattr(tensor, LABEL, self._label)
         self.reduce_dtype, self.items = reduce_dtype, items
         self.slices: list[Slice] = []
+        self.wholes: list[nn.Parameter] = []
         self.number = -1
         self.gradient: torch.Tensor | None = None
         self._places: list[torch.Tensor] = []  # of the members in the last `gradient`, which may come again
@@ -135,6 +139,11 @@ class Chunk:
     def owner(self) -> int:
         """Number of the optimizer that has its parameters, all of them; -1 where none has them."""
         return self.members[0].owner
+
+    @property
+    def assembled(self) -> bool:
+        """Whether its optimizer has none of it as it lies here: see `par_zero.optimizer.assembly`."""
+        return self.members[0].assembled
 
     @property
     def trained(self) -> bool:
@@ -265,13 +274,24 @@ class Chunk:
 
     def bind_gradients(self) -> None:
         """Shows the optimizer its gradients, in its own dtype."""
-        if self._reduced is None:
+        if self._reduced is None or self.assembled:
             return
         origin, _ = self.updated
         for part in self.slices:
             view = self._reduced[part.start - origin : part.stop - origin].view(part.tensor.shape)
             part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
         self._reduced = None  # the optimizer's now, for it to drop
+
+    def drop_sum(self) -> torch.Tensor:
+        """Elements `updated` of the sum over the ranks, which the chunk no longer keeps.
+
+        Raises:
+            RuntimeError: There is none, for no reduction was made since the last call.
+        """
+        if self._reduced is None:
+            raise RuntimeError(f"chunk {self.number} has no sum of gradients to put together; a bug of par-zero")
+        total, self._reduced = self._reduced, None
+        return total
 
     def forget_buffer(self) -> None:
         """Lets go of the memory that was lent for its gradients last, and given back."""

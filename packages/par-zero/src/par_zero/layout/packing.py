@@ -19,10 +19,13 @@ class Item:
     Args:
         numel: Number of its elements on this rank.
         group: Number of its param group.
+        weight: Number of the elements by which parameters that stay whole are dealt out; 0: as many as it has. Ranks
+            that have different parts of a parameter deal it out by its whole size, to ranks of the same place.
     """
 
     numel: int
     group: int
+    weight: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class Layout:
         shard: Number of elements of one rank's share.
         ranks: Number of shares.
         atomic: Whether no parameter is cut; then `regions` has one range for each parameter.
+        owners: Where no parameter is cut: in which share each lies, also one without elements.
     """
 
     slots: tuple[tuple[int, int], ...]
@@ -51,6 +55,7 @@ class Layout:
     shard: int
     ranks: int
     atomic: bool = False
+    owners: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -103,21 +108,23 @@ def pack(items: Sequence[Item], ranks: int) -> Layout:
 
 def pack_atomic(items: Sequence[Item], ranks: int) -> Layout:
     """Gives every parameter to one rank as a whole: the largest first, to the rank that has the least so far."""
-    loads = [0] * ranks
+    loads, ends = [0] * ranks, [0] * ranks
     places: list[tuple[int, int]] = [(0, 0)] * len(items)
-    for number in sorted(range(len(items)), key=lambda n: -items[n].numel):
+    for number in sorted(range(len(items)), key=lambda n: -(items[n].weight or items[n].numel)):
         rank = loads.index(min(loads))
-        places[number] = rank, loads[rank]
-        loads[rank] += _aligned(items[number].numel)
-    shard = max(loads)
+        places[number] = rank, ends[rank]
+        loads[rank] += _aligned(items[number].weight or items[number].numel)
+        ends[rank] += _aligned(items[number].numel)
+    shard = max(ends)
     slots = tuple(
         (rank * shard + first, rank * shard + first + item.numel)
         for (rank, first), item in zip(places, items, strict=True)
     )
+    owners = tuple(rank for rank, _ in places)
     regions = tuple(
         Range(group=item.group, start=start, stop=stop) for item, (start, stop) in zip(items, slots, strict=True)
     )
-    return Layout(slots=slots, regions=regions, shard=shard, ranks=ranks, atomic=True)
+    return Layout(slots=slots, regions=regions, shard=shard, ranks=ranks, atomic=True, owners=owners)
 
 
 def _aligned(count: int) -> int:

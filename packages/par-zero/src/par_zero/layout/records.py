@@ -36,6 +36,26 @@ def part_of_a_whole(parameter: nn.Parameter) -> Sharding | None:
     return record if record.local_numel < record.numel else None
 
 
+def is_assembled(parameter: nn.Parameter, tensor: Sequence[int]) -> bool:
+    """Whether an optimizer that must see whole tensors cannot have a parameter as it is.
+
+    So it is where a rank has a part, and where its record has several boxes, such as one for each of q, k and v: then
+    each is a matrix.
+
+    Args:
+        parameter: The parameter.
+        tensor: The ranks that may have other parts of it, this one among them.
+    """
+    if not hasattr(parameter, "par_sharding"):
+        return False
+    record = sharding_of(parameter)
+    return (
+        len(record.boxes) != 1
+        or record.local_numel < record.numel
+        or (len(tensor) > 1 and not set(tensor) <= set(record.boxes[0].copies))
+    )
+
+
 class SameShare:
     """Which ranks keep the same share of a parameter as this one.
 

@@ -11,24 +11,29 @@ from torch.optim import Optimizer
 from ..layout.chunk import Chunk, Slice
 
 
-def rewire_(optimizer: Optimizer, chunks: Sequence[Chunk], first: int = 0) -> None:
+def rewire_(
+    optimizer: Optimizer, chunks: Sequence[Chunk], first: int = 0, wholes: Sequence[tuple[int, nn.Parameter]] = ()
+) -> None:
     """Replaces the parameters in each param group by flat slices; group dicts and all their other entries stay.
 
     Args:
         optimizer: An optimizer that has not stepped; state that its constructor has made is cut like the parameters.
         chunks: The chunks that hold its parameters; they are given their slices.
         first: Number of its first param group among those of all optimizers.
+        wholes: What this rank steps of assembled parameters: the number of its param group, and the tensor.
     """
     by_group: dict[int, list[nn.Parameter]] = defaultdict(list)
     made = dict(optimizer.state)
     optimizer.state.clear()
     for chunk in chunks:
-        chunk.slices = list(_slices(chunk))
+        chunk.slices = [] if chunk.assembled else list(_slices(chunk))
         for part in chunk.slices:
             by_group[part.group].append(part.tensor)
             state = _cut_state(made, chunk, part)
             if state:
                 optimizer.state[part.tensor] = state
+    for number, tensor in wholes:
+        by_group[number].append(tensor)
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = by_group[first + number]
         group.pop("param_names", None)  # these were of the parameters; the records of the slices have the names

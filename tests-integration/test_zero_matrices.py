@@ -1,0 +1,201 @@
+"""An optimizer of whole matrices beside tensor parallelism and ZeRO: the update of one device, in every tensor mode."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from par_checkpoint import load, save
+from par_groups import ProcessGroups, Topology
+from par_layers import PartialGradients, initialize, layer_set
+from par_layers.examples import GPT
+from par_precision import clip_grad_norm_
+from par_testing import assert_equal_to_one_device
+from par_train import Strategy
+from par_zero import shard
+
+LAYOUTS = {
+    "1d": (4, {"data": 2, "tensor": {"size": 2, "mode": "1d"}}, 4),
+    "by sequence": (4, {"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, 4),
+    "copied keys and values": (4, {"tensor": {"size": 4, "mode": "1d", "kv_heads": 2}}, 2),
+    "2d": (4, {"tensor": {"size": 4, "mode": "2d"}}, 4),
+    "2d and data": (8, {"data": 2, "tensor": {"size": 4, "mode": "2d"}}, 4),
+    "2.5d": (8, {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, 4),
+    "3d": (8, {"tensor": {"size": 8, "mode": "3d"}}, 4),
+}
+"""Number of ranks, topology, and heads of keys and values."""
+
+REASON = (
+    "fp64: sums over ranks are in another order, and five steps of Newton and Schulz make rounding a few hundred times"
+)
+
+
+class MatricesAndRest(torch.optim.Optimizer):
+    """Muon in the dtype of the parameters for groups of matrices, and SGD with momentum for others."""
+
+    def __init__(self, module):
+        parameters = list(module.parameters())
+        matrices = {"params": [each for each in parameters if each.ndim == 2], "matrices": True}
+        rest = {"params": [each for each in parameters if each.ndim != 2], "matrices": False}
+        super().__init__([matrices, rest], {"lr": 0.02, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+                parameter.sub_(orthogonal(momentum) if group["matrices"] else momentum, alpha=group["lr"])
+
+
+def orthogonal(matrix):
+    """The matrix with singular values near one, by five steps of Newton and Schulz."""
+    assert matrix.ndim == 2
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+def is_matrix(group):
+    return group["matrices"]
+
+
+def gpt(layers, key_heads, *, tied=False):
+    model = GPT(layers, 29, 32, 4, 2, 12, tied=tied, key_heads=key_heads)
+    initialize(model, seed=0)
+    return model.double()
+
+
+def data(step):
+    return torch.randint(29, (8, 9), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, rows):
+    return model.loss(rows[:, :-1], rows[:, 1:])
+
+
+def one_device(key_heads, *, tied, clip):
+    """q, k and v are matrices by themselves here too, as the layers of one device say."""
+    model = gpt(layer_set(None), key_heads, tied=tied)
+    return trained_alone(model, lambda rows: loss_of(model, rows), clip)
+
+
+def trained_alone(model, loss, clip, steps=3):
+    """The model after some steps of one device."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    optimizer = MatricesAndRest(model)
+    shard(model, optimizer, stage=0, group=alone, atomic=is_matrix)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(data(step)).backward()
+        if clip:
+            clip_grad_norm_(optimizer, clip, alone)
+        optimizer.step()
+    return model
+
+
+def cases():
+    found = []
+    for name, (ranks, parallel, key_heads) in LAYOUTS.items():
+        stages = (0, 1, 2, 3) if "data" in parallel else (0,)
+        marks = pytest.mark.ranks(ranks, timeout=180)
+        found.append(pytest.param(parallel, key_heads, stages, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("parallel", "key_heads", "stages"), cases())
+def test_matrices_step_as_on_one_device_in_every_tensor_mode(parallel, key_heads, stages):
+    for stage in stages:
+        tied, clip = stage % 2 == 1, 0.5 if stage > 1 else None
+        topology = Topology.from_config(parallel, dist.get_world_size())
+        with ProcessGroups(topology) as groups:
+            model = gpt(layer_set("auto", groups), key_heads, tied=tied)
+            optimizer = MatricesAndRest(model)
+            given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
+            shard(model, optimizer, atomic=is_matrix, **given)
+            partial = PartialGradients(optimizer, groups)
+            rank, ranks = groups.rank("data"), groups.size("data")
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, data(step).chunk(ranks)[rank]).backward()
+                partial.handle_gradient()
+                if clip:
+                    clip_grad_norm_(optimizer, clip, dist.group.WORLD)
+                optimizer.step()
+            reference = one_device(key_heads, tied=tied, clip=clip)
+            assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
+
+
+def stack(layers):
+    """The model as layers one after the other, as a pipeline takes it."""
+    parts = gpt(layers, 4)
+    first, last = nn.Sequential(parts.tokens, parts.positions), nn.Sequential(parts.norm, parts.head)
+    return nn.Sequential(first, *parts.blocks, last)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.ranks(8, timeout=180)
+def test_data_pipeline_and_tensor_ranks_of_a_strategy_step_matrices_as_one_device(stage):
+    layers = layer_set(None)
+    reference = stack(layers)
+
+    def loss_alone(rows):
+        return layers.cross_entropy(reference(rows[:, :-1]), rows[:, 1:], classes=29)
+
+    trained_alone(reference, loss_alone, 0.5)
+    parallel = {"data": 2, "pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
+    zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
+    with Strategy(parallel=parallel, zero=zero, clip_norm=0.5, pipeline={"microbatches": 4}) as strategy:
+        model = stack(strategy.layers)
+        model, optimizer = strategy.initialize(model, MatricesAndRest(model))
+        rank = strategy.groups.rank("data")
+
+        def criterion(logits, target):
+            return strategy.layers.cross_entropy(logits, target, classes=29)
+
+        for step in range(3):
+            rows = data(step).chunk(2)[rank]
+            strategy.execute_pipeline(iter([(rows[:, :-1], rows[:, 1:])]), model, criterion, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
+
+
+CHAIN = [
+    (1, {"data": 2, "tensor": {"size": 2, "mode": "1d"}}),
+    (0, {"tensor": {"size": 4, "mode": "2d"}}),
+    (3, {"data": 4}),
+    (2, {"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}),
+    (1, {"data": 2, "tensor": {"size": 2, "mode": "1d"}}),
+]
+"""ZeRO stage and topology of a run that goes on as another one each time."""
+
+
+@pytest.mark.ranks(4, timeout=180)
+def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
+    """What rank has the state of which matrix is not in the files."""
+    for number, (stage, parallel) in enumerate(CHAIN):
+        with ProcessGroups(Topology.from_config(parallel, 4)) as groups:
+            model = gpt(layer_set("auto", groups), 4)
+            optimizer = MatricesAndRest(model)
+            given = {"stage": stage, "group": groups["data"], "tensor": groups["tensor"], "bucket": 40_000}
+            shard(model, optimizer, atomic=is_matrix, **given)
+            partial = PartialGradients(optimizer, groups)
+            if number:
+                load(tmp_path / str(number), model=model, optimizer=optimizer)
+            rank, ranks = groups.rank("data"), groups.size("data")
+            optimizer.zero_grad()
+            loss_of(model, data(number).chunk(ranks)[rank]).backward()
+            partial.handle_gradient()
+            optimizer.step()
+            save(tmp_path / str(number + 1), model=model, optimizer=optimizer)
+    reference = gpt(layer_set(None), 4)
+    trained_alone(reference, lambda rows: loss_of(reference, rows), None, steps=len(CHAIN))
+    assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
