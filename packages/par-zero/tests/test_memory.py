@@ -105,3 +105,20 @@ def test_shard_has_what_is_packed_and_what_is_not_and_one_chunk(stage, options):
     peak = peak_bytes(run, before + max(moments) + padding) - before
     assert max(moments) - padding < peak < max(moments) + padding, (peak, max(moments), sum(SIZES))
     assert max(moments) < 1.75 * sum(SIZES)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("stage", range(4))
+def test_state_that_a_constructor_has_made_is_cut_chunk_by_chunk_too(stage):
+    """Adagrad makes as much as there are parameters."""
+    before = live_bytes()
+    module = uneven_blocks()
+    optimizer = torch.optim.Adagrad(module.parameters())
+    limit = 2 * sum(SIZES) + max(SIZES) + SLACK  # as they were, and a chunk
+
+    def run():
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=SIZES[2])
+
+    assert peak_bytes(run, before + limit) - before < limit
+    kept = 2 * sum(SIZES) if stage == 0 else sum(SIZES) * (4 / 3 if stage < 3 else 2 / 3)
+    assert live_bytes(lambda total: total - before < kept + SLACK) - before < kept + SLACK

@@ -1,5 +1,11 @@
 """A model made on the meta device becomes real unit by unit in `shard`, or when a checkpoint is loaded."""
 
+import ctypes
+import gc
+import resource
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,6 +234,8 @@ UNIT = 4 * (WIDTH * WIDTH + WIDTH)
 
 def zeros(unit, _):
     unit.to_empty(device="cpu")
+    for parameter in unit.parameters():
+        nn.init.zeros_(parameter)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -255,6 +263,39 @@ def without_hidden_buffers():
     for block in model.blocks:
         block.fixed = torch.ones(3)
     return model
+
+
+def private_bytes():
+    """What RLIMIT_DATA counts of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere RLIMIT_DATA leaves out most memory")
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_model_that_a_rank_has_no_room_for_is_sharded_and_runs():
+    """The operating system gives four fifths of what the model takes. A rank keeps half, and gathers two units."""
+    width, blocks = 1536, 24
+    whole_size = 4 * blocks * (width * width + width)
+
+    def make():
+        with torch.device("meta"):
+            return nn.Sequential(*(nn.Linear(width, width) for _ in range(blocks)))
+
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: else glibc keeps some units' memory, in pieces
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() + int(0.8 * whole_size), most))
+    try:
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            zeros(make(), "")
+        gc.collect()
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        shard(model, optimizer, stage=3, group=dist.group.WORLD, bucket=width * width, fill=zeros)
+        with torch.no_grad():
+            assert not model(torch.ones(1, width)).any()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
 @for_each_stage

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Unwritten:
     """What of a module was on the meta device, and is to be written before it runs.
 
-    What `par_groups.written_` or a `load_state_dict` names is written. When all is, the next forward leaves nothing of
-    this behind.
+    What `par_groups.written_` or a `load_state_dict` names is written. When all is, nothing of this is left; after a
+    `load_state_dict`, from the next forward on.
 
     Args:
         module: The sharded module.
@@ -36,20 +36,29 @@ class Unwritten:
 
     def _written(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors -= set(tensors)
+        if self._first() is None:
+            self._end()
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
         """A state dict was loaded into a part of the module, perhaps as a part of something larger."""
         missing = tuple(f".{key}" for key in keys.missing_keys)
         found = [tensor for name, tensor in tensors_of(module) if not any(key.endswith(f".{name}") for key in missing)]
-        self._written([tensor for tensor in found if tensor in self._tensors])
+        self._tensors -= set(found)  # hooks stay for now, as torch goes through them
+
+    def _first(self) -> str | None:
+        """The name of the first tensor without values."""
+        names = (name for name, tensor in tensors_of(self._module) if tensor.is_meta or tensor in self._tensors)
+        return next(names, None)
+
+    def _end(self) -> None:
+        self._registration.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _refuse(self, *_: Any) -> None:
-        waiting = (name for name, tensor in tensors_of(self._module) if tensor.is_meta or tensor in self._tensors)
-        name = next(waiting, None)
+        name = self._first()
         if name is None:
-            self._registration.remove()
-            for hook in self._hooks:
-                hook.remove()
+            self._end()
             return
         self._reset()
         raise RuntimeError(

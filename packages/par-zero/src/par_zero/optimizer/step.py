@@ -32,6 +32,8 @@ def rewire_(
             state = _cut_state(made, chunk, part)
             if state:
                 optimizer.state[part.tensor] = state
+        for member in chunk.members:
+            made.pop(member.parameter, None)  # whose memory is given back before there is more
     for number, tensor in wholes:
         by_group[number].append(tensor)
     for number, group in enumerate(optimizer.param_groups):
