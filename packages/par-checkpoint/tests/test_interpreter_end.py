@@ -9,7 +9,7 @@ import torch
 from par_checkpoint import load, verify
 
 COPY = """
-import time, torch
+import sys, time, torch
 from torch import nn
 from par_checkpoint import save
 from par_checkpoint.transfer.snapshot import Snapshot
@@ -18,6 +18,7 @@ finish = Snapshot.finish
 Snapshot.finish = lambda self: (time.sleep(0.3), finish(self))  # the main thread is done by then
 model = {name: nn.Parameter(torch.full((3 << 20,), 7.0)) for name in "abc"}
 save(PATH, model=model, async_=True, copy="background", budget="8MB")
+assert "torch._dynamo" not in sys.modules  # importing it takes a second
 """
 
 COPY_OF_WHAT_CHANGES = f"{COPY}\nmodel['b'].detach().zero_()"
@@ -36,7 +37,7 @@ threading.Thread(target=late, args=(Workers(2, "w"),)).start()
 
 IN_FORKS = """
 import os, sys, warnings
-import torch._dynamo, par_checkpoint  # a save in the background imports the former
+import torch, par_checkpoint
 
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later: nothing has started a thread so far
 for name, script in SCRIPTS.items():

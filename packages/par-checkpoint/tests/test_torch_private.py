@@ -47,6 +47,24 @@ def test_a_module_tells_its_own_buffers():
     assert private.buffers_of(module) == {"kept": module.kept, "derived": module.derived, "later": None}
 
 
+def test_what_is_not_compiled_runs_as_it_is_with_all_that_it_calls():
+    compiling = []
+
+    def inner():
+        compiling.append(torch.compiler.is_compiling())
+
+    def note(x):
+        compiling.append(torch.compiler.is_compiling())
+        inner()
+        return x
+
+    noted = private.not_compiled(note)
+    compiled = torch.compile(lambda x: noted(x + 1) * 2, backend="eager")
+    for _ in range(2):
+        assert compiled(torch.ones(2)).tolist() == [4, 4]
+    assert compiling == [False] * 4
+
+
 def test_an_outline_tells_where_data_lies_in_its_file(tmp_path):
     values = torch.arange(64.0)
     torch.save({"w": values}, tmp_path / "w.pt")

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ._torch_private import not_compiled
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -84,7 +85,7 @@ class Save:
             self._copied = event
             # Of all optimizers, for what steps may wrap the given one, or not be given at all. It cannot remove itself:
             # torch iterates over the hooks when it calls them.
-            self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(lambda *_: self._wait_for_copy()))
+            self._hook = register_optimizer_step_pre_hook(not_compiled(lambda *_: self._wait_for_copy()))
         self._thread = threading.Thread(target=run, name="par-checkpoint-save")
         self._thread.start()
 

@@ -1,11 +1,15 @@
 """Every underscore API of torch that this package uses, one function each: the first file to open when torch moves."""
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo import eval_frame
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
@@ -74,6 +78,19 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     Since torch 0.1. `named_buffers` leaves out what another module has under another name.
     """
     return module._buffers
+
+
+def not_compiled(function: F) -> F:
+    """A function that torch.compile calls as it is, with all that it calls.
+
+    Since torch 2.7. `torch.compiler.disable` does the same, but imports the compiler, which takes a second in the first
+    save of a program that compiles nothing.
+    """
+    code: Any = getattr(function, "__code__")  # noqa: B009 - a callable has none for mypy
+    skipped = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skipped, skipped))
+    setattr(function, "_torchdynamo_disable", True)  # noqa: B010 - a function has no such attribute for mypy
+    return function
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> int:
