@@ -1,9 +1,12 @@
 """Order and deadlock, against a search of all that may happen."""
 
+import gc
+import weakref
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_testing.strict.operation import Entry, Operation
+from par_testing.strict.operation import Entry, Operation, Part
 from par_testing.strict.queues import Fault, Queues, Run
 from par_testing.strict.wait_for import VANISHED, deadlock
 
@@ -135,3 +138,39 @@ def test_a_rank_that_vanishes_while_an_operation_runs_never_ends_it():
     queues.issue(entry(1, 2, "a"))
     assert deadlock(queues, {0: second}, {}) is None
     assert "rank 1 has vanished" in deadlock(queues, {0: second}, {1: VANISHED})
+
+
+def batch_of(rank, number, *parts):
+    made = tuple(Part(kind=kind, peer=1 - rank, elements=1, dtype="float32", tag=0) for kind in parts)
+    operation = Operation(name="batch", parts=made)
+    return Entry(rank=rank, number=number, communicator="a", members=(0, 1), operation=operation)
+
+
+def test_messages_that_are_done_at_both_ends_are_forgotten():
+    queues, kept = Queues(), []
+    for number in range(1, 4):
+        ends = [batch_of(0, number, "send", "recv"), batch_of(1, number, "recv", "send", *["send"] * (number == 3))]
+        kept += [weakref.ref(each) for each in ends]
+        assert queues.issue(ends[0]) == []
+        verdicts = queues.issue(ends[1])
+        if number < 3:
+            (run,) = verdicts
+            assert [each.rank for each in run.party] == [0, 1]
+            assert [queues.done((rank, number)) for rank in (0, 1)] == [[], []]
+    del ends, run, verdicts
+    gc.collect()
+    assert [reference() is None for reference in kept] == [True] * 4 + [False] * 2  # the last has one message too many
+
+
+def test_a_message_that_differs_is_numbered_from_the_first_one_of_its_way():
+    queues = Queues()
+    for number in (1, 2):
+        queues.issue(batch_of(0, number, "send"))
+        queues.issue(batch_of(1, number, "recv"))
+        for rank in (0, 1):
+            queues.done((rank, number))
+    queues.issue(batch_of(0, 3, "send"))
+    part = Part(kind="recv", peer=0, elements=2, dtype="float32", tag=0)
+    operation = Operation(name="batch", parts=(part,))
+    (fault,) = queues.issue(Entry(rank=1, number=3, communicator="a", members=(0, 1), operation=operation))
+    assert fault.words.startswith("message 3 from rank 0 to rank 1 of a: rank 0 issued send(1 float32")

@@ -165,23 +165,31 @@ class StrictGroup(_ProcessGroup):  # type: ignore[misc]
         *rest: Any,
     ) -> StrictWork:
         """Every member sends a part to each."""
-        sends, expects = self._splits(given, input_splits), self._splits(output, output_splits)
-
-        def compute(shares: Sequence[Share]) -> list[bytes]:
-            tensors = [tensor_of(payload, given.dtype) for _, payload in shares]
-            return [bytes_of(exchanged(tensors, [entry.operation.sends for entry, _ in shares], self.rank()))]
-
-        return self._issue("all_to_all", [given], [output], compute, sends=sends, expects=expects)
+        return self._exchange([given], [output], self._splits(given, input_splits), self._splits(output, output_splits))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
         """As `all_to_all_single`, for parts that are tensors of their own."""
         outputs, inputs = _listed(outputs), _listed(inputs)
         sends, expects = tuple(each.numel() for each in inputs), tuple(each.numel() for each in outputs)
+        return self._exchange(inputs, outputs, sends, expects)
+
+    def _exchange(
+        self, inputs: list[Tensor], outputs: list[Tensor], sends: tuple[int, ...], expects: tuple[int, ...]
+    ) -> StrictWork:
+        """Sends a part to each member, whether the parts lie in one tensor or each in one of its own.
+
+        Args:
+            inputs: What is sent, one part after the other.
+            outputs: Where the parts from all members go, one after the other.
+            sends: For each member, how many elements it is sent.
+            expects: For each member, how many elements it is to send.
+        """
 
         def compute(shares: Sequence[Share]) -> list[bytes]:
             tensors = [tensor_of(payload, inputs[0].dtype) for _, payload in shares]
             got = exchanged(tensors, [entry.operation.sends for entry, _ in shares], self.rank())
-            return [bytes_of(part) for part in got.split(list(expects))]
+            parts = [got] if len(outputs) == 1 else got.split([each.numel() for each in outputs])
+            return [bytes_of(part) for part in parts]
 
         return self._issue("all_to_all", inputs, outputs, compute, sends=sends, expects=expects)
 

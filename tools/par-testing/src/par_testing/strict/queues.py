@@ -33,6 +33,36 @@ Verdict = Run | Fault
 Key = tuple[int, int]
 """An entry by its rank and its number."""
 
+Way = tuple[str, int, int]
+"""A communicator, a rank that sends on it, and one that receives."""
+
+
+class _Line:
+    """The messages that go one way, in order: the batches of both ends, as long as one of them is not done."""
+
+    def __init__(self) -> None:
+        self._first = 0  # the number of the first message that is kept, from 0
+        self._ends: dict[str, deque[Entry]] = {"send": deque(), "recv": deque()}
+        self._done = {"send": 0, "recv": 0}
+
+    def add(self, kind: str, entry: Entry) -> int:
+        """Adds one end of a message; returns the number of the message."""
+        self._ends[kind].append(entry)
+        return self._first + len(self._ends[kind]) - 1
+
+    def end(self, kind: str, number: int) -> Entry | None:
+        """The batch at one end of a message, if it has been issued."""
+        entries, place = self._ends[kind], number - self._first
+        return entries[place] if place < len(entries) else None
+
+    def done(self, kind: str) -> None:
+        """The next message is done at this end; it is forgotten if it is at the other one, too."""
+        self._done[kind] += 1
+        while self._first < min(self._done.values()):
+            self._first += 1
+            for entries in self._ends.values():
+                entries.popleft()
+
 
 class Queues:
     """What has been issued and is not done, on every rank.
@@ -48,8 +78,10 @@ class Queues:
         self._issued: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._calls: defaultdict[tuple[str, int], dict[int, Entry]] = defaultdict(dict)
         self._call_of: dict[Key, tuple[str, int]] = {}
-        self._messages: defaultdict[tuple[str, int, int], tuple[list[Entry], list[Entry]]] = defaultdict(_two_lists)
-        self._partners: dict[Key, list[tuple[tuple[str, int, int], int]]] = {}
+        self._lines: defaultdict[Way, _Line] = defaultdict(_Line)
+        self._parts: dict[
+            Key, dict[tuple[Way, int], Part]
+        ] = {}  # of a batch, by the line and the number of the message
 
     def issue(self, entry: Entry) -> list[Verdict]:
         """A rank has issued an operation."""
@@ -115,35 +147,29 @@ class Queues:
 
     def _join_batch(self, entry: Entry) -> str:
         """Joins each message of a batch to its other end; how the two differ, if they do."""
-        self._partners[_key(entry)] = []
+        self._parts[_key(entry)] = {}
         for part in entry.operation.parts:
-            way = (entry.rank, part.peer) if part.kind == "send" else (part.peer, entry.rank)
-            line = (entry.communicator, *way)
-            ends = self._messages[line]
-            own, others = ends if part.kind == "send" else ends[::-1]
-            index = len(own)
-            own.append(entry)
-            self._partners[_key(entry)].append((line, index))
-            if index < len(others):
-                other = others[index]
-                theirs = _message(other, line, index, self._partners)
-                if not part.fits(theirs):
-                    where = f"message {index + 1} from rank {way[0]} to rank {way[1]} of {entry.communicator}"
-                    return _differ(entry, other, where)
+            source, target = (entry.rank, part.peer) if part.kind == "send" else (part.peer, entry.rank)
+            way = entry.communicator, source, target
+            number = self._lines[way].add(part.kind, entry)
+            self._parts[_key(entry)][way, number] = part
+            other = self._lines[way].end(_OTHER_END[part.kind], number)
+            if other is not None and not part.fits(self._parts[_key(other)][way, number]):
+                where = f"message {number + 1} from rank {source} to rank {target} of {entry.communicator}"
+                return _differ(entry, other, where)
         return ""
 
     def _batches_with(self, entry: Entry) -> tuple[list[Entry], list[int]]:
         found, missing, look_at = {_key(entry): entry}, [], [entry]
         while look_at:
             batch = look_at.pop()
-            for line, index in self._partners[_key(batch)]:
-                sends, receives = self._messages[line]
-                others = receives if line[1] == batch.rank else sends
-                if index >= len(others):
-                    missing.append(line[2] if line[1] == batch.rank else line[1])
-                elif _key(others[index]) not in found:
-                    found[_key(others[index])] = others[index]
-                    look_at.append(others[index])
+            for (way, number), part in self._parts[_key(batch)].items():
+                other = self._lines[way].end(_OTHER_END[part.kind], number)
+                if other is None:
+                    missing.append(part.peer)
+                elif _key(other) not in found:
+                    found[_key(other)] = other
+                    look_at.append(other)
         return [*found.values()], sorted(set(missing))
 
     def _ready(self) -> Iterator[Run]:
@@ -163,6 +189,8 @@ class Queues:
         return heads[: self._slots]
 
     def _forget(self, entry: Entry) -> None:
+        for (way, _), part in self._parts.pop(_key(entry), {}).items():
+            self._lines[way].done(part.kind)
         place = self._call_of.pop(_key(entry), None)
         if place is not None:
             call = self._calls[place]
@@ -170,18 +198,11 @@ class Queues:
                 del self._calls[place]
 
 
-def _two_lists() -> tuple[list[Entry], list[Entry]]:
-    return [], []
+_OTHER_END = {"send": "recv", "recv": "send"}
 
 
 def _key(entry: Entry) -> Key:
     return entry.rank, entry.number
-
-
-def _message(
-    entry: Entry, line: tuple[str, int, int], index: int, partners: dict[Key, list[tuple[tuple[str, int, int], int]]]
-) -> Part:
-    return entry.operation.parts[partners[_key(entry)].index((line, index))]
 
 
 def _differ(entry: Entry, other: Entry, where: str) -> str:
