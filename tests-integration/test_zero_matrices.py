@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_checkpoint import load, save
-from par_groups import ProcessGroups, Topology
+from par_groups import JointOptimizer, ProcessGroups, Topology
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 from par_precision import clip_grad_norm_
@@ -166,6 +166,67 @@ def test_data_pipeline_and_tensor_ranks_of_a_strategy_step_matrices_as_one_devic
             optimizer.step()
             optimizer.zero_grad()
         assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon in the dtype of the parameters."""
+
+    def __init__(self, parameters, lr=0.02, momentum=0.9):
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "matrices": True})
+
+    step = MatricesAndRest.step
+
+
+def muon_and_adamw(model):
+    """Two optimizers of one model."""
+    parameters = list(model.parameters())
+    adamw = torch.optim.AdamW([each for each in parameters if each.ndim != 2], lr=1e-2, eps=1e-3)
+    return [Muon([each for each in parameters if each.ndim == 2]), adamw]
+
+
+STRATEGIES = [
+    (0, {"data": 2, "tensor": {"size": 2, "mode": "1d"}}),
+    (2, {"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}),
+    (1, {"data": 2, "pipeline": 2}),
+    (0, {"tensor": {"size": 4, "mode": "2d"}}),
+    (3, {"data": 4}),
+]
+"""ZeRO stage and topology."""
+
+
+@pytest.mark.ranks(4, timeout=180)
+def test_a_strategy_takes_muon_and_adamw_and_goes_on_with_both_under_any_topology(tmp_path):
+    """The gradients of both are clipped by one norm, and a checkpoint has the state of both."""
+    steps = len(STRATEGIES)
+    reference, layers = stack(layer_set(None)), layer_set(None)
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    both = JointOptimizer(*muon_and_adamw(reference))
+    shard(reference, both, stage=0, group=alone, atomic=lambda group: "matrices" in group)
+    for step in range(steps):
+        both.zero_grad()
+        rows = data(step)
+        layers.cross_entropy(reference(rows[:, :-1]), rows[:, 1:], classes=29).backward()
+        clip_grad_norm_(both, 0.3, alone)
+        both.step()
+    for step, (stage, parallel) in enumerate(STRATEGIES):
+        zero = {"stage": stage, "atomic": lambda group: "matrices" in group, "bucket": 40_000}
+        pipeline = {"microbatches": 2} if "pipeline" in parallel else {}
+        with Strategy(parallel=parallel, zero=zero, clip_norm=0.3, pipeline=pipeline) as strategy:
+            model = stack(strategy.layers)
+            model, optimizer = strategy.initialize(model, muon_and_adamw(model))
+            if step:
+                assert strategy.resume(tmp_path) == step
+            rows = data(step).chunk(strategy.groups.size("data"))[strategy.groups.rank("data")]
+
+            def criterion(logits, target, strategy=strategy):
+                return strategy.layers.cross_entropy(logits, target, classes=29)
+
+            strategy.execute_pipeline(iter([(rows[:, :-1], rows[:, 1:])]), model, criterion, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            strategy.checkpoint(tmp_path, step=step + 1)
+            if step + 1 == steps:
+                assert_equal_to_one_device(model, reference, atol=1e-10, reason=REASON)
 
 
 CHAIN = [

@@ -1,5 +1,6 @@
 """What a step does: one sum, one decision for all ranks, and nothing where a gradient was not finite."""
 
+import copy
 import itertools
 import math
 
@@ -11,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from par_groups import gradients
+from par_groups import JointOptimizer, gradients
 from par_precision import DynamicScale, mixed
 from par_testing import count_collectives, for_each
 
@@ -355,3 +356,44 @@ def test_moments_of_more_digits_than_the_weights_come_back_exactly():
     for mine, its in zip(again.state.values(), saved.state.values(), strict=True):
         assert mine["exp_avg_sq"].dtype == torch.float32
         assert torch.equal(mine["exp_avg_sq"], its["exp_avg_sq"])
+
+
+@for_each(precision=("fp32", "bf16", "fp16"))
+def test_several_optimizers_of_a_module_are_clipped_by_one_norm_and_have_one_state(precision):
+    """As one optimizer with a param group for each, of which each has its own settings."""
+
+    def groups(module):
+        weights = [each for each in module.parameters() if each.ndim == 2]
+        rest = [each for each in module.parameters() if each.ndim != 2]
+        return [{"params": weights, "lr": 1e-2}, {"params": rest, "lr": 3e-3}]
+
+    def run(make, count, saved=None):
+        module = model()
+        module, optimizer = mixed(module, make(groups(module)), precision, clip_norm=0.05)
+        if saved is not None:
+            module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        norms = []
+        for step in range(count) if saved is None else range(count, 2 * count):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(module, step))
+            norms.append(optimizer.step().grad_norm.item())
+        return norms, copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+
+    def apart(given):
+        return JointOptimizer(*(torch.optim.AdamW([group]) for group in given))
+
+    expected, whole = run(torch.optim.AdamW, 4)
+    norms, saved = run(apart, 2)
+    more, (weights, _) = run(apart, 2, saved)
+    assert norms + more == expected
+    assert min(expected) > 0.05
+    for name, value in whole[0].items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_stochastic_rounding_refuses_several_optimizers():
+    module = model()
+    joint = JointOptimizer(adamw(module))
+    with pytest.raises(ValueError, match=r"'bf16-sr' rounds the steps of one optimizer, and here are 1; use 'bf16'"):
+        mixed(module, joint, "bf16-sr")

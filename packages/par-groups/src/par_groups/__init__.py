@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .live.process_groups import Channels, ProcessGroups
     from .sharding.dtensor import to_dtensor
     from .sharding.gradients import gradients, on_written, set_gradient_elsewhere, written_
+    from .sharding.joint import JointOptimizer
     from .sharding.ownership import check_owned
     from .sharding.segments import Segment, Segments, segments_of, set_segments, sharding_of
     from .sharding.weight_gradients import WeightGradHook, WeightGradient, add_product, weight_and_hook
@@ -32,6 +33,7 @@ __all__ = [
     "Box",
     "Channels",
     "Environment",
+    "JointOptimizer",
     "Launch",
     "ProcessGroups",
     "RankLogger",
@@ -78,6 +80,7 @@ _MODULE_OF = {
         "live.process_groups": ("Channels", "ProcessGroups"),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
+        "sharding.joint": ("JointOptimizer",),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
         "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "add_product", "weight_and_hook"),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, agree, check_alike, segments_of
+from par_groups import JointOptimizer, Sharding, agree, check_alike, segments_of
 
 from ._dtensor import is_dtensor
 from ._float8 import float8_layers
@@ -39,6 +39,11 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             "LBFGS computes gradients many times in a step, each to be scaled and clipped; use AdamW or SGD"
+        )
+    if isinstance(optimizer, JointOptimizer) and precision_of(precision).rounded:
+        raise ValueError(
+            f"{precision!r} rounds the steps of one optimizer, and here are {len(optimizer.optimizers)}; use 'bf16', "
+            "or one optimizer with a param group for each"
         )
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:

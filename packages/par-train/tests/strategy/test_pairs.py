@@ -55,7 +55,7 @@ def orphan():
     [
         (stepped, "the SGD has stepped already; initialize first"),
         (foreign, r"param_groups\[0\].params\[0\] of the SGD, of shape \(3, 5\), is a parameter of no model here"),
-        (twice, "a Linear has two optimizers, SGD and SGD; use one"),
+        (twice, "a Linear has two optimizers, SGD and SGD; give them as a list"),
         (orphan, "the optimizer of the LambdaLR is not here"),
     ],
 )

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from par_groups import JointOptimizer
+
 Atomic = bool | Callable[[Mapping[str, Any]], bool]
 """Which param groups have tensors that their optimizer must see whole: all, none, or what a function says of each."""
 
@@ -41,6 +43,8 @@ def in_a_row(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimize
         TypeError: What is no optimizer.
         ValueError: An empty list.
     """
+    if isinstance(optimizer, JointOptimizer):
+        return list(optimizer.optimizers)
     given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(given, list | tuple):
         raise TypeError(

@@ -60,8 +60,8 @@ def shard(
             any order, such as an actor and a critic that share an optimizer; `no_sync`, `summon` and `reset` of an item
             are those of all.
         optimizer: An optimizer that has all of the module's parameters that want gradients, and has not stepped; or a
-            list of several that have each of them once, such as Muon for matrices and AdamW for the rest. None if the
-            module is only run.
+            list of several that have each of them once, such as Muon for matrices and AdamW for the rest, or a
+            `par_groups.JointOptimizer` of these. None if the module is only run.
         stage: What is not kept twice: 0 nothing (what DistributedDataParallel does), 1 the optimizer's state,
             2 gradients too, 3 parameters too.
         group: The ranks with different data that share the work.

@@ -1,12 +1,20 @@
 """Whether an optimizer sees of a model what it needs: some look at whole tensors, or at all of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import ProcessGroups, sharding_of
+from par_groups import JointOptimizer, ProcessGroups, sharding_of
 from par_zero import looks_at_all_tensors, looks_at_whole_tensors
+
+
+def joined(given: Any) -> Any:
+    """A list of optimizers as one optimizer; anything else as it is."""
+    if isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
+        return JointOptimizer(*given)
+    return given
 
 
 def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups: ProcessGroups, *, alone: bool) -> None:
@@ -21,6 +29,10 @@ def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups:
     Raises:
         ValueError: It looks at all tensors, of which ranks have parts; or at whole ones, which are cut.
     """
+    if isinstance(optimizer, JointOptimizer):
+        for one in optimizer.optimizers:
+            check_sees_enough(one, models, groups, alone=alone)
+        return
     kind, parts = type(optimizer).__name__, [axis for axis in ("tensor", "pipeline") if groups.size(axis) > 1]
     names = {parameter: name for model in models for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups) if parts else ():

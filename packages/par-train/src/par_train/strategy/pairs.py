@@ -46,7 +46,8 @@ def find_pairs(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sch
             if number in chosen:
                 raise ValueError(
                     f"a {type(models[number]).__name__} has two optimizers, {type(chosen[number]).__name__} and "
-                    f"{type(optimizer).__name__}; use one with a param group for each"
+                    f"{type(optimizer).__name__}; give them as a list, which becomes one, or use one with a param "
+                    "group for each"
                 )
             chosen[number] = optimizer
     pairs = [

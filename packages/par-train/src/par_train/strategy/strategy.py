@@ -26,7 +26,7 @@ from .files import PathLike as Path
 from .files import load_object, load_run, newest_step, save_object, save_run
 from .handlers import DEFAULT, kinds_of
 from .initialize import paired, wire
-from .optimizers import check_sees_enough
+from .optimizers import check_sees_enough, joined
 from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
@@ -188,10 +188,12 @@ class Strategy(Setup):
         Args:
             *objects: Models, optimizers, DataLoaders and lr schedulers, in any order and number, at least one. The
                 optimizers have not stepped, and have the parameters of models that are here too; several models may
-                share one. The batch_size of a DataLoader is that of all data ranks together.
+                share one. A list of optimizers is several of one model, such as Muon for its matrices and AdamW for the
+                rest. The batch_size of a DataLoader is that of all data ranks together.
 
         Returns:
-            What to use from now on, in the same order; a single object is given back alone.
+            What to use from now on, in the same order; a single object is given back alone, and one optimizer for a
+            list of them.
 
         Raises:
             ValueError, TypeError: What does not fit together, on every rank.
@@ -201,6 +203,7 @@ class Strategy(Setup):
         pairs: list[Pair] = []
         loaders: dict[int, GlobalDataLoader] = {}
         try:
+            objects = tuple(map(joined, objects))
             pairs = paired(objects)
             alone = not any(isinstance(plugin, Zero) for plugin in self.plugins)
             for pair in pairs:

@@ -1,0 +1,168 @@
+"""Several optimizers of one model as one, for whatever takes an optimizer: gradient norms, precision, checkpoints."""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+
+class JointOptimizer(Optimizer):
+    """Several optimizers of one model as one, such as Muon for matrices and AdamW for the rest.
+
+    Param groups are those of all, one after the other, as the dicts that they are, and state stays in each. So an lr
+    scheduler, a gradient norm or a checkpoint of the joint optimizer is one of all of them.
+
+    Args:
+        *optimizers: The optimizers, of which no two have a parameter in common.
+
+    Attributes:
+        optimizers: They, as a tuple.
+
+    Raises:
+        TypeError: What is no optimizer, or none at all.
+        ValueError: A parameter that two of them have.
+
+    Example:
+        optimizer = JointOptimizer(Muon(matrices, lr=0.02), AdamW(others))
+        loss.backward()
+        optimizer.step()
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        for number, one in enumerate(optimizers):
+            if not isinstance(one, Optimizer) or isinstance(one, JointOptimizer):
+                raise TypeError(f"optimizer {number} is a {type(one).__name__}; give torch.optim.Optimizers")
+        if not optimizers:
+            raise TypeError("JointOptimizer() was given no optimizer; give those of the model's parameters")
+        owners: dict[torch.Tensor, int] = {}
+        for number, one in enumerate(optimizers):
+            for tensor in (tensor for group in one.param_groups for tensor in group["params"]):
+                if owners.setdefault(tensor, number) != number:
+                    kinds = type(optimizers[owners[tensor]]).__name__, type(one).__name__
+                    raise ValueError(
+                        f"a parameter of shape {tuple(tensor.shape)} is in the {kinds[0]} and in the {kinds[1]}, which "
+                        "would both step it; give each parameter to one optimizer"
+                    )
+        self.optimizers = optimizers
+        self._state = _JointState(optimizers)
+        self.__dict__["defaults"] = {}
+        self.__setstate__({})  # makes room for hooks; Optimizer's constructor would make param groups of its own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The param groups of all optimizers, in a new list."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of all optimizers, of which each keeps its own."""
+        return self._state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all optimizers, one after the other.
+
+        Args:
+            closure: Called first, once; it may compute gradients.
+
+        Returns:
+            What the closure has returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for one in self.optimizers:
+            one.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of all parameters.
+
+        Args:
+            set_to_none: Whether they become None instead of zeros.
+        """
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the state of optimizers of the same kinds and param groups, in the same order.
+
+        Args:
+            state_dict: What `state_dict` of a joint optimizer has returned.
+
+        Raises:
+            ValueError: It has another number of param groups or of parameters.
+        """
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(saved)} param groups, and here are {len(self.param_groups)}; give that of a joint "
+                "optimizer of the same optimizers"
+            )
+        first = 0
+        for one in self.optimizers:
+            own, saved = saved[: len(one.param_groups)], saved[len(one.param_groups) :]
+            count = sum(len(group["params"]) for group in own)
+            state = {
+                key - first if isinstance(key, int) else key: value
+                for key, value in state_dict["state"].items()
+                if (key in range(first, first + count) if isinstance(key, int) else one is self.optimizers[0])
+            }
+            groups = [{**group, "params": [i - first for i in group["params"]]} for group in own]
+            one.load_state_dict({"state": state, "param_groups": groups})
+            first += count
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refuses, for it does not know which optimizer is meant.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"a param group with {sorted(param_group)} was added to {len(self.optimizers)} optimizers at once; add it "
+            "to one of JointOptimizer.optimizers"
+        )
+
+
+class _JointState(MutableMapping[Any, Any]):
+    """The state of several optimizers by tensor; what is under other keys belongs to the first of them.
+
+    Args:
+        optimizers: The optimizers.
+    """
+
+    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, key: Any) -> Any:
+        for one in self._optimizers:
+            if key in one.state:
+                return one.state[key]
+        raise KeyError(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._owner(key).state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        for one in self._optimizers:
+            if key in one.state:
+                del one.state[key]
+                return
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in self._optimizers:
+            yield from one.state
+
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self._optimizers)
+
+    def _owner(self, key: Any) -> Optimizer:
+        """The optimizer that has a tensor."""
+        if not isinstance(key, torch.Tensor):
+            return self._optimizers[0]
+        for one in self._optimizers:
+            if any(tensor is key for group in one.param_groups for tensor in group["params"]):
+                return one
+        raise KeyError(f"a tensor of shape {tuple(key.shape)} is in no param group of these optimizers")
