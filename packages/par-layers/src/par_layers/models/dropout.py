@@ -22,8 +22,8 @@ class AdoptedDropout(nn.Dropout):
     region: Region | None
     """The region around it."""
 
-    sequence: bool
-    """Whether activations here are cut along the sequence, outside a region."""
+    layout: Layout
+    """How activations lie here, outside a region."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The activations, with elements dropped in training."""
@@ -32,11 +32,10 @@ class AdoptedDropout(nn.Dropout):
         inside = self.region is not None and self.region.inside
         if self.p == 1.0 or (inside and self.region is not None and self.region.inner_dropout):
             return functional.dropout(x, self.p, training=True, inplace=self.inplace)
-        layout = Layout(features=self.axes) if inside else Layout(sequence=self.axes if self.sequence else ())
-        return dropped(x, self.p, layout, self.grid)
+        return dropped(x, self.p, Layout(features=self.axes) if inside else self.layout, self.grid)
 
 
-def adopt_dropout_(dropout: nn.Dropout, grid: Grid, axes: Axes, region: Region | None, *, sequence: bool) -> None:
+def adopt_dropout_(dropout: nn.Dropout, grid: Grid, axes: Axes, region: Region | None, *, layout: Layout) -> None:
     """Makes a dropout one that drops the same elements on any number of ranks, in place.
 
     Args:
@@ -44,7 +43,7 @@ def adopt_dropout_(dropout: nn.Dropout, grid: Grid, axes: Axes, region: Region |
         grid: This rank's place.
         axes: The axes of the tensor group; () for one rank.
         region: The region around it, or None.
-        sequence: Whether activations here are cut along the sequence, outside a region.
+        layout: How activations lie here, outside a region.
     """
     dropout.__class__ = AdoptedDropout
-    dropout.__dict__.update(grid=grid, axes=axes, region=region, sequence=sequence)
+    dropout.__dict__.update(grid=grid, axes=axes, region=region, layout=layout)

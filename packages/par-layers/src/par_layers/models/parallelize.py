@@ -11,6 +11,8 @@ from par_groups import ProcessGroups, Sharding, Topology, agree, check_alike
 
 from .._layer_set import LayerSet, layer_set
 from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
+from ..modes.layout import Layout
+from .adapters import base_model, wrapper_around
 from .counts import LocalConfig
 from .cutting import PlannedGrid, Records, keep_part_
 from .dropout import adopt_dropout_
@@ -43,7 +45,8 @@ def parallelize(
     the gradients of parameters that lie between cut ones. A second call with the same groups and plan changes nothing.
 
     Args:
-        model: A model of transformers, or any module; on the CPU, an accelerator or the meta device.
+        model: A model of transformers, or any module; on the CPU, an accelerator or the meta device. LoRA adapters of
+            peft around its linears are cut with them: a PeftModel is taken too.
         groups: The live groups, whose topology says how many tensor ranks there are; or a layer set of mode 1d.
         plan: Rules by pattern, such as `{"layers.*.mlp.up": "colwise"}`, in which `*` stands for a number; "auto" takes
             the plan that is registered for the family of a transformers model, or else the model's own.
@@ -66,6 +69,7 @@ def parallelize(
     """
     layers = groups if isinstance(groups, LayerSet) else layer_set("auto", groups)
     grid = layers.grid
+    inner = base_model(model)
     problem: Exception | None = None
     found: Survey | None = None
     digest = ""
@@ -74,13 +78,13 @@ def parallelize(
             raise ValueError(f"mode {layers.mode!r} cuts activations that this model's code takes whole; use mode='1d'")
         if logits not in ("auto", "whole", "cut"):
             raise ValueError(f"logits is {logits!r}; it is 'auto', 'whole' or 'cut'")
-        before = parallel_of(model)
+        before = parallel_of(inner)
         if before is None:
-            check_whole(model)
-            found = survey(model, plan, grid, sequence=bool(layers.rules.residual.sequence))
-            digest = _digest(model, found, logits)
+            check_whole(inner)
+            found = survey(inner, plan, grid, sequence=bool(layers.rules.residual.sequence))
+            digest = _digest(inner, found, logits)
         else:
-            digest = _again(model, before, layers, plan, logits)
+            digest = _again(inner, before, layers, plan, logits)
     except (TypeError, ValueError) as error:
         problem = error
     axes = tensor_axes(grid)
@@ -89,7 +93,9 @@ def parallelize(
     elif problem is not None:
         raise problem
     if found is not None:
-        _Adoption(model, layers, found, logits, digest).apply()
+        _Adoption(inner, layers, found, logits, digest).apply()
+        if inner is not model and tensor_axes(grid):
+            guard_(model, cut_logits=logits == "cut")
     return model
 
 
@@ -127,6 +133,11 @@ def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Pla
         )
     if logits != before.logits:
         raise ValueError(f"this model was cut with logits={before.logits!r}, not {logits!r}; make it anew")
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "par_sharding"):
+            raise ValueError(
+                f"parameter {name!r} came after this model was cut; make the model anew, with adapters, and cut that"
+            )
     if resolve(model, plan).rules != before.plan:
         raise ValueError("this model was cut by another plan, which parallel_of(model).plan has; make it anew")
     return before.digest
@@ -175,7 +186,7 @@ class _Adoption:
 
     def _vocabulary(self) -> int | None:
         """Number of classes of the logits: of the output embedding, or of the one Column that is gathered."""
-        rules = self.found.resolved.rules
+        rules = self.found.rules
         gathered = [name for name, style in rules.items() if isinstance(style, Column) and style.gather]
         head = self.found.head or (gathered[0] if len(gathered) == 1 else None)
         if head is None:
@@ -188,12 +199,12 @@ class _Adoption:
     def _adopt_modules(self, regions: dict[str, Region], told: Logits | None) -> None:
         """Every module that has a rule becomes what the rule says, or gets its hooks."""
         adopted: set[int] = set()
-        for name, style in self.found.resolved.rules.items():
+        for name, style in self.found.rules.items():
             module = self.modules.get(name)
-            if module is None or id(module) in adopted:
+            if module is None or id(module) in adopted or name in self.found.wrappers:
                 continue
             adopted.add(id(module))
-            region = regions.get(name.rpartition(".")[0])
+            region = regions.get(self.found.region_around(name))
             if isinstance(style, Column):
                 adopt_linear_(
                     module,
@@ -271,7 +282,7 @@ class _Adoption:
             if self.axes:
                 continue
             for child_name, child in module.named_children():  # one rank: linears are left as they are
-                if isinstance(self.found.resolved.rules.get(f"{name}.{child_name}"), Row):
+                if isinstance(self.found.rules.get(f"{name}.{child_name}"), Row):
                     child.register_forward_hook(region.after_row)
 
     def _is_outside_blocks(self, name: str) -> bool:
@@ -300,9 +311,15 @@ class _Adoption:
         for name, module in self.modules.items():
             if type(module) is not nn.Dropout or module.p == 0.0:
                 continue
+            wrapper = wrapper_around(name, self.found.wrappers)
+            if wrapper is not None:  # of an adapter: on the input of a Row, or on the whole one of a Column
+                layout = Layout(features=self.axes if isinstance(self.found.rules[wrapper], Row) else ())
+                adopt_dropout_(module, self.grid, self.axes, None, layout=layout)
+                continue
             region = next((regions[around] for around in _around(name) if around in regions), None)
             cut = self.found.layers is not None and name.startswith(f"{self.found.layers}.")
-            adopt_dropout_(module, self.grid, self.axes, region, sequence=cut and self._is_outside_blocks(name))
+            sequence = self.axes if cut and self._is_outside_blocks(name) else ()
+            adopt_dropout_(module, self.grid, self.axes, region, layout=Layout(sequence=sequence))
 
     # The ends of the model
 
@@ -324,7 +341,7 @@ class _Adoption:
         if self.axes:
             guard_(self.model, cut_logits=self.logits == "cut")
         resolved = self.found.resolved
-        table = table_of(self.model, resolved.rules)
+        table = table_of(self.model, self.found.rules)
         self.model.__dict__[KEPT_AS] = Parallel(
             resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest
         )

@@ -18,6 +18,7 @@ from ..layers.embedding import padded
 from ..layers.linear import block_rows
 from ..layers.parameter import Rows
 from ..modes.grid import Axes, Grid
+from .adapters import Wrapper, wrapper_around, wrappers_of
 from .cutting import Part, part_along, part_whole
 from .plans.plans import Plan, Resolved, name_of, output_embedding, resolve
 from .plans.styles import Column, Experts, Partial, Row, Style, Vocabulary, Whole, with_unit
@@ -55,6 +56,8 @@ class Survey:
 
     Args:
         resolved: The style of each name.
+        rules: The same, with those of the parts of adapters.
+        wrappers: The linears that have adapters around them, by name.
         parts: What this rank has of each parameter, by its first name.
         regions: The regions, by the name of the module.
         layers: The name of the list of layers whose activations are cut along the sequence; None where none are.
@@ -64,11 +67,17 @@ class Survey:
     """
 
     resolved: Resolved
+    rules: dict[str, Style]
+    wrappers: dict[str, Wrapper]
     parts: dict[str, Part]
     regions: dict[str, RegionPlan]
     layers: str | None
     head: str | None
     blocks: tuple[str, ...]
+
+    def region_around(self, name: str) -> str:
+        """The name of the module that holds a linear, its wrapper left out."""
+        return _parent(wrapper_around(name, self.wrappers) or name)
 
 
 def tensor_axes(grid: Grid) -> Axes:
@@ -107,14 +116,15 @@ class _Surveyor:
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, grid: Grid, *, sequence: bool) -> None:
-        self.model, self.rules, self.resolved = model, resolved.rules, resolved
+        self.model, self.rules, self.resolved = model, dict(resolved.rules), resolved
         self.grid, self.axes, self.sequence = grid, tensor_axes(grid), sequence
         self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.wrappers = wrappers_of(self.modules, self.rules)
 
     def survey(self) -> Survey:
         for name, style in self.rules.items():
             if name in self.modules and isinstance(style, (Column, Row)):
-                _features(self.modules[name], name)
+                _features(self._linear(name), name)
         regions = {name: self._region(name) for name in self._region_names()}
         blocks = self._blocks(regions)
         layers = self._layers(regions, blocks) if self.sequence and self.axes else None
@@ -122,8 +132,19 @@ class _Surveyor:
         head_name = None if head is None else name_of(head, self.model)
         if head_name is not None and not isinstance(self.rules.get(head_name), Column):
             head_name = None
+        for name, wrapper in self.wrappers.items():
+            style = self.rules[name]
+            if isinstance(style, Column):
+                style = with_unit(style, self._unit(name))
+            region = regions.get(_parent(name))
+            self.rules.update(wrapper.rules(style, enters=region is not None and region.enters))
         parts = self._parts(regions, blocks, layers)
-        return Survey(self.resolved, parts, regions, layers, head_name, blocks)
+        return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks)
+
+    def _linear(self, name: str) -> nn.Module:
+        """The linear of that name, which adapters may be around."""
+        linear: nn.Module = self.modules[self.wrappers[name].base if name in self.wrappers else name]
+        return linear
 
     # Regions
 
@@ -145,6 +166,7 @@ class _Surveyor:
             style = self.rules.get(path)
             if isinstance(style, Column):
                 columns.append(path)
+                partial = partial or path in self.wrappers
                 closed = closed and not style.gather
             elif isinstance(style, Row):
                 rows += 1
@@ -209,7 +231,7 @@ class _Surveyor:
             head = width // heads if heads and isinstance(width, int) else None
         if not isinstance(head, int) or head < 1:
             return 1
-        features = _features(self.modules[path])[0] if path in self.modules else 0
+        features = _features(self._linear(path))[0] if path in self.modules else 0
         blocks = [features // style.blocks] if isinstance(style.blocks, int) else style.blocks
         return head if features and not any(block % head for block in blocks) else 1
 
@@ -373,7 +395,7 @@ class _Surveyor:
             return ()
         if any(owner in blocks for owner in owners):
             return ()
-        if isinstance(self.rules.get(_parent(name)), Row):
+        if any(isinstance(self.rules.get(owner), Row) for owner in owners):
             return self.axes
         if any(owner in regions for owner in owners):
             return ()

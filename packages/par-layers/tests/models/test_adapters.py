@@ -1,0 +1,130 @@
+"""LoRA adapters of peft around linears that are cut: trained, merged and refused as on one device."""
+
+import pytest
+import torch
+from torch import nn
+
+from par_groups import ProcessGroups, Topology
+from par_layers import PartialGradients, parallel_of, parallelize
+
+from .helpers import assert_steps_equal, close, labels, live, make, stays_wide, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # peft asks by the older name
+pytest.importorskip("transformers", minversion="5.4")
+peft = pytest.importorskip("peft", minversion="0.21")
+
+TARGETS = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "qwen3": ["q_proj", "o_proj", "down_proj"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "bert": ["query", "value", "dense"],
+}
+
+
+def adapted(family, *, model=None, **options):
+    """A model with adapters, both of whose matrices are drawn."""
+    config = peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 6, "target_modules": TARGETS[family], "fan_in_fan_out": family == "gpt2", **options}
+    )
+    torch.manual_seed(0)
+    inside = peft.get_peft_model(make(family) if model is None else model, config)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in inside.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return inside.double()
+
+
+@pytest.mark.ranks([2, 4], timeout=120)
+def test_adapters_train_as_on_one_device():
+    for sequence in (False, True):
+        with live(sequence_parallel=sequence) as groups, stays_wide():
+            for family in TARGETS:
+                whole, cut = adapted(family), adapted(family)
+                assert parallelize(cut, groups) is cut
+                try:
+                    assert_steps_equal(whole, cut, groups)
+                except Exception as error:
+                    error.add_note(f"in the family {family}, sequence={sequence}")
+                    raise
+
+
+@pytest.mark.ranks(2)
+def test_open_regions_and_the_model_inside():
+    """With a rule that leaves every Column to itself, A has a whole gradient."""
+    with live() as groups, stays_wide():
+        whole, cut = adapted("llama"), adapted("llama")
+        plan = {**parallel_of(parallelize(make("llama"), groups)).plan, "model.layers.0.self_attn": "replicate"}
+        parallelize(cut.get_base_model(), groups, plan)
+        assert_steps_equal(whole, cut, groups)
+
+
+@pytest.mark.ranks(2)
+def test_merged_adapters_give_the_same_tokens():
+    options = {"attention_mask": torch.ones(2, 8, dtype=torch.int64), "max_new_tokens": 4, "do_sample": False}
+    with live(sequence_parallel=True) as groups, stays_wide():
+        whole, cut = adapted("llama").eval(), parallelize(adapted("llama"), groups).eval()
+        expected = whole.generate(input_ids=tokens(), **options)
+        assert torch.equal(cut.generate(input_ids=tokens(), **options), expected)
+        merged = cut.merge_and_unload()
+        assert torch.equal(merged.generate(input_ids=tokens(), **options), expected)
+
+
+@pytest.mark.ranks(2)
+def test_dropout_of_adapters_drops_alike_on_any_number_of_ranks():
+    with ProcessGroups(Topology({"data": 2})) as one, stays_wide():
+        alone = parallelize(adapted("llama", lora_dropout=0.3), one)
+        torch.manual_seed(5)
+        expected = alone(input_ids=tokens(), labels=labels(2)).loss
+        for sequence in (False, True):
+            with live(sequence_parallel=sequence) as groups:
+                cut = parallelize(adapted("llama", lora_dropout=0.3), groups)
+                torch.manual_seed(5)
+                close(cut(input_ids=tokens(), labels=labels(2)).loss, expected)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_cut_is_refused(tmp_path):
+    bad = {
+        "an embedding, a head or experts": {"target_modules": ["lm_head"]},
+        "an embedding, a head or": {"target_modules": ["embed_tokens"]},
+        "with DoRA": {"use_dora": True},
+        r"\(modules_to_save\); leave that out": {"modules_to_save": ["lm_head"]},
+    }
+    with live() as groups:
+        for message, options in bad.items():
+            with pytest.raises(TypeError, match=message):
+                parallelize(adapted("llama", **options), groups)
+        scaled = peft.get_peft_model(
+            make("llama"), peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+        )
+        with pytest.raises(TypeError, match="an adapter of the kind Linear, which cannot be cut; LoRA can"):
+            parallelize(scaled, groups)
+        cut = parallelize(make("llama"), groups)
+        with pytest.raises(ValueError, match="came after this model was cut"):
+            parallelize(adapted("llama", model=cut), groups)
+        cut = parallelize(adapted("llama"), groups)
+        with pytest.raises(RuntimeError, match="save_pretrained would write this rank's part"):
+            cut.save_pretrained(tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_weight_gradients_can_be_put_off():
+    """Those of cut linears whose input was gathered, and of weights that lie the other way round."""
+    for family in ("llama", "gpt2"):
+        with live(sequence_parallel=True) as groups, stays_wide():
+            plain, cut = (parallelize(make(family), groups) for _ in range(2))
+            later = []
+            for module in cut.modules():
+                if isinstance(module, nn.Linear) and hasattr(module, "weight_grad_hook"):
+                    module.weight_grad_hook = later.append
+            for model in (plain, cut):
+                model(input_ids=tokens(), labels=labels(2)).loss.backward()
+            for listened, gradient in enumerate(later):
+                gradient(listened=bool(listened % 2))
+            for model in (plain, cut):
+                PartialGradients(model, groups).handle_gradient()
+            for (name, here), (_, there) in zip(cut.named_parameters(), plain.named_parameters(), strict=True):
+                torch.testing.assert_close(here.grad, there.grad, rtol=1e-12, atol=1e-14, msg=name)
