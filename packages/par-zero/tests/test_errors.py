@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from par_groups import gradients
+from par_groups.live import backends
 from par_testing import count_collectives, for_each
 from par_zero import ShardOptions, no_sync, reset, shard, summon
 
@@ -42,6 +43,23 @@ def refused(expected, *words, module=None, optimizer=None, stage=2, **options):
         assert word in str(raised.value), str(raised.value)
     assert {each.op for each in counted.events} <= {"all_gather"}
     dist.barrier()  # nobody is left behind
+
+
+@pytest.mark.ranks(2, timeout=10, backend="gloo")
+def test_a_backend_that_lacks_a_collective_is_refused_before_anything_is_changed(monkeypatch):
+    def cannot(group, device):
+        raise RuntimeError("Backend mpi does not support reduce_scatter")
+
+    monkeypatch.setattr(backends, "_COMPLETE", ())
+    monkeypatch.setitem(backends._TRIALS, "reduce_scatter", cannot)
+    module = mlp()
+    optimizer = adamw(module.parameters())
+    words = r"shard\(stage=2\) needs reduce_scatter, which the backend 'gloo' of ranks \[0, 1\] cannot do \(Backend mpi"
+    with pytest.raises(ValueError, match=words):
+        shard(module, optimizer, stage=2, group=dist.group.WORLD)
+    monkeypatch.undo()
+    shard(module, optimizer, stage=2, group=dist.group.WORLD)
+    train(module, optimizer, [[batch(0, width=8)]])
 
 
 def stepped():

@@ -15,7 +15,7 @@ from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
     from .live.agreement import agree, check_alike, together
-    from .live.backends import backend_of, sendable
+    from .live.backends import Collective, backend_of, check_collectives, sendable
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import Channels, ProcessGroups
@@ -32,6 +32,7 @@ __all__ = [
     "Axes",
     "Box",
     "Channels",
+    "Collective",
     "Environment",
     "JointOptimizer",
     "Launch",
@@ -49,6 +50,7 @@ __all__ = [
     "agree",
     "backend_of",
     "check_alike",
+    "check_collectives",
     "check_owned",
     "cut",
     "get_logger",
@@ -74,7 +76,7 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "live.agreement": ("agree", "check_alike", "together"),
-        "live.backends": ("backend_of", "sendable"),
+        "live.backends": ("Collective", "backend_of", "check_collectives", "sendable"),
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("Channels", "ProcessGroups"),

@@ -1,8 +1,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
-from par_groups import backend_of, sendable
+from par_groups import backend_of, check_collectives, sendable
+from par_groups.live import backends as _backends
+from par_testing import count_collectives
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -26,3 +31,66 @@ def test_gloo_sends_from_the_cpu_and_nccl_from_where_the_tensor_is(monkeypatch):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, name=backend: f"cpu:gloo,meta:{name}")
         assert sendable(here, None) is here
         assert (sendable(elsewhere, None) is elsewhere) is not copied
+
+
+class Limited(dist.ProcessGroup):
+    """A backend of somebody else's, which can neither scatter nor exchange. What is not here fails."""
+
+    def __init__(self, options):
+        super().__init__(options.group_rank, options.group_size)
+        self._inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+        none = FakeProcessGroup.Options()
+        none.error_on_collective = True
+        backend = FakeProcessGroup._create_internal(options.group_rank, options.group_size, none)
+        self._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
+
+    def getBackendName(self):
+        return "limited"
+
+    def allreduce(self, *given):
+        return self._inner.allreduce(*given)
+
+    def broadcast(self, *given):
+        return self._inner.broadcast(*given)
+
+    def allgather(self, *given):
+        return self._inner.allgather(*given)
+
+    def barrier(self, *given):
+        return self._inner.barrier(*given)
+
+
+@pytest.mark.ranks(2, backend="gloo", timeout=10)
+def test_what_a_backend_cannot_do_is_refused_on_every_rank_before_it_is_needed():
+    dist.Backend.register_backend("limited", lambda options, _: Limited(options), extended_api=True, devices=["cpu"])
+    group = dist.new_group([0, 1], backend="limited")
+    check_collectives(group, CPU, ["all_reduce", "broadcast"], "this test")
+    for collective in ("all_gather", "reduce_scatter", "all_to_all"):
+        words = (
+            rf"this test needs {collective}, which the backend 'limited' of ranks \[0, 1\] cannot do \(.*; pass a group"
+        )
+        with pytest.raises(ValueError, match=words):
+            check_collectives(group, CPU, ["all_reduce", collective], "this test")
+    with pytest.raises(
+        ValueError, match=r"this test has tensors on 'xla:0', but the backend of ranks \[0, 1\] is .*limited"
+    ):
+        check_collectives(group, torch.device("xla", 0), ["all_reduce"], "this test")
+
+
+EVERY = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_what_gloo_can_do_is_known_and_would_be_found_out(monkeypatch):
+    with count_collectives() as counted:
+        check_collectives(dist.group.WORLD, CPU, EVERY, "this test")
+    assert not counted.events
+    monkeypatch.setattr(_backends, "_COMPLETE", ())
+    check_collectives(dist.group.WORLD, CPU, EVERY, "this test")
+
+
+@pytest.mark.ranks(2, backend="strict")
+def test_a_group_in_python_with_all_methods_is_not_tried():
+    with count_collectives() as counted:
+        check_collectives(dist.group.WORLD, CPU, EVERY, "this test")
+    assert not counted.events

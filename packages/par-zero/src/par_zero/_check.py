@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import agree, backend_of, check_alike
+from par_groups import Collective, agree, backend_of, check_alike, check_collectives
 
 from ._options import ShardOptions
 from ._param_groups import ParamGroup
@@ -74,6 +74,23 @@ def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Non
                     "it has no values; make the optimizer when the parameters are real, or take one that makes its "
                     "state in its first step, such as AdamW"
                 )
+
+
+def check_backends(groups: Sequence[dist.ProcessGroup | None], device: torch.device, stage: int) -> None:
+    """Checks that groups can do what reductions and gatherings need, where that is not known. Collective over each.
+
+    Args:
+        groups: The ranks that share, and those that keep the same share; None: there are none.
+        device: Where the chunks will lie.
+        stage: The ZeRO stage.
+
+    Raises:
+        ValueError: A group cannot do something; on every rank.
+    """
+    for group in groups:
+        if group is not None:
+            needed: list[Collective] = ["broadcast", "all_reduce", "all_gather", "reduce_scatter"]
+            check_collectives(group, device, needed, f"shard(stage={stage})")
 
 
 def check_abstract(

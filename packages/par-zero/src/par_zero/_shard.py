@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, on_written, together
 
-from ._check import ENGINE, agreed_ranks, check, check_abstract, check_groups, described
+from ._check import ENGINE, agreed_ranks, check, check_abstract, check_backends, check_groups, described
 from ._collectives import Groups, same_ranks
 from ._engine import Engine
 from ._options import Fill, ShardOptions, Units
@@ -161,6 +161,8 @@ def shard(
         problem = error
     blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
     place = device_of(module, device)
+    first = members[0].parameter
+    check_backends((group, replicas), place if first.is_meta else torch.device(device or first.device), stage)
 
     def pack_(plan: Plan) -> Chunk:
         where = place if plan.members[0].parameter.is_meta else device
