@@ -372,3 +372,36 @@ def test_a_saved_adapter_is_opened_by_peft(tmp_path):
     whole = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     par_checkpoint.load(tmp_path / "theirs", model=whole, stem="adapter_model")
     assert all(torch.equal(whole[name], tensor) for name, tensor in state.items())
+
+
+def test_conversions_that_ask_the_model_itself_are_found(tmp_path, monkeypatch):
+    """As transformers 5.4 looks for them: by the config of the root, and by its modules without their names."""
+    from transformers import conversion_mapping
+
+    def as_in_5_4(model, add_legacy=True):
+        kinds = [model.config.model_type, *(module.config.model_type for module in model.modules() if is_model(module))]
+        known = (conversion_mapping.get_checkpoint_conversion_mapping(kind) for kind in dict.fromkeys(kinds))
+        return [transform for transforms in known for transform in transforms or ()]
+
+    def is_model(module):
+        return isinstance(module, transformers.PreTrainedModel)
+
+    model = build("mixtral")
+    par_checkpoint.save(tmp_path / "ours", model=model)
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", as_in_5_4)
+    par_checkpoint.save(tmp_path / "as in 5.4", model=model)
+    names = [set(par_checkpoint.inspect(tmp_path / path).tensors) for path in ("ours", "as in 5.4")]
+    assert names[0] == names[1] != set(model.state_dict())
+    other = on_meta("mixtral")
+    par_checkpoint.load(tmp_path / "ours", model=other)
+    assert_same(other, model)
+
+
+def test_a_traced_tensor_is_squeezed_as_torch_does_it():
+    from par_checkpoint.state.transformers import _Traced
+
+    for shape in ((1, 3, 1, 2), (2, 3), (1, 1)):
+        tensor, traced = torch.empty(shape), _Traced.of("w", shape)
+        assert traced.squeeze().shape == tuple(tensor.squeeze().shape)
+        for dim in (0, 1, -1):
+            assert traced.squeeze(dim).shape == tuple(tensor.squeeze(dim).shape)

@@ -82,7 +82,12 @@ def _conversions(model: Any) -> list[Any]:
     except (ImportError, AttributeError):
         return []  # a release without conversions: its files are as the model is
     prefix_change = getattr(mapping, "PrefixChange", ())  # not in every release
-    root = SimpleNamespace(named_modules=lambda: _declared(model), base_model_prefix=model.base_model_prefix)
+    root = SimpleNamespace(
+        named_modules=lambda: _declared(model),
+        modules=lambda: (module for _, module in _declared(model)),  # releases up to 5.4 or so go by these
+        config=model.config,
+        base_model_prefix=model.base_model_prefix,
+    )
     # Renamings of a prefix are left out: no files were loaded that had the prefix.
     return [one for one in conversions_of(root, add_legacy=False) if not isinstance(one, prefix_change)]
 
@@ -217,11 +222,10 @@ class _Traced:
         """The tensor itself: where elements lie in memory does not count here."""
         return self
 
-    def squeeze(self, dim: int) -> "_Traced":
-        """The tensor without a dim of length 1, as `torch.Tensor.squeeze` does it."""
-        if self.shape[dim] != 1:
-            return self
-        return self._select([d for d in range(len(self.shape)) if d != dim % len(self.shape)])
+    def squeeze(self, dim: int | None = None) -> "_Traced":
+        """The tensor without a dim of length 1, or without all of them, as `torch.Tensor.squeeze` does it."""
+        asked = range(len(self.shape)) if dim is None else (dim % len(self.shape),)
+        return self._select([d for d, length in enumerate(self.shape) if length != 1 or d not in asked])
 
     def _select(self, dims: Sequence[int]) -> "_Traced":
         """Takes these dims, in this order; those that are left out have extent 1."""
