@@ -55,3 +55,20 @@ def test_replicas_add_an_all_reduce_of_the_share(stage):
     parameters, shards, replicas = 6400, 4, 2
     added = traffic(stage, parameters, shards, replicas=replicas) - traffic(stage, parameters, shards)
     assert added == 2 * Fraction(parameters, shards) * Fraction(replicas - 1, replicas)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_is_put_together_over_tensor_ranks_moves_three_times_and_has_memory_of_its_own(ranks):
+    """Each data rank does it for its share, at stage 0 for all."""
+    for stage, (share, k) in enumerate([(1, 1), (ranks, 1), (ranks, 3), (ranks, 1)]):
+        options = {"microbatches": k}
+        added = traffic(stage, 6400, ranks, assembled=4800, tensor=8, **options) - traffic(
+            stage, 6400, ranks, **options
+        )
+        assert added == pytest.approx((k + 2) * 4800 / share * 7 / 8)
+        more = memory(stage, 6400, ranks, slots=1, assembled=4800).total - memory(stage, 6400, ranks, slots=1).total
+        assert more == pytest.approx(4800 / share * (4 + 4))  # a gradient and a parameter
+        half = [memory(stage, 6400, ranks, slots=1, assembled=each, **BF16).total for each in (0, 4800)]
+        assert half[1] - half[0] == pytest.approx(
+            4800 / share * 4
+        )  # the parameter is the fp32 copy that there is anyway

@@ -43,6 +43,7 @@ def memory(
     reduce_dtype: torch.dtype | None = None,
     slots: int = 2,
     chunk: int = 0,
+    assembled: int = 0,
 ) -> Memory:
     """Bytes of one rank after a step on gloo. During it, stage 3 adds the parameters of two units.
 
@@ -56,22 +57,34 @@ def memory(
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
         chunk: Elements of a chunk, of which there are two or more; 0 leaves out the buffers, which do not grow with
             the model. Other backends than gloo bring their own to receive into.
+        assembled: Number of those of `parameters` that are put together over tensor ranks, for an optimizer that must
+            see whole tensors. A rank steps about as many elements as it has parts of, in tensors of their own.
     """
     cuts = STAGES[stage]
     used, reduced = param_dtype or dtype, reduce_dtype or param_dtype or dtype
     copies = slots + (used != dtype)
     # Of each of two chunks: the whole gradient where it is not kept, and what a reduce-scatter receives.
     buffers = 2 * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
+    stepped = assembled * dtype.itemsize / (ranks if cuts.shards_state else 1)
     return Memory(
         parameters=parameters * used.itemsize / (ranks if cuts.shards_parameters else 1),
-        gradients=parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1),
-        optimizer=parameters * dtype.itemsize * copies / (ranks if cuts.shards_state else 1),
+        gradients=parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1) + stepped,
+        optimizer=parameters * dtype.itemsize * copies / (ranks if cuts.shards_state else 1)
+        + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
         buffers=chunk * reduced.itemsize * buffers,
     )
 
 
 def traffic(
-    stage: int, parameters: int, ranks: int, *, microbatches: int = 1, no_sync: bool = False, replicas: int = 1
+    stage: int,
+    parameters: int,
+    ranks: int,
+    *,
+    microbatches: int = 1,
+    no_sync: bool = False,
+    replicas: int = 1,
+    assembled: int = 0,
+    tensor: int = 1,
 ) -> float:
     """Elements that one rank receives in a step.
 
@@ -82,6 +95,9 @@ def traffic(
         microbatches: Number of backward passes in a step.
         no_sync: Whether all of them but the last are under `no_sync`.
         replicas: Number of ranks that keep the same share.
+        assembled: Number of those of `parameters` that are put together over tensor ranks, for an optimizer that must
+            see whole tensors. Gradients go to the rank that steps them, parameters too, and the results come back.
+        tensor: Number of tensor ranks.
     """
     cuts = STAGES[stage]
     passes = 1 if no_sync else microbatches
@@ -92,4 +108,5 @@ def traffic(
     else:
         count = 2 * passes
     hybrid = 2 * (parameters / ranks) * (replicas - 1) / replicas * passes
-    return parameters * count * (ranks - 1) / ranks + hybrid
+    moved = assembled / (ranks if cuts.shards_state else 1) * (passes + 2) * (tensor - 1) / tensor
+    return parameters * count * (ranks - 1) / ranks + hybrid + moved

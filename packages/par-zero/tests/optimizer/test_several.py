@@ -299,3 +299,21 @@ def test_one_norm_of_all_gradients_is_refused_where_a_rank_has_parts():
     cut_in_two(module)
     words = ("JointlyScaled steps a parameter by what it sees of all", "'0.0.weight'", "tensor ranks")
     refused(ValueError, *words, module=module, optimizer=JointlyScaled(module.parameters()), stage=0, group=group)
+
+
+@pytest.mark.ranks(4)
+def test_few_large_matrices_for_many_ranks_lie_in_one_chunk_with_little_padding():
+    """A chunk of one matrix would be as large as four."""
+    counts = []
+    for make, atomic in ((pair_of, is_matrix), (lambda module: [adamw(module.parameters())], False)):
+        module = mlp(width=48, depth=8).double()
+        matrices = sum(each.numel() for each in module.parameters() if each.ndim == 2)
+        optimizers = both(module, 1, make, bucket=1000, atomic=atomic)
+        if make is pair_of:
+            owned = sum(each.numel() for each in optimizers[0].param_groups[0]["params"])
+        steps(module, optimizers, [[batch(0, width=48)]])
+        with count_collectives() as counted:
+            steps(module, optimizers, [[batch(1, width=48)]])
+        counts.append(sum(each.elements for each in counted.events if each.dtype == torch.float64))
+    assert counts[0] < 1.3 * counts[1]
+    assert owned <= 1.3 * matrices / 4

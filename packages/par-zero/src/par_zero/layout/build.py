@@ -1,6 +1,6 @@
 """Chunks out of a module's parameters: first what goes into which, then one chunk after the other is packed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,8 @@ def plan_chunks(
         records: The parameters' records, before they are cut.
         stage: The ZeRO stage: of what a rank keeps its share alone.
         ranks: Number of ranks that share.
-        options: The size of a chunk.
+        options: The size of a chunk; one of parameters that stay whole is larger, if there are few large ones for the
+            ranks.
         tensor: Number of ranks that have parts of what is assembled; all of them make the same plan for it.
     """
     kinds: dict[tuple[object, ...], list[Member]] = {}
@@ -113,6 +114,13 @@ def plan_chunks(
         weight = records[member.parameter].numel if member.assembled else 0
         return Item(numel=member.shape.numel(), group=member.group, weight=weight)
 
+    def wastes(part: Sequence[Member]) -> bool:
+        """Whether whole parameters are dealt out to the ranks so unevenly that a quarter of the chunk is padding."""
+        if not part[0].atomic:
+            return False
+        layout = pack_atomic([Item(numel=records[member.parameter].numel, group=0) for member in part], ranks)
+        return layout.padding > layout.size / 4
+
     plans = [
         Plan(
             members=tuple(part[::-1]),
@@ -120,25 +128,38 @@ def plan_chunks(
             layout=(pack_atomic if part[0].atomic else pack)([item(member) for member in part[::-1]], ranks),
         )
         for kind in kinds.values()
-        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket, numel))
+        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket, numel, wastes))
     ]
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
     return sorted(plans, key=lambda plan: -min(first[member.parameter] for member in plan.members))
 
 
-def _buckets(members: Iterable[Member], limit: int, numel: Callable[[Member], int]) -> Iterator[list[Member]]:
-    """Neighbours together, until they have that many bytes."""
-    current: list[Member] = []
+def _buckets(
+    members: Iterable[Member],
+    limit: int,
+    numel: Callable[[Member], int],
+    wastes: Callable[[Sequence[Member]], bool],
+) -> list[list[Member]]:
+    """Neighbours together, until they have that many bytes, and more where a chunk of them would waste memory.
+
+    Args:
+        members: The parameters.
+        limit: Number of bytes.
+        numel: Gives the number of a parameter's elements.
+        wastes: Says whether a chunk of some parameters would be padded for the most part.
+    """
+    buckets: list[list[Member]] = [[]]
     size = 0
     for member in members:
-        current.append(member)
+        if size >= limit and not wastes(buckets[-1]):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(member)
         size += numel(member) * member.parameter.element_size()
-        if size >= limit:
-            yield current
-            current, size = [], 0
-    if current:
-        yield current
+    if len(buckets) > 1 and wastes(buckets[-1]):
+        buckets[-2:] = [[*buckets[-2], *buckets[-1]]]
+    return buckets
 
 
 def pack_chunk_(
