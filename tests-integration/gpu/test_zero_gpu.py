@@ -56,6 +56,31 @@ def test_one_gpu_over_nccl_trains_as_without(stage):
         check(stage, dist.group.WORLD, slice(None))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_is_filled_on_the_cpu_comes_to_the_gpu_unit_by_unit(stage):
+    """And real parameters too, where `device` is another than theirs."""
+    reference = model()
+    whole = {name: value.cpu() for name, value in reference.state_dict().items()}
+
+    def fill(unit, prefix):
+        unit.to_empty(device="cpu")
+        own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+        unit.load_state_dict(own, strict=False)
+
+    trained(reference, adamw(reference), slice(None))
+    with launch(timeout=60):
+        for start in ("meta", "cpu"):
+            module = nn.Sequential(nn.Linear(256, 12_000), nn.GELU(), nn.Linear(12_000, 15)).to(start)
+            if start == "cpu":
+                module.load_state_dict(whole)
+            optimizer = adamw(module)
+            shard(module, optimizer, stage=stage, group=dist.group.WORLD, fill=fill, device=torch.device("cuda", 0))
+            assert {each.device.type for group in optimizer.param_groups for each in group["params"]} == {"cuda"}
+            trained(module, optimizer, slice(None))
+            with summon(module):
+                torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_capturable_optimizer_is_sharded_too():
     with launch(timeout=60):
         module = model()

@@ -145,6 +145,30 @@ def test_any_optimizer_may_be_made_of_a_model_on_meta(stage, make):
     assert_same(whole(model), whole(reference))
 
 
+def several(model):
+    """Muon for square matrices, which it must see whole, and SGD for the rest."""
+    square = [each for each in trained(model) if each.ndim == 2 and each.shape[0] == each.shape[1]]
+    others = [each for each in trained(model) if all(each is not one for one in square)]
+    return [torch.optim.Muon(square, lr=1e-3), sgd(others)]
+
+
+@for_each_stage
+@pytest.mark.ranks(2, timeout=120)
+def test_several_optimizers_may_be_made_of_a_model_on_meta(stage):
+    model, reference = on_meta(), filled()
+    options = {"stage": stage, "group": dist.group.WORLD, "bucket": 300, "atomic": lambda group: "ns_steps" in group}
+    own, its = several(model), several(reference)
+    shard(model, own, fill=fill, **options)
+    shard(reference, its, **options)
+    for microbatches in data():
+        for module, optimizers in ((model, own), (reference, its)):
+            module(microbatches[0]).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(whole(model), whole(reference))
+
+
 @pytest.mark.ranks(4)
 def test_units_are_filled_under_hybrid_sharding():
     rank = dist.get_rank()
@@ -413,7 +437,10 @@ BROKEN = {
 @pytest.mark.ranks(2, timeout=10)
 def test_a_fill_that_fails_is_an_error_on_all_ranks(how):
     broken, error, match = BROKEN[how]
+    model = on_meta()
     with pytest.raises(error, match=match) as raised:
-        shard(on_meta(), stage=3, group=dist.group.WORLD, bucket=300, fill=broken)
+        shard(model, stage=3, group=dist.group.WORLD, bucket=300, fill=broken)
     assert "half-way" in raised.value.__notes__[0]
+    with pytest.raises(ValueError, match="sharded already"):
+        shard(model, stage=3, group=dist.group.WORLD, bucket=300, fill=fill)
     dist.barrier()

@@ -32,7 +32,8 @@ def initialize(
     Args:
         model: A model with layers of ours; other parameters are left alone.
         seed: The seed of the run; None draws nothing and leaves zeros, for weights that are loaded next.
-        prefix: What the whole model has before the names, where `model` is a part of it such as a pipeline stage.
+        prefix: What the whole model has before the names, where `model` is a part of it, such as a pipeline stage, or
+            what par-zero's `shard(fill=...)` asks for.
         device: The device of the filled parameters; default: where they are, or the CPU if that is the meta device.
         dtype: The dtype of the filled parameters; default: fp32.
 

@@ -266,6 +266,7 @@ def _pack_filled_(
             with together("fill", *([group] if replicas is None else [group, replicas])):
                 filler.fill_(number)
         except Exception as error:
+            setattr(filler.root, ENGINE, None)  # so that nobody shards what is left of it
             error.add_note("shard() has stopped half-way; make the module and its optimizer anew")
             raise
         for plan in plans:

@@ -50,11 +50,12 @@ class Filler:
         fill: Called with a module and what comes before its names, such as "blocks.0.".
 
     Attributes:
+        root: The module that is sharded.
         order: The numbers of the units in the order in which they are to be filled: the root's rest is the last.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Sequence[nn.Module]], fill: Fill) -> None:
-        self._units, self._fill = units, fill
+        self.root, self._units, self._fill = root, units, fill
         self._owners = owners(root, units)
         self._names: dict[torch.Tensor, str] = {}
         for name, tensor in tensors_of(root):

@@ -77,7 +77,7 @@ def _cut_state(made: Mapping[Any, Mapping[str, Any]], chunk: Chunk, part: Slice)
                 state.setdefault(name, value)
                 continue
             if name not in state:
-                state[name] = torch.zeros(part.tensor.shape, dtype=value.dtype, device=value.device)
+                state[name] = torch.zeros(part.tensor.shape, dtype=value.dtype, device=part.tensor.device)
             state[name].view(-1)[low - part.start : high - part.start] = value.reshape(-1)[low - start : high - start]
     return state
 
