@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 import par_checkpoint
 from par_checkpoint import CheckpointError
-from par_groups import Box, Sharding
+from par_groups import Box, ProcessGroups, Sharding, Topology
+from par_layers import parallelize
 from par_testing import for_each
 from par_zero import shard
 
@@ -336,6 +337,31 @@ def test_several_ranks_write_what_the_auto_classes_open(family, tmp_path):
         assert opened.chat_template == theirs.chat_template
         for file in (tmp_path / "from").iterdir():
             assert (tmp_path / "c" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.ranks(2, timeout=180)
+def test_a_model_that_is_cut_on_the_meta_device_comes_and_goes_whole(tmp_path):
+    topology = Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)
+    with ProcessGroups(topology) as groups:
+        for family in ("tied llama", "gemma3", "phi3", "qwen3-moe", "deepseek-v3", "gpt2"):
+            whole, path = build(family), tmp_path / family
+            if dist.get_rank() == 0:
+                whole.save_pretrained(path / "theirs")
+            dist.barrier()
+            cut = parallelize(on_meta(family), groups)
+            report = par_checkpoint.load(path / "theirs", model=cut)
+            assert not any(tensor.is_meta for tensor in tensors_of(cut).values()), family
+            buffers = dict(whole.named_buffers())
+            assert set(report.recomputed) <= buffers.keys()
+            for name, buffer in cut.named_buffers():
+                assert torch.equal(buffer, buffers[name]), (family, name)
+            # fp32: the two halves of a sum are added in another order.
+            torch.testing.assert_close(logits(cut), logits(whole), rtol=1e-4, atol=1e-5)
+            par_checkpoint.save(path / "ours", model=cut, max_shard_size="20KB")
+            if dist.get_rank() == 0:
+                assert_same(transformers.AutoModelForCausalLM.from_pretrained(path / "ours").eval(), whole)
+                for name in ("config.json", "generation_config.json"):
+                    assert (path / "ours" / name).read_bytes() == (path / "theirs" / name).read_bytes(), family
 
 
 @pytest.mark.ranks(2)

@@ -53,14 +53,14 @@ def check_opens(folder, source):
 def test_a_run_that_goes_on_under_another_stage_is_the_run_that_was_never_stopped(tiny, tmp_path):
     model, corpora = tiny
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert fine_tune(model, corpora["chat"], whole, "--steps=8", "--validate-every=4", "--zero=0") == 0
-    assert fine_tune(model, corpora["chat"], parts, "--steps=3", "--validate-every=4", "--zero=3") == 0
-    assert fine_tune(model, corpora["chat"], parts, "--steps=8", "--validate-every=4", "--zero=1") == 0
+    assert fine_tune(model, corpora["chat"], whole, "--steps=8", "--validate-every=2", "--zero=0") == 0
+    assert fine_tune(model, corpora["chat"], parts, "--steps=3", "--validate-every=2", "--zero=3") == 0
+    assert fine_tune(model, corpora["chat"], parts, "--steps=8", "--validate-every=2", "--zero=1") == 0
     dist.barrier()
     assert [line["step"] for line in lines_of(parts)] == list(range(1, 9))
     # fp32: sums in another order, which Adam's division makes larger where a gradient is next to nothing.
     assert validation_losses(parts) == pytest.approx(validation_losses(whole), rel=1e-4)
-    assert validation_losses(whole)[1] < validation_losses(whole)[0] < 6.3, "log(512) is 6.24"
+    assert validation_losses(whole)[-1] < validation_losses(whole)[0] < 6.3, "log(512) is 6.24"
     if dist.get_rank() == 0:
         models = [check_opens(folder / "checkpoints" / "step-00000008", model) for folder in (whole, parts)]
         before = transformers.AutoModelForCausalLM.from_pretrained(model)
