@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .runtime.microbatches import Microbatches, split_rows
     from .runtime.offload import Offload
     from .runtime.options import PipelineOptions
-    from .runtime.pipeline import Pipeline, Result
+    from .runtime.pipeline import Batch, Pipeline, Result
     from .runtime.shared import Shared
     from .stages.build import build_stage
     from .stages.lazy import Lazy
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "Batch",
     "Costs",
     "Event",
     "Lanes",
@@ -76,7 +77,7 @@ _LATE = {
     "runtime.microbatches": ("Microbatches", "split_rows"),
     "runtime.offload": ("Offload",),
     "runtime.options": ("PipelineOptions",),
-    "runtime.pipeline": ("Pipeline", "Result"),
+    "runtime.pipeline": ("Batch", "Pipeline", "Result"),
     "runtime.shared": ("Shared",),
     "wire.lanes": ("Lanes", "make_lanes"),
 }

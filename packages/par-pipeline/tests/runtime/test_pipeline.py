@@ -13,6 +13,7 @@ from torch import nn
 
 from par_pipeline import (
     Action,
+    Batch,
     Pipeline,
     PipelineError,
     PipelineOptions,
@@ -255,7 +256,7 @@ def test_a_loop_of_the_reference_s_shape_runs():
     stages = stages_of(schedule)
     run = pipeline(stages, schedule)
     x, y = data(8)
-    batches = iter([(x, y), [x, y], (x, y)])
+    batches = iter([(x, y), [x, y], Batch((x,), {}, y)])
     output, label, loss = run.forward_backward_step(batches)
     assert output is None
     assert (label is y, loss is not None) == (run.is_last, run.is_last)

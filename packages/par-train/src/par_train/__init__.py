@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .plan.shape import Shape
     from .plan.strategy_plan import StrategyPlan
     from .run.run import Run
+    from .strategy.existing import token_loss
     from .strategy.handlers import GradientHandler, register_gradient_handler
     from .strategy.options import StrategyOptions
     from .strategy.plugin import Plugin
@@ -46,6 +47,7 @@ __all__ = [
     "predict",
     "read_corpus",
     "register_gradient_handler",
+    "token_loss",
 ]
 
 _LATE = {
@@ -54,6 +56,7 @@ _LATE = {
     "data.loader": ("GlobalDataLoader",),
     "data.rows": ("PackedRows",),
     "jobs.gpt": ("GPT",),
+    "strategy.existing": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "plan.inputs": ("Job", "Machine"),
     "plan.predict": ("Prediction", "predict"),

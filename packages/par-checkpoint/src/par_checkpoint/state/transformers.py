@@ -19,10 +19,14 @@ from torch import nn
 from .conversion import Convert, Part, Shape
 from .model import Model, clean, unwrapped
 
+PART_OF = "par_pretrained"
+"""The attribute of a module, such as a stage of a pipeline, that holds parameters of this model of transformers."""
+
 
 def pretrained_of(model: Model | None) -> Any:
-    """The model of transformers that this is or that its wrappers hold; None if it is no such model."""
+    """The model of transformers that this is, is a part of, or that its wrappers hold; None if it is no such model."""
     inner = None if model is None else unwrapped(model)
+    inner = getattr(inner, PART_OF, None) or inner
     return inner if isinstance(inner, nn.Module) and is_pretrained(inner) else None
 
 

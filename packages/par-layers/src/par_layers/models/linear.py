@@ -47,10 +47,13 @@ class Logits:
 
     Args:
         cut: Whether it is.
+
+    Attributes:
+        held: Whether it is for now, whatever the model's entry says.
     """
 
     def __init__(self, cut: bool = False) -> None:
-        self.cut = cut
+        self.cut, self.held = cut, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: it is set at the beginning of every forward."""
@@ -230,7 +233,7 @@ class AdoptedColumn(_Adopted):
             return y
         local = y.shape[-1]
         padding = local * group.size() - self.out_features
-        if self.logits is not None and self.logits.cut:
+        if self.logits is not None and (self.logits.cut or self.logits.held):
             if not padding:
                 return y
             real = self.out_features - self.grid.index(self.axes) * local

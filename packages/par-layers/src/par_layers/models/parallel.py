@@ -1,6 +1,8 @@
 """What a model that was cut in place knows about it."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from par_groups import sharding_of
 
 from .._layer_set import LayerSet
+from .linear import Logits
 from .loss import VocabularyLoss
 from .plans.styles import Style
 
@@ -32,6 +35,7 @@ class Parallel:
         table: Lines of what was cut: name, style, whole shape, and this rank's.
         over: What computes losses; None for a model without logits.
         digest: What all ranks agreed on.
+        head: What the output embedding is told; None for a model without one that is cut.
     """
 
     plan: dict[str, Style]
@@ -42,6 +46,7 @@ class Parallel:
     table: tuple[tuple[str, ...], ...]
     over: VocabularyLoss | None
     digest: str
+    head: Logits | None = None
 
     def describe(self) -> str:
         """A table of what was cut, alike layers in one line."""
@@ -77,6 +82,18 @@ class Parallel:
             ValueError: A label is no class; on an accelerator it is a device-side assertion.
         """
         return self._losses.summed(logits, labels, shift=shift)
+
+    @contextmanager
+    def cut_logits(self) -> Iterator[None]:
+        """A context in which logits stay cut over the vocabulary, for a loss that `cross_entropy` computes of them."""
+        before = self.head is not None and self.head.held
+        if self.head is not None:
+            self.head.held = True
+        try:
+            yield
+        finally:
+            if self.head is not None:
+                self.head.held = before
 
     @property
     def _losses(self) -> VocabularyLoss:

@@ -343,7 +343,7 @@ class _Adoption:
         resolved = self.found.resolved
         table = table_of(self.model, self.found.rules)
         self.model.__dict__[KEPT_AS] = Parallel(
-            resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest
+            resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest, told
         )
 
 

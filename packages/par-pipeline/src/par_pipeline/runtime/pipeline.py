@@ -35,8 +35,19 @@ from .run import Equipment, Loss, Recorded, Run
 from .shared import Cuts, Shared
 from .weight_gradients import SplitBackward
 
-Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
-"""The positional arguments of a step, its keyword arguments and its target."""
+
+class Batch(NamedTuple):
+    """A batch that `forward_backward_step` is given with keyword arguments.
+
+    Attributes:
+        inputs: The positional arguments of a step.
+        kwargs: Its keyword arguments, for every stage.
+        target: What the loss is computed from.
+    """
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
 
 
 class Result(NamedTuple):
@@ -200,7 +211,7 @@ class Pipeline:
             PipelineError: A stage has raised, or a rank is gone; on every rank.
         """
         self._check_training()
-        return self._run(lambda: (inputs, kwargs, target), training=True, keep_outputs=return_outputs)
+        return self._run(lambda: Batch(inputs, kwargs, target), training=True, keep_outputs=return_outputs)
 
     def _check_training(self) -> None:
         if not self._has_loss:
@@ -226,7 +237,7 @@ class Pipeline:
             ValueError, TypeError: The batch cannot be split; on every rank.
             PipelineError: A stage has raised, or a rank is gone; on every rank.
         """
-        return self._run(lambda: (inputs, kwargs, target), training=False, keep_outputs=return_outputs)
+        return self._run(lambda: Batch(inputs, kwargs, target), training=False, keep_outputs=return_outputs)
 
     def forward_backward_step(
         self,
@@ -238,8 +249,9 @@ class Pipeline:
         """Takes the next batch and runs it, for a loop of ColossalAI's shape.
 
         Args:
-            data_iter: Gives pairs of inputs and target; inputs that are a tuple are several arguments. Anything else
-                that it gives, such as a dict, is inputs and target both; the first stage is called with it.
+            data_iter: Gives pairs of inputs and target; inputs that are a tuple are several arguments. Or `Batch`es,
+                with keyword arguments. Anything else that it gives, such as a dict, is inputs and target both; the
+                first stage is called with it.
             forward_only: Whether to leave out the backward.
             return_loss: Whether to return the loss.
             return_outputs: Whether to return the last stage's outputs.
@@ -260,8 +272,11 @@ class Pipeline:
                 batch = next(data_iter)
             except StopIteration:
                 raise DataEnded from None
+            if isinstance(batch, Batch):
+                target = batch.target
+                return batch
             inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, batch)
-            return inputs if type(inputs) is tuple else (inputs,), {}, target
+            return Batch(inputs if type(inputs) is tuple else (inputs,), {}, target)
 
         if not forward_only:
             self._check_training()

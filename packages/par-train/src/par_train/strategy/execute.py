@@ -1,6 +1,7 @@
 """One batch through a model in microbatches: with a pipeline or without, the same loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from par_groups import ProcessGroups
-from par_pipeline import Pipeline, Schedule
+from par_pipeline import Batch, Pipeline, Schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
+from .existing import CausalLoss, fed, pretrained_of
 from .stages import Stages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -38,6 +40,7 @@ class Execution:
         options: dict[str, Any],
     ) -> None:
         self._schedule, self._groups = schedule, groups
+        self._pretrained, self._kind = pretrained_of(model), type(model).__name__
         self._optimizer = optimizer if isinstance(optimizer, MixedOptimizer) else None
         self._criterion: Criterion = _none
         self._weights: list[float] = []  # what each microbatch of the batch weighs
@@ -53,24 +56,48 @@ class Execution:
         )
 
     def run(
-        self, next_batch: Callable[[], Any], criterion: Criterion, *, forward_only: bool, return_outputs: bool
+        self, next_batch: Callable[[], Any], criterion: Criterion | None, *, forward_only: bool, return_outputs: bool
     ) -> tuple[Any, Any]:
         """The loss of the batch, on all ranks of the pipeline, and the outputs, where the last stage is.
 
         Args:
             next_batch: Gives the batch, or raises StopIteration; other ranks of the pipeline hear of what it raises. A
                 batch is a pair of inputs and target; inputs that are a tuple are several arguments. Anything else,
-                such as a dict, is both.
-            criterion: A function of outputs and target.
+                such as a dict, is both; a model of transformers is called with the keywords that it names.
+            criterion: A function of outputs and target; None: the causal loss of a model of transformers.
             forward_only: Whether to leave out the backward.
             return_outputs: Whether outputs are kept.
+
+        Raises:
+            TypeError, PipelineError: There is no criterion, and no model of transformers, or no batch of one.
         """
-        self._criterion = criterion
         self._weights, self._sum, self._count = [], 0.0, 0.0
-        outputs, _, _ = self.pipeline.forward_backward_step(
-            _Batches(next_batch), forward_only=forward_only, return_outputs=return_outputs
-        )
+        own = None if self._pretrained is None else CausalLoss(self._pretrained)
+        self._criterion = criterion or own or _none
+        keeps_cut = own is not None and criterion is None and not return_outputs
+        with own.without_gathering() if own is not None and keeps_cut else nullcontext():
+            outputs, _, _ = self.pipeline.forward_backward_step(
+                _Batches(lambda: self._called_with(next_batch(), criterion)),
+                forward_only=forward_only,
+                return_outputs=return_outputs,
+            )
         return self._mean(), outputs
+
+    def _called_with(self, batch: Any, criterion: Criterion | None) -> Any:
+        """The batch as the pipeline takes it.
+
+        Raises:
+            TypeError: There is no criterion, and no model of transformers, or no batch of one.
+        """
+        if self._pretrained is not None and isinstance(batch, Mapping):
+            inputs, keywords, labels = fed(self._pretrained, batch)
+            return Batch(inputs, keywords, labels if criterion is None else dict(batch))
+        if criterion is None:
+            raise TypeError(
+                f"criterion is None, which is the causal loss of a transformers model called with a dict; this is a "
+                f"{self._kind} with a {type(batch).__name__} for a batch; give a criterion(outputs, target)"
+            )
+        return batch
 
     def close(self) -> None:
         """Releases the pipeline's connections, and waits for no other rank."""

@@ -13,7 +13,8 @@ from par_groups import Registry
 class Plugin:
     """One step of wiring; a subclass overrides what it has something to do for.
 
-    A plugin with the name of a built-in one ("pipeline", "device", "tied", "zero", "precision") takes its place. Others
+    A plugin with the name of a built-in one ("tensor", "pipeline", "device", "tied", "zero", "precision") takes its
+    place. Others
     come after "device", where modules may still be replaced, unless they require one of the later ones.
 
     Attributes:
@@ -111,7 +112,7 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
     """All plugins in the order in which they are applied.
 
     Args:
-        built_in: "pipeline", "device", "tied", "zero", "precision", or those of them that are wanted.
+        built_in: "tensor", "pipeline", "device", "tied", "zero", "precision", or those of them that are wanted.
         plugins: The user's.
 
     Raises:
@@ -125,7 +126,7 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
     replaced |= {"precision"} if any(plugin.controls_precision for plugin in plugins) else set()
     replaced |= {"device"} if any(plugin.controls_device for plugin in plugins) else set()
     kept = [plugin for plugin in built_in if plugin.name not in replaced]
-    early = [plugin for plugin in kept if plugin.name in ("pipeline", "device")]
+    early = [plugin for plugin in kept if plugin.name in ("tensor", "pipeline", "device")]
     waiting = [*early, *plugins, *(plugin for plugin in kept if plugin not in early)]
     present = {plugin.name for plugin in waiting}
     for plugin in waiting:

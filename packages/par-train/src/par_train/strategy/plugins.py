@@ -1,4 +1,4 @@
-"""The built-in plugins, in the order in which they are applied: pipeline, device, tied, zero, precision."""
+"""The built-in plugins, in the order in which they are applied: tensor, pipeline, device, tied, zero, precision."""
 
 from functools import partial
 from typing import Any
@@ -7,14 +7,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_layers import initialize
+from par_layers import initialize, parallelize
 from par_precision import mixed, precision_of
 from par_zero import shard
 
-from .optimizers import check_partial_sums
+from .existing import pretrained_of
+from .optimizers import check_partial_sums, check_sees_enough
 from .plugin import Plugin
 from .setup import Setup
-from .stages import Stages, build_stages, leave_foreign_
+from .stages import Stages, build_model_stages, build_stages, leave_foreign_
+
+
+class Adopted(Plugin):
+    """Cuts models that know nothing of ranks over the tensor group: those of transformers, and those with a plan."""
+
+    name = "tensor"
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
+        """Parameters stay the objects that they are. A model that was cut already stays as it is."""
+        if strategy.groups.size("tensor") == 1:
+            return model
+        for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
+            plan = strategy.plans.get(each)
+            if plan is None and pretrained_of(each) is None:
+                continue
+            if not isinstance(each, Stages):  # whoever made these has cut the model before
+                parallelize(each, strategy.groups, "auto" if plan is None else plan)
+        if optimizer is not None and not any(isinstance(plugin, Zero) for plugin in strategy.plugins):
+            check_sees_enough(optimizer, [model], strategy.groups, alone=True)  # only now are there records
+        return model
 
 
 class Pipelined(Plugin):
@@ -23,19 +44,25 @@ class Pipelined(Plugin):
     name = "pipeline"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """An nn.Sequential is cut; `Stages` are cut already."""
+        """An nn.Sequential is cut, and a model of transformers; `Stages` are cut already."""
         if strategy.schedule is None:
             return model
         several = isinstance(model, nn.ModuleList)
         rank = strategy.groups.rank("pipeline")
         cut: list[nn.Module] = []
         for whole in model.children() if several else [model]:
-            if not isinstance(whole, Stages | nn.Sequential):
+            if isinstance(whole, Stages):
+                cut.append(whole)
+            elif pretrained_of(whole) is whole:
+                cut.append(build_model_stages(whole, strategy.schedule, rank, strategy.sequence_ranks))
+            elif isinstance(whole, nn.Sequential):
+                cut.append(build_stages(whole, strategy.schedule, rank))
+            else:
                 raise ValueError(
-                    f"a {type(whole).__name__} cannot be cut into pipeline stages; give an nn.Sequential, what "
-                    "Strategy.build(layers) makes of a list of layers, or par_train.Stages of your own"
+                    f"a {type(whole).__name__} cannot be cut into pipeline stages; give a model of transformers, an "
+                    "nn.Sequential, what Strategy.build(layers) makes of a list of layers, or par_train.Stages of your "
+                    "own"
                 )
-            cut.append(whole if isinstance(whole, Stages) else build_stages(whole, strategy.schedule, rank))
         model = nn.ModuleList(cut) if several else cut[0]
         if optimizer is not None:
             leave_foreign_(optimizer, model)
@@ -103,7 +130,10 @@ class Zero(Plugin):
         precision = precision_of(options.precision)
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:
+            computed = _computed_buffers(model)
             for tensor in (*model.parameters(), *model.buffers()):  # par-zero casts what is trained
+                if id(tensor) in computed:
+                    continue
                 if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
@@ -155,3 +185,10 @@ class Precision(Plugin):
         if given is not model:
             raise ValueError(f"under {options.precision!r} an nn.Linear alone is replaced; put it in an nn.Sequential")
         return found
+
+
+def _computed_buffers(model: nn.Module) -> set[int]:
+    """The `id`s of what transformers computes from a config, such as rotary frequencies, and keeps in fp32."""
+    if pretrained_of(model) is None:
+        return set()
+    return {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}

@@ -1,9 +1,12 @@
 """What is decided before there is a model: options, this rank's place, groups, the schedule of a pipeline."""
 
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from par_groups import Channels, Environment, ProcessGroups, Topology
 from par_layers import LayerSet, layer_set
@@ -35,6 +38,7 @@ class Setup:
     plugins: list[Plugin]
     _owns_groups: bool
     _private_groups: dict[str, int]
+    plans: Mapping[nn.Module, Any]
 
     @cached_property
     def layers(self) -> LayerSet:
@@ -54,6 +58,11 @@ class Setup:
         count = self._private_groups[axes] = self._private_groups.get(axes, 0) + 1
         self.groups.add(Channels(axes, count))
         return self.groups.channels(axes, count)[-1]
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Over how many tensor ranks activations between two layers of an existing model are cut."""
+        return self.groups.size("tensor") if self.layers.rules.residual.sequence else 1
 
     @property
     def is_master(self) -> bool:

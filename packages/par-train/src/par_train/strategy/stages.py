@@ -1,9 +1,10 @@
 """What one pipeline rank has of a model."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from par_groups import ProcessGroups
@@ -21,6 +22,7 @@ class Stages(nn.Module):
         children: What the parts are made of, by its name in the whole model.
         tied: Parameters that other ranks' stages use too: a mapping from names to them for each set; all ranks give as
             many, in the same order, and empty ones where they use none.
+        pretrained: The model of transformers that the parts are of, with its config; None: they are of none.
 
     Attributes:
         shared: Once it is tied: what keeps those parameters alike.
@@ -31,13 +33,21 @@ class Stages(nn.Module):
         parts: Mapping[int, nn.Module],
         children: Mapping[str, nn.Module],
         tied: Sequence[Mapping[str, nn.Parameter]] = (),
+        pretrained: nn.Module | None = None,
     ) -> None:
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
         self.__dict__["parts"] = dict(parts)  # no children: they would be a part of all names
+        self.__dict__["par_pretrained"] = pretrained  # where par-checkpoint looks for the config
         self.tied = tuple(tied)
         self.shared: tuple[Shared, ...] = ()
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of the parts too, which are no children."""
+        for part in self.__dict__["parts"].values():
+            part.train(mode)
+        return super().train(mode)
 
     def forward(self, *inputs: Any, stage: int, **keywords: Any) -> Any:
         """Runs one stage."""
@@ -101,6 +111,92 @@ def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | N
         for parameter, names in _used_often(layers)
     ]
     return Stages(parts, _named_first(tied, children), tied)
+
+
+def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence_ranks: int = 1) -> Stages:
+    """The stages that a schedule gives a rank, out of a model of transformers, whose modules they share.
+
+    Parameters keep the names that they have in the model. A tied output embedding is tied over the ranks.
+
+    Args:
+        model: The model, which says by its `_pp_plan` where it may be cut; it may be on the meta device.
+        schedule: Says how many stages there are, and which this rank has.
+        rank: In the pipeline.
+        sequence_ranks: Over how many tensor ranks activations between two layers are cut along the sequence.
+
+    Raises:
+        TypeError: The model does not say where it may be cut.
+        ValueError: It adds up a loss of its routers over all layers, of which a stage sees its own.
+    """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"this {type(model).__name__} adds a loss of its routers, from all layers, and a stage sees its own alone; "
+            "set config.output_router_logits = False, or train it without a pipeline"
+        )
+    made = build_stage(model, schedule, rank)
+    own = {id(parameter) for part in made for parameter in part.parameters()}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    often = [(parameter, used) for parameter, used in names.items() if len(used) > 1]
+    for part in made:
+        for parameter, (first, *_) in often:
+            if any(parameter is each for each in part.parameters()):
+                _name_first(part, first, parameter)
+    for number, part in zip(schedule.stage_of(rank), made, strict=True):
+        if sequence_ranks > 1 and number > 0:
+            part.register_forward_pre_hook(_WholeLength(sequence_ranks), with_kwargs=True)
+    tied = [{used[0]: parameter} if id(parameter) in own else {} for parameter, used in often]
+    parts = dict(zip(schedule.stage_of(rank), made, strict=True))
+    return Stages(parts, dict(_merged(made)._modules.items()), tied, pretrained=made[-1])  # type: ignore[arg-type]
+
+
+class _WholeLength:
+    """What a later stage says its embeddings are: as long as the whole sequence, though the rank has a part of it.
+
+    A model takes positions and masks from the length of its embeddings. What it computes with goes on from what the
+    stage before gave.
+
+    Args:
+        ranks: Over how many ranks the sequence is cut where gradients may be asked for.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def __call__(
+        self, stage: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        part: Tensor = keywords["inputs_embeds"]
+        if stage.training or torch.is_grad_enabled():
+            rows, time, width = part.shape
+            keywords = {**keywords, "inputs_embeds": part.new_zeros(()).expand(rows, time * self.ranks, width)}
+        return args, keywords
+
+
+def _merged(parts: Sequence[nn.Module]) -> nn.Module:
+    """A module with the children of several, which are alike but for what each of them leaves out."""
+    holding = [part for part in parts if any(True for _ in part.parameters()) or any(True for _ in part.buffers())]
+    holding = holding or list(parts[:1])
+    if all(part is holding[0] for part in holding):
+        return holding[0]
+    merged = nn.Module()
+    for part in holding:
+        merged._parameters.update(part._parameters)
+        for name in part._modules:
+            if name not in merged._modules:
+                merged.add_module(name, _merged([each._modules[name] for each in holding if name in each._modules]))  # type: ignore[misc]
+        for name, buffer in part._buffers.items():
+            merged.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
+    return merged
+
+
+def _name_first(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Gives a parameter that a stage uses under another name its first one too, in the place of an absent module."""
+    path, _, last = name.rpartition(".")
+    holder = part.get_submodule(path)
+    if last not in holder._parameters:
+        holder.register_parameter(last, parameter)
 
 
 def _used_often(layers: Layers) -> list[tuple[nn.Parameter, list[str]]]:

@@ -1,5 +1,6 @@
 """`Strategy`: the order in which the packages are applied to a model, and nothing that they do not do themselves."""
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_checkpoint import Save, SaveOptions
+from par_checkpoint import Save, SaveOptions, load
 from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
+from par_layers import parallelize
 from par_pipeline import Pipeline, build_stage, schedule
 from par_precision import MixedOptimizer
 
@@ -22,6 +24,7 @@ from ..data.randomness import seed_number
 from ..plan.inputs import Job
 from ..plan.strategy_plan import StrategyPlan, plan_of
 from .execute import Criterion, Execution
+from .existing import Plan, make_on_meta
 from .files import PathLike as Path
 from .files import load_object, load_run, newest_step, save_object, save_run
 from .handlers import DEFAULT, kinds_of
@@ -30,9 +33,9 @@ from .optimizers import check_sees_enough, joined
 from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
-from .plugins import Device, Pipelined, Precision, Tied, Zero
+from .plugins import Adopted, Device, Pipelined, Precision, Tied, Zero
 from .setup import Setup, check_layers
-from .stages import Layers, build_stages
+from .stages import Layers, build_model_stages, build_stages
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -136,11 +139,13 @@ class Strategy(Setup):
         self._hooks: list[RemovableHandle] = []  # on optimizers, which may live longer than this
         self._steps = 0  # optimizer steps, of all optimizers together
         self._closed = False
+        self.plans: Mapping[nn.Module, Plan] = {}  # of the models that are initialized now
 
     def _find_plugins(self) -> list[Plugin]:
         options = self.options
         kinds_of(options.gradient_handlers)
-        built_in: list[Plugin] = [Pipelined(), Device(), Tied(), *([Zero()] if options.shards else []), Precision()]
+        wired = [Pipelined(), Device(), Tied(), *([Zero()] if options.shards else []), Precision()]
+        built_in: list[Plugin] = [Adopted(), *wired]
         plugins = in_order(built_in, [find_plugin(each) for each in options.plugins])
         check_support(plugins, self.device.type, options.precision)
         return plugins
@@ -167,6 +172,40 @@ class Strategy(Setup):
                 return build_stages(layers, self.schedule, rank, seed=seed)
             return build_stage(layers, schedule("1f1b", 1, 1), 0, seed=seed)[0]
 
+    def from_pretrained(
+        self,
+        path: Path,
+        *,
+        plan: Plan = "auto",
+        dtype: str | torch.dtype = "auto",
+        attention: str | None = None,
+    ) -> nn.Module:
+        """Makes this rank's part of a causal language model out of a folder that transformers writes. Collective.
+
+        It is made without memory, cut over the tensor ranks and into this rank's stages, and then each rank reads its
+        own bytes. Make the optimizer of its parameters, and give both to `initialize`.
+
+        Args:
+            path: The folder, with config.json and safetensors.
+            plan: Rules by which `par_layers.parallelize` cuts it, where there are tensor ranks.
+            dtype: The dtype of the weights; "auto": the config's.
+            attention: The name of transformers' attention, such as "sdpa"; None: its default.
+
+        Raises:
+            ImportError: transformers is not installed.
+            ValueError, TypeError: The folder holds no such model, or the model cannot be cut; on every rank.
+        """
+        with together("the model", None):
+            model = make_on_meta(os.fspath(path), dtype, attention)
+        if self.groups.size("tensor") > 1:
+            parallelize(model, self.groups, plan)
+        made: nn.Module = model
+        if self.schedule is not None:
+            with together("the stages", None):
+                made = build_model_stages(model, self.schedule, self.groups.rank("pipeline"), self.sequence_ranks)
+        load(path, model=made)
+        return made.to(self.device)
+
     def plan(self) -> StrategyPlan:
         """Predicts what a step takes on this rank: memory, traffic over data ranks, the bubble of the pipeline."""
         options, schedule = self.options, self.schedule
@@ -182,7 +221,7 @@ class Strategy(Setup):
 
     # What is done once
 
-    def initialize(self, *objects: Any) -> Any:
+    def initialize(self, *objects: Any, plans: Mapping[nn.Module, Plan] | None = None) -> Any:
         """Makes models, optimizers, data loaders and lr schedulers parallel, in place as far as can be. Collective.
 
         Args:
@@ -190,6 +229,8 @@ class Strategy(Setup):
                 optimizers have not stepped, and have the parameters of models that are here too; several models may
                 share one. A list of optimizers is several of one model, such as Muon for its matrices and AdamW for the
                 rest. The batch_size of a DataLoader is that of all data ranks together.
+            plans: For a model that knows nothing of ranks, the plan by which `par_layers.parallelize` cuts it over the
+                tensor ranks. A model of transformers needs none: default "auto".
 
         Returns:
             What to use from now on, in the same order; a single object is given back alone, and one optimizer for a
@@ -205,6 +246,10 @@ class Strategy(Setup):
         try:
             objects = tuple(map(joined, objects))
             pairs = paired(objects)
+            self.plans = dict(plans or {})
+            for model in self.plans:
+                if not any(model is given for given in objects):
+                    raise ValueError(f"plans has a {type(model).__name__} that is not initialized here; give it too")
             alone = not any(isinstance(plugin, Zero) for plugin in self.plugins)
             for pair in pairs:
                 if pair.optimizer is not None:
@@ -272,7 +317,7 @@ class Strategy(Setup):
         self,
         data_iter: Any,
         model: nn.Module,
-        criterion: Criterion,
+        criterion: Criterion | None,
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
@@ -285,7 +330,8 @@ class Strategy(Setup):
                 and target; inputs that are a tuple are several arguments. Anything else, such as a dict, is both.
             model: The model that `initialize` gave.
             criterion: A function `criterion(outputs, target)`: it gives a mean over rows, or a sum and the number of
-                things summed, whose gradients become the mean over all of them on all ranks.
+                things summed, whose gradients become the mean over all of them on all ranks. None: the causal loss of
+                a model of transformers, a mean over all tokens that count; the batch is a dict, as a collator gives it.
             optimizer: The optimizer that `initialize` gave; needed unless `forward_only`.
             return_loss: Whether to return the loss.
             return_outputs: Whether to return the outputs, where the last stage is.

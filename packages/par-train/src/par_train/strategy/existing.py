@@ -1,0 +1,157 @@
+"""Models of transformers, as they are: their batches, their loss, and which of them a module holds.
+
+transformers is not imported, but for a model that is made here: who has one of its models has imported it.
+"""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from par_layers import Parallel, Style, parallel_of
+
+from .stages import Stages
+
+Plan = str | Mapping[str, str | Style]
+"""How an existing model is cut over tensor ranks, as `par_layers.parallelize` takes it."""
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+def pretrained_of(model: nn.Module) -> Any:
+    """The model of transformers that a module is, holds, or is this rank's part of; None if it is none."""
+    if isinstance(model, Stages):
+        return model.__dict__["par_pretrained"]
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return None
+    return next((each for each in model.modules() if isinstance(each, modeling.PreTrainedModel)), None)
+
+
+def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> Any:
+    """A causal language model without memory, as the config in a folder describes it.
+
+    Args:
+        path: A folder with config.json.
+        dtype: The dtype of its weights; "auto": the config's.
+        attention: The name of transformers' attention, such as "sdpa"; None: its default.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: The folder has no config.
+    """
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError:
+        raise ImportError(
+            "from_pretrained() makes models of transformers, which is not installed; pip install 'transformers>=5.4'"
+        ) from None
+    if not Path(path, "config.json").is_file():
+        raise ValueError(
+            f"{path!r} holds no config.json; give the folder of a model, such as save_pretrained or "
+            "huggingface_hub.snapshot_download leaves it"
+        )
+    config = transformers.AutoConfig.from_pretrained(path)
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype or torch.float32 if dtype == "auto" else dtype, **chosen
+        )
+    return model.eval()  # as transformers' own from_pretrained gives it
+
+
+def fed(model: Any, batch: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
+    """A batch as a collator gives it, as what a causal model is called with, and labels.
+
+    Args:
+        model: A model of transformers.
+        batch: `input_ids`, [rows, time], and perhaps `labels` or `shift_labels`, and what else its forward names.
+
+    Returns:
+        Positional arguments and keywords of its forward; and for each token the label of the next one, int64,
+        [rows, time], -100 where none counts. They are shifted before anything cuts rows or time.
+
+    Raises:
+        ValueError: There are no ids, or a mask comes with positions that restart in a row.
+    """
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"the batch has {sorted(batch)}, but no tensor `input_ids`; give what a collator gives")
+    if mask is not None and batch.get("position_ids") is not None:
+        raise ValueError(
+            f"the batch has attention_mask and position_ids, of {tuple(ids.shape)} tokens: with a mask, transformers "
+            "attends across the documents of a packed row without a word; leave out attention_mask for packed rows, "
+            "position_ids for padded ones"
+        )
+    shifted = batch.get("shift_labels")
+    if shifted is None:
+        labels = batch.get("labels")
+        if labels is None:
+            labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
+        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    own = {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
+    keywords = {name: value for name, value in batch.items() if name in takes and name not in own and value is not None}
+    if "use_cache" in takes:
+        keywords["use_cache"] = False
+    return (ids,), keywords, shifted
+
+
+class CausalLoss:
+    """The loss of a causal language model: a sum over the tokens that count, and their number.
+
+    Args:
+        model: A model of transformers, perhaps cut over tensor ranks.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.known: Parallel | None = parallel_of(model)
+
+    def without_gathering(self) -> AbstractContextManager[None]:
+        """A context in which a model that is cut over tensor ranks leaves its logits cut, for this loss alone."""
+        return nullcontext() if self.known is None else self.known.cut_logits()
+
+    def __call__(self, outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum and the number.
+
+        Args:
+            outputs: What the model gives, or its logits alone, as the last stage of a pipeline gives them.
+            labels: For each token the label of the next one, [rows, time].
+        """
+        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+        if self.known is not None:
+            total, count = self.known.cross_entropy(logits, labels, shift=False)
+        else:
+            total, count = token_loss(logits, {"shift_labels": labels})
+        balance = None if isinstance(outputs, Tensor) else getattr(outputs, "aux_loss", None)
+        if balance is not None:  # of a router: a mean already, which weighs what its tokens weigh
+            total = total + self.model.router_aux_loss_coef * balance * count
+        return total, count
+
+
+def token_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The causal loss of whole logits: the sum over the tokens that count, in fp32 at least, and their number.
+
+    Sums and numbers of several batches may be added before they are divided, which makes a mean over all tokens.
+
+    Args:
+        outputs: What a causal language model gives, or its logits [rows, time, words].
+        batch: `labels`, or else `input_ids`, [rows, time]; -100 does not count. Or `shift_labels`, shifted already.
+    """
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    shifted = batch.get("shift_labels")
+    if shifted is None:
+        shifted = functional.pad(batch.get("labels", batch.get("input_ids")), (0, 1), value=IGNORED)[..., 1:]
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    total = functional.cross_entropy(flat, shifted.reshape(-1), reduction="sum", ignore_index=IGNORED)
+    return total, (shifted != IGNORED).sum()

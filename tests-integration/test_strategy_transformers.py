@@ -1,0 +1,181 @@
+"""Models of transformers, unchanged, under a strategy: losses and weights of one device, however they are cut."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from par_train import Strategy
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, WORDS = 3, 101
+TOLERANCE = 2e-5  # relative, fp32: sums over ranks and microbatches in another order
+TEXT = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def make_model(family="Llama", **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**TEXT, **options})
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def batches():
+    """Dicts, as a collator gives them: another number of tokens counts in every row."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        ids = torch.randint(0, WORDS, (8, 12), generator=generator)
+        labels = ids.clone()
+        for row in range(8):
+            labels[row, : row + 1] = -100
+        yield {"input_ids": ids, "labels": labels}
+
+
+@functools.cache
+def one_device(family="Llama", **options):
+    """Losses and weights after some steps, in plain torch."""
+    model = make_model(family, **dict(options)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for batch in batches():
+        loss = model(**batch).loss
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def train(strategy, model):
+    """The same steps, under a strategy; rows are shared out over the data ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer = strategy.initialize(model, optimizer)
+    model.train()
+    replica, replicas = strategy.groups.rank("data"), strategy.groups.size("data")
+    rows = 8 // replicas
+    losses = []
+    for batch in batches():
+        part = {key: value[replica * rows : (replica + 1) * rows] for key, value in batch.items()}
+        loss = strategy.execute_pipeline(iter([part]), model, None, optimizer)
+        tokens = (part["labels"][:, 1:] != -100).sum()
+        summed = torch.stack([loss * tokens, tokens.double()])
+        torch.distributed.all_reduce(summed, group=strategy.groups["data"])
+        losses.append((summed[0] / summed[1]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+def assert_as_on_one_device(strategy, model, losses, folder, family="Llama", **options):
+    expected, weights = one_device(family, **options)
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    strategy.save(model, folder)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(
+            saved[name], tensor, rtol=1e-4, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+CASES_2 = {
+    "tensor": {"parallel": {"tensor": {"size": 2, "mode": "1d"}}},
+    "sequence": {"parallel": {"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, "zero": 1},
+    "pipeline": {"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 4}},
+    "zero bubble": {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_h1", "microbatches": 4}},
+    "data, stage 3": {"zero": 3},
+}
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_ranks(tmp_path, tied):
+    for name, options in CASES_2.items():
+        with Strategy(**options, clip_norm=1.0) as strategy:
+            model, losses = train(strategy, make_model(tie_word_embeddings=tied))
+            assert_as_on_one_device(strategy, model, losses, tmp_path / name, tie_word_embeddings=tied)
+
+
+CUT = {"size": 2, "mode": "1d"}
+CASES_4 = {
+    "pipeline x tensor, stage 1": {
+        "parallel": {"pipeline": 2, "tensor": CUT},
+        "pipeline": {"microbatches": 4},
+        "zero": 1,
+    },
+    "pipeline x sequence parallel": {
+        "parallel": {"pipeline": 2, "tensor": {**CUT, "sequence_parallel": True}},
+        "pipeline": {"microbatches": 2},
+    },
+    "two stages a rank, twice": {
+        "parallel": {"pipeline": 2, "data": 2},
+        "pipeline": {"schedule": "interleaved", "microbatches": 4},
+    },
+    "tensor, stage 3": {"parallel": {"tensor": CUT}, "zero": 3},
+}
+
+
+@pytest.mark.ranks(4, timeout=180)
+def test_four_ranks(tmp_path):
+    for name, options in CASES_4.items():
+        for tied in (False, True):
+            with Strategy(**options, clip_norm=1.0) as strategy:
+                model, losses = train(strategy, make_model(tie_word_embeddings=tied))
+                assert_as_on_one_device(strategy, model, losses, tmp_path / f"{name} {tied}", tie_word_embeddings=tied)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_folder_is_read_into_stages_of_cut_layers(tmp_path):
+    if torch.distributed.get_rank() == 0:
+        make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "given")
+    torch.distributed.barrier()
+    parallel = {"pipeline": 2, "tensor": {**CUT, "sequence_parallel": True}}
+    with Strategy(parallel=parallel, pipeline={"microbatches": 2}, zero=1, clip_norm=1.0) as strategy:
+        model = strategy.from_pretrained(tmp_path / "given")
+        whole = sum(parameter.numel() for parameter in make_model(tie_word_embeddings=False).parameters())
+        assert sum(parameter.numel() for parameter in model.parameters()) < 0.3 * whole
+        model, losses = train(strategy, model)
+        assert_as_on_one_device(strategy, model, losses, tmp_path / "saved", tie_word_embeddings=False)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_bf16_leaves_rotary_frequencies_as_they_are():
+    with Strategy(parallel={"tensor": CUT}, precision="bf16", clip_norm=1.0) as strategy:
+        model, losses = train(strategy, make_model())
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert torch.equal(model.model.rotary_emb.inv_freq, make_model().model.rotary_emb.inv_freq)
+        assert losses == pytest.approx(one_device()[0], rel=2e-2)  # bf16 has 8 bits
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path):
+    with Strategy(parallel={"tensor": {"size": 2, "mode": "1d"}}) as strategy:
+        model = make_model()
+        model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = next(batches())
+        mask, positions = torch.ones_like(batch["input_ids"]), torch.arange(12).expand(8, 12)
+        packed = {**batch, "attention_mask": mask, "position_ids": positions}
+        with pytest.raises(ValueError, match="leave out attention_mask for packed rows"):
+            strategy.execute_pipeline(iter([packed]), model, None, optimizer)
+        strategy.pipeline(model).reset()
+        with pytest.raises(ValueError, match=r"\['labels'\], but no tensor `input_ids`"):
+            strategy.execute_pipeline(iter([{"labels": batch["labels"]}]), model, None, optimizer)
+        with pytest.raises(ValueError, match="holds no config"):
+            strategy.from_pretrained(tmp_path)
+    with Strategy(parallel={"pipeline": 2}) as strategy:
+        config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=WORDS)
+        uncut = transformers.GPT2LMHeadModel(config)
+        with pytest.raises(TypeError, match="has no _pp_plan"):
+            strategy.initialize(uncut)
+        routed = make_model("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+        with pytest.raises(ValueError, match="adds a loss of its routers, from all layers"):
+            strategy.initialize(routed)
