@@ -426,6 +426,27 @@ def test_under_autocast_parameters_of_another_dtype_are_refused_on_all_ranks():
     assert_same(whole(module), whole(other))
 
 
+class CastsInside(nn.Module):
+    """A unit that runs its layers under autocast, and the first one as usual."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(x)
+
+
+@pytest.mark.ranks(2, timeout=10)
+def test_autocast_within_a_unit_is_refused_too():
+    module, _ = sharded(nn.Sequential(CastsInside(), CastsInside()), 3)
+    with pytest.raises(ValueError, match=r"pass param_dtype=torch.bfloat16 to shard.* or stage=2"):
+        module(batch(0, width=8))
+
+
 @pytest.mark.ranks(2)
 def test_under_autocast_parameters_gathered_in_its_dtype_are_not_copied():
     module, optimizer = sharded(mlp(), 3, param_dtype=torch.bfloat16)

@@ -122,10 +122,12 @@ class Gatherer:
         """Makes a unit's parameters whole. All-gather over the group, unless they are there."""
         if torch.is_grad_enabled():
             self._refuse_autocast()
-        without = "forward" if torch.is_grad_enabled() else "evaluation"
-        self._order.gather(unit, Kind("backward" if self._in_backward else without, self._keepers > 0))
-        unit.show()
-        unit.kept |= self._keepers > 0
+        if unit.state is not State.SHOWN or self._order.expects:
+            without = "forward" if torch.is_grad_enabled() else "evaluation"
+            self._order.gather(unit, Kind("backward" if self._in_backward else without, self._keepers > 0))
+            unit.show()
+        if self._keepers:
+            unit.kept = True
 
     def _refuse_autocast(self) -> None:
         """Raises if a forward would cast parameters.
@@ -160,8 +162,7 @@ class Gatherer:
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
         """A module within a unit begins, which may have been called directly."""
         for unit in units:
-            if not (unit.running and unit.state is State.SHOWN):
-                self._gather(unit)
+            self._gather(unit)
 
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
         called = [unit for unit in units if not unit.running]

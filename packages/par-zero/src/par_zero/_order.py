@@ -95,6 +95,11 @@ class Order:
         self._ahead: int | None = None  # the place of what is on its way and not needed yet
         self._supervised = False
 
+    @property
+    def expects(self) -> bool:
+        """Whether `gather` does something even for a unit that is whole: a pass is to begin, or a unit on its way."""
+        return self._kind is None or self._ahead is not None
+
     def gather(self, unit: Unit, kind: Kind) -> None:
         """Makes a unit's parameters whole, and begins to gather what comes next.
 
