@@ -260,3 +260,43 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
     reference = gpt(layer_set(None), 4)
     trained_alone(reference, lambda rows: loss_of(reference, rows), None, steps=len(CHAIN))
     assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
+
+
+def tied_stack(layers):
+    """Its first and its last layer share a table, each on another stage."""
+    parts = gpt(layers, 4, tied=True)
+    first, last = nn.Sequential(parts.tokens, parts.positions), nn.Sequential(parts.norm, parts.head)
+    return nn.Sequential(first, *parts.blocks, last)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.ranks(4, timeout=180)
+def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage):
+    """Cut over tensor ranks it is refused, for each stage would deal out its matrices by itself."""
+    layers = layer_set(None)
+    reference = tied_stack(layers)
+
+    def loss_alone(rows):
+        return layers.cross_entropy(reference(rows[:, :-1]), rows[:, 1:], classes=29)
+
+    trained_alone(reference, loss_alone, 0.5)
+    zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
+    options = {"zero": zero, "clip_norm": 0.5, "pipeline": {"microbatches": 4}}
+    with Strategy(parallel={"data": 2, "pipeline": 2}, **options) as strategy:
+        model = tied_stack(strategy.layers)
+        model, optimizer = strategy.initialize(model, MatricesAndRest(model))
+        rank = strategy.groups.rank("data")
+
+        def criterion(logits, target):
+            return strategy.layers.cross_entropy(logits, target, classes=29)
+
+        for step in range(3):
+            rows = data(step).chunk(2)[rank]
+            strategy.execute_pipeline(iter([(rows[:, :-1], rows[:, 1:])]), model, criterion, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_to_one_device(model, reference, atol=1e-10, reason=REASON)
+    with Strategy(parallel={"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, **options) as strategy:
+        model = tied_stack(strategy.layers)
+        with pytest.raises(ValueError, match=r"has copies on the ranks .* such as those of another pipeline stage"):
+            strategy.initialize(model, MatricesAndRest(model))
