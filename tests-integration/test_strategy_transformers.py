@@ -137,10 +137,14 @@ def test_four_ranks(tmp_path):
 def test_folder_is_read_into_stages_of_cut_layers(tmp_path):
     if torch.distributed.get_rank() == 0:
         make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "given")
+        make_model(tie_word_embeddings=False).bfloat16().save_pretrained(tmp_path / "half")
     torch.distributed.barrier()
     parallel = {"pipeline": 2, "tensor": {**CUT, "sequence_parallel": True}}
     with Strategy(parallel=parallel, pipeline={"microbatches": 2}, zero=1, clip_norm=1.0) as strategy:
+        halves = strategy.from_pretrained(tmp_path / "half", dtype=torch.float32).state_dict()
         model = strategy.from_pretrained(tmp_path / "given")
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(halves[name], tensor.bfloat16().float()), name
         whole = sum(parameter.numel() for parameter in make_model(tie_word_embeddings=False).parameters())
         assert sum(parameter.numel() for parameter in model.parameters()) < 0.3 * whole
         model, losses = train(strategy, model)

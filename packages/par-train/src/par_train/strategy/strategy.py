@@ -188,7 +188,7 @@ class Strategy(Setup):
         Args:
             path: The folder, with config.json and safetensors.
             plan: Rules by which `par_layers.parallelize` cuts it, where there are tensor ranks.
-            dtype: The dtype of the weights; "auto": the config's.
+            dtype: The dtype of the weights, whatever that in the files is; "auto": the config's.
             attention: The name of transformers' attention, such as "sdpa"; None: its default.
 
         Raises:
@@ -203,7 +203,7 @@ class Strategy(Setup):
         if self.schedule is not None:
             with together("the stages", None):
                 made = build_model_stages(model, self.schedule, self.groups.rank("pipeline"), self.sequence_ranks)
-        load(path, model=made)
+        load(path, model=made, device=self.device, dtype=model.dtype)
         return made.to(self.device)
 
     def plan(self) -> StrategyPlan:
