@@ -2,6 +2,7 @@
 
     python fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen
     torchrun --nproc-per-node 4 fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen --zero 3 --precision bf16
+    torchrun --nproc-per-node 4 fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen --tensor 2
 
 The text is a line a document, a JSON object with "text", or a conversation under "messages", of which the assistant's
 part is learnt. Started again, with as many ranks as you like, it goes on where it stopped, with the rows that it would
@@ -20,15 +21,18 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
 from par_checkpoint import SaveOptions, load
+from par_layers import parallelize
 from par_train import PackedRows, Run, Strategy, read_corpus
 
 
-def open_model(folder: str, device: torch.device) -> nn.Module:
-    """The model in a folder, in fp32. It is made on the meta device, so every byte goes to its place at once."""
+def open_model(folder: str, strategy: Strategy) -> nn.Module:
+    """The model in a folder, in fp32. It is made on the meta device and cut there: a rank reads its own bytes alone."""
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    load(folder, model=model, device=device, dtype=torch.float32)
+    if strategy.groups.size("tensor") > 1:
+        parallelize(model, strategy.groups)
+    load(folder, model=model, device=strategy.device, dtype=torch.float32)
     return model
 
 
@@ -67,18 +71,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--held-out", type=float, default=0.05, help="part of the documents")
     parser.add_argument("--validate-every", type=int, default=100)
     parser.add_argument("--checkpoint-every", type=int, default=500)
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--zero", type=int, default=1)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
 
-    with Strategy(zero=options.zero, precision=options.precision, clip_norm=1.0, device=options.device) as strategy:
+    with Strategy(
+        parallel={"tensor": {"size": options.tensor, "mode": "1d"}} if options.tensor > 1 else {},
+        zero=options.zero,
+        precision=options.precision,
+        clip_norm=1.0,
+        device=options.device,
+    ) as strategy:
         corpus = read_corpus(options.corpus, options.model, Path(options.folder) / "data")
         train, held_out = corpus.split(options.held_out)
         rows = PackedRows(corpus, context=options.context, documents=train, packing=options.packing)
         others = PackedRows(corpus, context=options.context, documents=held_out)
         dataloader = DataLoader(rows, batch_size=options.batch_size, sampler=rows.sampler, drop_last=True)
-        model = open_model(options.model, strategy.device)
+        model = open_model(options.model, strategy)
         optimizer = AdamW(model.parameters(), lr=options.learning_rate)
         lr_scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
         model, optimizer, lr_scheduler, dataloader = strategy.initialize(model, optimizer, lr_scheduler, dataloader)

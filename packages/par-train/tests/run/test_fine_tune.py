@@ -11,16 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from par_layers import parallel_of
+
 transformers = pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fine_tune.py"
 FLAGS = ["--context=128", "--batch-size=4", "--learning-rate=1e-3", "--held-out=0.2", "--device=cpu"]
 
 
-def fine_tune(*words):
+def fine_tune(*words, is_cut=False):
     spec = importlib.util.spec_from_file_location("fine_tune", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    load = module.load
+
+    def check_and_load(folder, model, **keywords):
+        assert (parallel_of(model) is not None) == is_cut
+        load(folder, model=model, **keywords)
+
+    module.load = check_and_load
     return module.main([*map(str, words), *FLAGS])
 
 
@@ -50,12 +59,14 @@ def check_opens(folder, source):
 
 
 @pytest.mark.ranks(2, timeout=240)
-def test_a_run_that_goes_on_under_another_stage_is_the_run_that_was_never_stopped(tiny, tmp_path):
+def test_a_run_that_goes_on_under_other_stages_and_axes_is_the_run_that_was_never_stopped(tiny, tmp_path):
     model, corpora = tiny
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert fine_tune(model, corpora["chat"], whole, "--steps=8", "--validate-every=2", "--zero=0") == 0
     assert fine_tune(model, corpora["chat"], parts, "--steps=3", "--validate-every=2", "--zero=3") == 0
-    assert fine_tune(model, corpora["chat"], parts, "--steps=8", "--validate-every=2", "--zero=1") == 0
+    assert fine_tune(model, corpora["chat"], parts, "--steps=6", "--validate-every=2", "--zero=1") == 0
+    again = [model, corpora["chat"], parts, "--steps=8", "--validate-every=2", "--zero=0", "--tensor=2"]
+    assert fine_tune(*again, is_cut=True) == 0
     dist.barrier()
     assert [line["step"] for line in lines_of(parts)] == list(range(1, 9))
     # fp32: sums in another order, which Adam's division makes larger where a gradient is next to nothing.
