@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import JointOptimizer
 from par_testing import for_each
 from par_zero import shard
 
@@ -19,6 +20,7 @@ from ..helpers import (
     for_each_stage,
     joint,
     loss_of,
+    matrices_and_rest,
     mlp,
     sharded,
     train,
@@ -60,23 +62,20 @@ def test_atomic_keeps_tensors_whole_and_equals_one_device(name):
     assert_near(results[0], copies(reference), rtol=1e-4, atol=1e-5)  # mean of means, through a quotient
 
 
-def split_by_dims(module):
-    """Muon for matrices, AdamW for the rest, on one module is two optimizers; here the rest is frozen."""
-    for parameter in module.parameters():
-        parameter.requires_grad_(parameter.ndim == 2)
-    return [each for each in module.parameters() if each.requires_grad]
-
-
 @pytest.mark.ranks(2)
-def test_muon_equals_one_device():
+def test_torch_s_muon_beside_adamw_equals_one_device():
+    def make(module):
+        matrices, rest = matrices_and_rest(module)
+        return JointOptimizer(torch.optim.Muon(matrices, lr=0.02), adamw(rest))
+
     reference = mlp(width=10)
-    its = torch.optim.Muon(split_by_dims(reference), lr=0.02)
-    train(reference, its, [[joint(step, width=10)] for step in range(2)])
+    train(reference, make(reference), [[joint(step, width=10)] for step in range(2)])
     results = []
     for stage in STAGES:
         module = mlp(width=10)
-        optimizer = torch.optim.Muon(split_by_dims(module), lr=0.02)
-        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300, atomic=True)
+        optimizer = make(module)
+        options = {"bucket": 300, "atomic": lambda group: "ns_steps" in group}
+        assert shard(module, optimizer, stage=stage, group=dist.group.WORLD, **options)[1] is optimizer
         train(module, optimizer, [[batch(step, width=10)] for step in range(2)])
         results.append(whole(module))
     for result in results[1:]:
