@@ -121,15 +121,17 @@ def plan_chunks(
         layout = pack_atomic([Item(numel=records[member.parameter].numel, group=0) for member in part], ranks)
         return layout.padding > layout.size / 4
 
-    plans = [
-        Plan(
-            members=tuple(part[::-1]),
-            place=place_of[part[0].parameter],
-            layout=(pack_atomic if part[0].atomic else pack)([item(member) for member in part[::-1]], ranks),
-        )
+    parts = [
+        part[::-1]
         for kind in kinds.values()
         for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket, numel, wastes))
     ]
+    plans, dealt = [], 0
+    for part in parts:
+        items = [item(member) for member in part]
+        layout = pack_atomic(items, ranks, dealt % ranks) if part[0].atomic else pack(items, ranks)
+        dealt += part[0].atomic  # another rank begins in the next one, so that none has the largest of all
+        plans.append(Plan(members=tuple(part), place=place_of[part[0].parameter], layout=layout))
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
     return sorted(plans, key=lambda plan: -min(first[member.parameter] for member in plan.members))

@@ -106,12 +106,18 @@ def pack(items: Sequence[Item], ranks: int) -> Layout:
     return Layout(slots=tuple(slots), regions=tuple(regions), shard=_aligned(-(-end // ranks)), ranks=ranks)
 
 
-def pack_atomic(items: Sequence[Item], ranks: int) -> Layout:
-    """Gives every parameter to one rank as a whole: the largest first, to the rank that has the least so far."""
+def pack_atomic(items: Sequence[Item], ranks: int, first: int = 0) -> Layout:
+    """Gives every parameter to one rank as a whole: the largest first, to the rank that has the least so far.
+
+    Args:
+        items: The parameters.
+        ranks: Number of ranks.
+        first: The rank that is chosen first of several that have as much.
+    """
     loads, ends = [0] * ranks, [0] * ranks
     places: list[tuple[int, int]] = [(0, 0)] * len(items)
     for number in sorted(range(len(items)), key=lambda n: -(items[n].weight or items[n].numel)):
-        rank = loads.index(min(loads))
+        rank = min(range(ranks), key=lambda r: (loads[r], (r - first) % ranks))
         places[number] = rank, ends[rank]
         loads[rank] += _aligned(items[number].weight or items[number].numel)
         ends[rank] += _aligned(items[number].numel)
