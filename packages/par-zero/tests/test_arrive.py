@@ -14,7 +14,7 @@ from torch import nn
 from par_testing import for_each
 from par_zero import reset, shard, summon
 
-from .helpers import adamw, assert_same, batch, copies, deferred, loss_of, mlp, train
+from .helpers import adamw, assert_same, batch, copies, deferred, loss_of, mlp, sgd, train
 
 LATE = (1, 2)
 
@@ -152,6 +152,27 @@ def test_several_steps_equal_those_of_stage_0(stage, make, evaluates, looks):
                     assert loss_of(module, batch(step, width=8)).isfinite()
             if looks:
                 optimizer.step()  # without a gradient in between, and without a forward
+        results.append(copies(module))
+    assert_same(*results)
+
+
+@for_each(stage=LATE)
+@pytest.mark.ranks(2, backend="strict")
+def test_an_optimizer_waits_for_its_own_parameters_alone(stage):
+    results = []
+    for each in (0, stage):
+        module = mlp()
+        matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+        vectors = [parameter for parameter in module.parameters() if parameter.ndim == 1]
+        optimizers = [sgd(matrices), adamw(vectors)]
+        shard(module, optimizers, stage=each, group=dist.group.WORLD, bucket=300)
+        for step in range(3):
+            loss_of(module, batch(step, width=8)).backward()
+            for number, optimizer in enumerate(optimizers):
+                optimizer.step()
+                arriving = (len(matrices), len(matrices) + len(vectors))[number] if each else 0
+                assert len(on_their_way(module)) == arriving
+                optimizer.zero_grad()
         results.append(copies(module))
     assert_same(*results)
 

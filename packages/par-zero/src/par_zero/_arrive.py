@@ -122,7 +122,9 @@ class Arrivals:
         self._came: list[int] = []
         self._order = LearnedOrder(reversed(range(len(chunks))))  # gradients come in the opposite order
         self._arrivals: dict[int, Arrival] = {}
-        if dist.get_world_size(group) > 1 and not any(is_gloo(chunk.flat, group) for chunk in chunks):
+        known = all(chunk.flat.device.type in ("cpu", "cuda") for chunk in chunks)  # whose streams `Arrival` waits for
+        by_gloo = any(is_gloo(chunk.flat, group) for chunk in chunks)
+        if dist.get_world_size(group) > 1 and known and not by_gloo:
             reducer.learn(self._order, self._came)
             ordinary = [c for c in chunks if all(type(member.parameter) is nn.Parameter for member in c.members)]
             self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving, self._came) for chunk in ordinary}
