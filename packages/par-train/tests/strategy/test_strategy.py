@@ -202,7 +202,8 @@ def test_tensor_modes_train_alike_from_the_same_seed():
     """No parameter is on a device before `initialize`, which fills it as the seed and its name say."""
     with Strategy(parallel={"data": 4}, clip_norm=1.0) as strategy:
         expected = train_tokens(strategy)
-    for parallel, zero in zip(TENSOR, (0, 2, 0), strict=True):  # of 2d there are no replicas
+    one_d, by_sequence, two_d = TENSOR
+    for parallel, zero in ((one_d, 0), (by_sequence, 0), (by_sequence, 2), (two_d, 0)):  # of 2d there are no replicas
         with Strategy(parallel=parallel, zero=zero, clip_norm=1.0) as strategy:
             assert train_tokens(strategy) == pytest.approx(expected, rel=TOLERANCE), parallel
 
