@@ -82,7 +82,14 @@ def make(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model.to(dtype)
+    model.to(dtype)
+    for module in model.modules():
+        for name in [name for name in module._buffers if "inv_freq" in name]:
+            wide = module._buffers[name]
+            module._buffers[name] = torch.empty_like(wide, dtype=torch.float32).copy_(
+                wide
+            )  # as transformers keeps them
+    return model
 
 
 def _causal(stem: str) -> str:

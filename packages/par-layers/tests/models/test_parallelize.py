@@ -169,6 +169,22 @@ class Chain(Residual):
         return self.up(self.down(self.up(x) * self.gate(x)))
 
 
+class Given(nn.Module):
+    """An MLP that is given what it adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = GivenInner()
+
+    def forward(self, x):
+        return self.inner(x.tanh(), residual=x)
+
+
+class GivenInner(Residual):
+    def forward(self, x, residual):
+        return residual + self.down(self.up(x) * self.gate(x))
+
+
 class Beside(Residual):
     """A factor that is made of the input goes into the Row too; its norm makes it an open region."""
 
@@ -195,10 +211,14 @@ GATED = {"inner.up": "colwise", "inner.gate": "colwise", "inner.down": "rowwise"
 @pytest.mark.ranks(2)
 def test_a_module_that_is_no_region_is_found_out():
     with live() as groups:
-        for kind, what in ((Residual, "adds its input to its output"), (Chain, "hands the output of its Row to a Col")):
+        for kind, what in ((Residual, "adds an input to its output"), (Chain, "hands the output of its Row to a Col")):
             wrong = parallelize(Around(make(kind=kind)), groups, GATED)
             with pytest.raises(ValueError, match=f"'inner' {what}.*'inner' itself the rule 'replicate'"):
                 wrong(numbers(3, 8).requires_grad_())
+        with pytest.raises(ValueError, match=r"'inner' adds an input to its output.*the rule 'replicate'"):
+            parallelize(make(kind=Given), groups, GATED)(numbers(3, 8).requires_grad_())
+        whole, cut = both(groups, {**GATED, "inner": "replicate"}, kind=Given)
+        assert_gradients_equal(whole, cut, numbers(3, 8), groups)
         without = {name: style for name, style in PLAN.items() if "attention.norm" not in name}
         with pytest.raises(
             ValueError, match=r"'layers.0.attention.norm.weight' is used between .* the rule Partial\(\)"

@@ -253,10 +253,9 @@ def test_calls_that_would_be_silently_wrong(tmp_path):
 @pytest.mark.ranks(2)
 def test_models_that_have_no_plan_or_are_cut_by_others():
     with live() as groups:
-        model = transformers.GPTBigCodeForCausalLM(
-            transformers.GPTBigCodeConfig(vocab_size=32, n_embd=16, n_layer=1, n_head=4, n_positions=16)
-        )
-        with pytest.raises(TypeError, match=r"GPTBigCodeForCausalLM has no plan .*register_plan"):
+        sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=32, word_embed_proj_dim=16, **sizes))
+        with pytest.raises(TypeError, match=r"OPTForCausalLM has no plan .*register_plan"):
             parallelize(model, groups)
         model = make("llama")
         model._tp_size = 2

@@ -25,15 +25,18 @@ class Proof:
 
     def __init__(self, name: str, *, closed: bool) -> None:
         self.name, self.closed = name, closed
-        self.entered: Any = None
+        self.entered: list[Any] = []
         self.columns: list[Any] = []
         self.rows: list[Any] = []
 
-    def begin(self, x: Tensor) -> Tensor:
+    def begin(self) -> None:
+        """Forgets what was before."""
+        self.entered, self.columns, self.rows = [], [], []
+
+    def enter(self, x: Tensor) -> Tensor:
         """Notes what enters; gives it back, as a tensor that nobody else has."""
-        self.columns, self.rows = [], []
         x = x.view_as(x)
-        self.entered = x.grad_fn
+        self.entered.append(x.grad_fn)
         return x
 
     def check(self, module: nn.Module, output: Any) -> None:
@@ -48,23 +51,23 @@ class Proof:
                 gave, in a way that the plan does not know.
         """
         first = output if isinstance(output, Tensor) else output[0]
-        rows, columns, entered = _nodes(self.rows), _nodes(self.columns), _nodes([self.entered])
+        rows, columns, entered = _nodes(self.rows), _nodes(self.columns), _nodes(self.entered)
         ends = rows or _nodes([first.grad_fn])
         inside = _before(ends, stop=columns | entered)
         self._check_parameters(module, inside)
         if not entered or not rows:
             return
         if not self.closed:
-            if entered <= inside:
+            if entered & inside:
                 raise ValueError(
                     f"the module {self.name!r} uses its input between its Columns and its Row, beside its Columns, and "
                     "that gradient would be a partial sum; leave its linears whole, without rules"
                 )
             return
-        around = entered <= _before(_nodes([first.grad_fn]), stop=rows)
+        around = entered & _before(_nodes([first.grad_fn]), stop=rows)
         between = rows & _before(columns, stop=entered)
         if around or between:
-            what = "adds its input to its output" if around else "hands the output of its Row to a Column"
+            what = "adds an input to its output" if around else "hands the output of its Row to a Column"
             raise ValueError(
                 f"the module {self.name!r} {what}, so its gradients would be sums of partial and of whole ones; give "
                 f"{self.name!r} itself the rule 'replicate' in the plan, and each of its Columns copies its own input"

@@ -57,6 +57,8 @@ class Region(Hook):
         if self.entry is not None or gathering or proving:
             positional, named = list(args), dict(kwargs)
             holder, key = first_tensor(module, positional, named, self.name)
+            if self.proof is not None:
+                self.proof.begin()
             held: Any
             for held in (positional, named):
                 for at in range(len(held)) if isinstance(held, list) else list(held):
@@ -64,7 +66,7 @@ class Region(Hook):
                         held[at] = self._copied(held[at])
             holder[key] = self._entered(holder[key], gathering=gathering)
             if self.proof is not None and proving:
-                holder[key] = self.proof.begin(holder[key])
+                holder[key] = self.proof.enter(holder[key])
                 if gathering and self.entry is not None:
                     self.entry.whole = holder[key]
             args, kwargs = tuple(positional), named
@@ -126,11 +128,10 @@ class Region(Hook):
         return self.copy(x) if x.requires_grad else x
 
     def _copied(self, value: Any) -> Any:
-        """The value, its tensors copied that a gradient may go back to."""
-        if self.entry is None:
-            return value
-        if isinstance(value, Tensor):
-            return self.copy(value) if value.requires_grad else value
+        """What comes in beside the first tensor; where that is entered, so are those that a gradient may go back to."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            copied = value if self.entry is None else self.copy(value)
+            return copied if self.proof is None or not is_provable() else self.proof.enter(copied)
         if type(value) in (list, tuple):
             return type(value)(self._copied(item) for item in value)
         return value
