@@ -298,6 +298,12 @@ def test_an_optimizer_that_would_step_otherwise_the_more_ranks_there_are():
     model = strategy.layers.ColumnLinear(8, 8, bias=False)
     raises(part.format("Adafactor"), strategy.initialize, model, torch.optim.Adafactor(model.parameters()))
     strategy.initialize(model, sgd(model))
+    strategy = Strategy(gradient_handlers=[{"type": "partial"}])
+    model = strategy.layers.ColumnLinear(8, 24, bias=False, blocks=3)
+    words = (
+        "the Muon would step 'weight' as one tensor, of which the record says that it is 3, .* leave 'data_parallel'"
+    )
+    raises(words, strategy.initialize, model, torch.optim.Muon(model.parameters()))
     for parallel in (tensor["parallel"], {"pipeline": 2}):
         strategy = Strategy(parallel=parallel)
         layers = strategy.layers

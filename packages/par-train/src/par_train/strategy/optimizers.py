@@ -35,8 +35,8 @@ def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups:
         return
     kind, parts = type(optimizer).__name__, [axis for axis in ("tensor", "pipeline") if groups.size(axis) > 1]
     names = {parameter: name for model in models for name, parameter in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups) if parts else ():
-        if looks_at_all_tensors(optimizer, group):
+    for number, group in enumerate(optimizer.param_groups) if parts or alone else ():
+        if parts and looks_at_all_tensors(optimizer, group):
             raise ValueError(
                 f"the {kind} steps a parameter by what it sees of all (param_groups[{number}]), such as one norm of "
                 f"all gradients, and each of {groups.size(parts[0])} {parts[0]} ranks sees a part; take another "
@@ -51,6 +51,12 @@ def check_sees_enough(optimizer: Optimizer, models: Sequence[nn.Module], groups:
                     f"the {kind} would step a part of {names[parameter]!r} as if it were the whole: this rank has "
                     f"{record.local_numel} of {record.numel} elements; give it to an optimizer that works element by "
                     "element, or tensor=1"
+                )
+            if len(record.boxes) > 1:
+                raise ValueError(
+                    f"the {kind} would step {names[parameter]!r} as one tensor, of which the record says that it is "
+                    f"{len(record.boxes)}, such as q, k and v; leave 'data_parallel' in gradient_handlers, which takes "
+                    "them apart with zero=dict(stage=0, atomic=True)"
                 )
 
 
