@@ -1,0 +1,186 @@
+"""A Llama as transformers has it, on two gloo ranks: cut by par-layers, cut by transformers itself, and whole.
+
+Forward, loss and backward at three sizes: many tiny layers, where Python and calls are what costs; a mid-size model;
+and one that is mostly vocabulary. Then greedy generation with a cache. Contenders take turns in the same processes, in
+another order each time; ratios are medians over the turns. Run as `python tools/bench/models.py`; takes five minutes,
+and writes docs/benchmarks/models.md and .json.
+"""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from _ranks import spawned
+from _table import write
+from _turns import quartile, ratio, shuffled
+from torch import Tensor
+from tqdm import tqdm
+from transformers.distributed import DistributedConfig
+
+from par_groups import ProcessGroups, Topology
+from par_layers import parallelize
+
+RANKS, WARM_UPS = 2, 3
+WHOLE, THEIRS, OURS, SEQUENCE = "whole on one rank", "transformers", "par-layers", "par-layers, sequence parallel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and a batch.
+
+    Args:
+        layers: Number of layers.
+        width: Features of a token.
+        words: Size of the vocabulary.
+        rows: Rows of the batch.
+        length: Tokens in a row.
+        turns: How often every contender runs.
+    """
+
+    layers: int
+    width: int
+    words: int
+    rows: int
+    length: int
+    turns: int
+
+
+CASES = {
+    "overhead": Case(layers=16, width=64, words=256, rows=2, length=16, turns=60),
+    "mid-size": Case(layers=8, width=512, words=8192, rows=4, length=128, turns=20),
+    "vocabulary": Case(layers=2, width=256, words=65536, rows=4, length=128, turns=20),
+}
+NEW_TOKENS = 16
+
+
+def main() -> None:
+    """Measures, and writes medians, quartiles and ratios."""
+    rows = []
+    for name, case in CASES.items():
+        for what in ("forward and backward", "generate, a token"):
+            measured: dict[str, list[tuple[float, float]]] = spawned(RANKS, timed, name, case, what)
+            wall = {each: [seconds for seconds, _ in turns] for each, turns in measured.items()}
+            spent = {each: [seconds for _, seconds in turns] for each, turns in measured.items()}
+            for each, times in wall.items():
+                rows.append(
+                    {
+                        "model": name,
+                        "what": what,
+                        "contender": each,
+                        "median ms": f"{1000 * statistics.median(times):.1f}",
+                        "quartiles ms": f"{1000 * quartile(times, 1):.1f} to {1000 * quartile(times, 3):.1f}",
+                        "to transformers": f"{ratio(times, wall[THEIRS]):.2f}",
+                        "CPU to transformers": f"{ratio(spent[each], spent[THEIRS]):.2f}",
+                        "to whole": f"{ratio(times, wall[WHOLE]):.2f}",
+                    }
+                )
+    sizes = "; ".join(
+        f"{name}: {case.layers} layers of {case.width}, {case.words} words, {case.rows} x {case.length} tokens"
+        for name, case in CASES.items()
+    )
+    note = (
+        f"{sizes}. Forward, loss and backward in training mode, fp32; generation is greedy, with a dynamic cache, "
+        f"{NEW_TOKENS} tokens after a prompt of 16. {RANKS} gloo ranks, one thread each; times are those of the slower "
+        f"rank, and of the whole model that of ranks that each compute all of it. transformers "
+        f"{transformers.__version__} cuts the model by its own plan."
+    )
+    write("models", "An existing model over two ranks", rows, note)
+
+
+def timed(name: str, case: Case, what: str) -> Mapping[str, list[tuple[float, float]]]:
+    """Seconds and CPU seconds of every turn, by contender, those of the slower rank."""
+    ids = torch.randint(case.words, (case.rows, case.length), generator=torch.Generator().manual_seed(1))
+    runs = {
+        each: step(model, ids) if what.startswith("forward") else generation(model, ids[:1, :16])
+        for each, model in contenders(case).items()
+        if what.startswith("forward") or each != SEQUENCE  # which generates as par-layers does
+    }
+    found: dict[str, list[tuple[float, float]]] = {each: [] for each in runs}
+    turns = case.turns if what.startswith("forward") else 10
+    progress = tqdm(total=turns, desc=f"{name}, {what}", unit="turn", disable=dist.get_rank() > 0)
+    for turn in range(-WARM_UPS, turns):
+        for each in shuffled(list(runs), turn):
+            dist.barrier()
+            begin, spent = time.perf_counter(), time.process_time()
+            runs[each]()
+            pair = torch.tensor([time.perf_counter() - begin, time.process_time() - spent], dtype=torch.float64)
+            dist.all_reduce(pair, op=dist.ReduceOp.MAX)
+            if turn >= 0:
+                found[each].append((float(pair[0]), float(pair[1])))
+        progress.update(turn >= 0)
+    progress.close()
+    if what.startswith("generate"):
+        return {each: [(w / NEW_TOKENS, c / NEW_TOKENS) for w, c in pairs] for each, pairs in found.items()}
+    return found
+
+
+def contenders(case: Case) -> dict[str, Any]:
+    """The same model, whole and cut."""
+    config = transformers.LlamaConfig(
+        vocab_size=case.words,
+        hidden_size=case.width,
+        intermediate_size=4 * case.width,
+        num_hidden_layers=case.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        eos_token_id=None,
+    )
+    made = {WHOLE: fresh(config), THEIRS: cut_by_transformers(config)}
+    for name, sequence in ((OURS, False), (SEQUENCE, True)):
+        tensor = {"size": RANKS, "mode": "1d", "sequence_parallel": sequence}
+        groups = ProcessGroups(Topology.from_config({"tensor": tensor}, RANKS))
+        made[name] = parallelize(fresh(config), groups)
+    return made
+
+
+def fresh(config: Any) -> Any:
+    """A model with random weights, the same on all ranks."""
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def cut_by_transformers(config: Any) -> Any:
+    """The model as transformers cuts it, which it does while it loads one."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        fresh(config).save_pretrained(folder[0])
+    dist.barrier()
+    config = DistributedConfig(tp_size=RANKS)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder[0], distributed_config=config, dtype=torch.float32)
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return model.train()
+
+
+def step(model: Any, ids: Tensor) -> Callable[[], object]:
+    """Forward, loss and backward."""
+
+    def run() -> None:
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+def generation(model: Any, ids: Tensor) -> Callable[[], object]:
+    """Greedy tokens after a prompt."""
+
+    def run() -> None:
+        model.eval()
+        model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
