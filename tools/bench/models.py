@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from _table import write
 from _turns import quartile, ratio, shuffled
 from torch import Tensor
 from tqdm import tqdm
-from transformers.distributed import DistributedConfig
 
 from par_groups import ProcessGroups, Topology
 from par_layers import parallelize
@@ -149,15 +149,19 @@ def fresh(config: Any) -> Any:
 
 def cut_by_transformers(config: Any) -> Any:
     """The model as transformers cuts it, which it does while it loads one."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
+    named = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(named)
+    (folder,) = named
     if dist.get_rank() == 0:
-        fresh(config).save_pretrained(folder[0])
+        fresh(config).save_pretrained(folder)
     dist.barrier()
-    config = DistributedConfig(tp_size=RANKS)
-    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder[0], distributed_config=config, dtype=torch.float32)
+    over: Any = import_module("transformers.distributed")
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(
+        folder, distributed_config=over.DistributedConfig(tp_size=RANKS), dtype=torch.float32
+    )
     dist.barrier()
-    shutil.rmtree(folder[0], ignore_errors=True)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
     return model.train()
 
 

@@ -2,7 +2,7 @@
 
     python fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen
     torchrun --nproc-per-node 4 fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen --zero 3 --precision bf16
-    torchrun --nproc-per-node 4 fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen --tensor 2
+    torchrun --nproc-per-node 4 fine_tune.py Qwen3-0.6B chats.jsonl runs/qwen --tensor 2 --pipeline 2 --microbatches 4
 
 The text is a line a document, a JSON object with "text", or a conversation under "messages", of which the assistant's
 part is learnt. Started again, with as many ranks as you like, it goes on where it stopped, with the rows that it would
@@ -14,47 +14,27 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
-from par_checkpoint import SaveOptions, load
-from par_layers import parallelize
+from par_checkpoint import SaveOptions
 from par_train import PackedRows, Run, Strategy, read_corpus
 
 
-def open_model(folder: str, strategy: Strategy) -> nn.Module:
-    """The model in a folder, in fp32. It is made on the meta device and cut there: a rank reads its own bytes alone."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if strategy.groups.size("tensor") > 1:
-        parallelize(model, strategy.groups)
-    load(folder, model=model, device=strategy.device, dtype=torch.float32)
-    return model
-
-
-def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The mean loss of a batch's targets, and how many there are. With a cache, documents would see each other."""
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    total = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-    count = (labels != -100).sum()
-    return total / count.clamp(min=1), count
-
-
-@torch.no_grad()
-def validate(model: nn.Module, rows: PackedRows, most: int, device: torch.device) -> float:
+def validate(strategy: Strategy, model: nn.Module, rows: PackedRows, most: int) -> float:
     """The mean loss of the targets in some held-out rows, the same on every rank."""
     model.eval()
-    losses = []
-    for row in range(min(most, rows.count(0))):
-        batch = {name: value[None].to(device) for name, value in rows[0, row].items()}
-        losses.append(loss_of(model, batch))
+    size = 1 if strategy.schedule is None else strategy.schedule.microbatches  # a row for each of them
+    total, targets = 0.0, 0
+    for first in range(0, min(most, rows.count(0)) // size * size, size):
+        batch = default_collate([rows[0, row] for row in range(first, first + size)])
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        total += count * float(strategy.execute_pipeline(iter([batch]), model, None, forward_only=True))
+        targets += count
     model.train()
-    return float(sum(loss * count for loss, count in losses) / sum(count for _, count in losses))
+    return total / targets
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,13 +52,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--validate-every", type=int, default=100)
     parser.add_argument("--checkpoint-every", type=int, default=500)
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument("--sequence-parallel", action="store_true", help="they share what is between layers too")
+    parser.add_argument("--pipeline", type=int, default=1, help="ranks that have some of the layers each")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline")
+    parser.add_argument("--microbatches", type=int, default=1, help="into which a step's rows on a rank are cut")
     parser.add_argument("--zero", type=int, default=1)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
 
     with Strategy(
-        parallel={"tensor": {"size": options.tensor, "mode": "1d"}} if options.tensor > 1 else {},
+        parallel={
+            "pipeline": options.pipeline,
+            "tensor": {"size": options.tensor, "mode": "1d", "sequence_parallel": options.sequence_parallel},
+        },
+        pipeline={"schedule": options.schedule, "microbatches": options.microbatches},
         zero=options.zero,
         precision=options.precision,
         clip_norm=1.0,
@@ -89,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = PackedRows(corpus, context=options.context, documents=train, packing=options.packing)
         others = PackedRows(corpus, context=options.context, documents=held_out)
         dataloader = DataLoader(rows, batch_size=options.batch_size, sampler=rows.sampler, drop_last=True)
-        model = open_model(options.model, strategy)
+        model = strategy.from_pretrained(options.model, dtype=torch.float32).train()
         optimizer = AdamW(model.parameters(), lr=options.learning_rate)
         lr_scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
         model, optimizer, lr_scheduler, dataloader = strategy.initialize(model, optimizer, lr_scheduler, dataloader)
@@ -103,14 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
             save_options=SaveOptions(assets=[options.model]),
         ) as run:
             for batch in run.steps(dataloader, until=options.steps):
-                loss, count = loss_of(model, batch)
-                strategy.backward(loss, optimizer, weight=count)
+                loss = strategy.execute_pipeline(iter([batch]), model, None, optimizer)
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
                 run.log(loss=loss, tokens=batch["input_ids"].numel())
                 if (run.step + 1) % options.validate_every == 0:
-                    run.log(validation_loss=validate(model, others, 64, strategy.device))
+                    run.log(validation_loss=validate(strategy, model, others, 64))
         return run.exit_code
 
 

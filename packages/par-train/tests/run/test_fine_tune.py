@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import parallel_of
-
 transformers = pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fine_tune.py"
@@ -23,14 +21,21 @@ def fine_tune(*words, is_cut=False):
     spec = importlib.util.spec_from_file_location("fine_tune", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    load = module.load
+    elements = []
 
-    def check_and_load(folder, model, **keywords):
-        assert (parallel_of(model) is not None) == is_cut
-        load(folder, model=model, **keywords)
+    class Watched(module.Strategy):
+        """Notes how much of the model a rank reads."""
 
-    module.load = check_and_load
-    return module.main([*map(str, words), *FLAGS])
+        def from_pretrained(self, *args, **keywords):
+            model = super().from_pretrained(*args, **keywords)
+            elements.append(sum(parameter.numel() for parameter in model.parameters()))
+            return model
+
+    module.Strategy = Watched
+    code = module.main([*map(str, words), *FLAGS])
+    whole = transformers.AutoModelForCausalLM.from_pretrained(words[0]).num_parameters()
+    assert (elements[0] < 0.7 * whole) == is_cut
+    return code
 
 
 def lines_of(folder):
@@ -64,7 +69,9 @@ def test_a_run_that_goes_on_under_other_stages_and_axes_is_the_run_that_was_neve
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert fine_tune(model, corpora["chat"], whole, "--steps=8", "--validate-every=2", "--zero=0") == 0
     assert fine_tune(model, corpora["chat"], parts, "--steps=3", "--validate-every=2", "--zero=3") == 0
-    assert fine_tune(model, corpora["chat"], parts, "--steps=6", "--validate-every=2", "--zero=1") == 0
+    pipeline = ["--pipeline=2", "--microbatches=2"]
+    again = [model, corpora["chat"], parts, "--steps=6", "--validate-every=2", "--zero=1", *pipeline]
+    assert fine_tune(*again, is_cut=True) == 0
     again = [model, corpora["chat"], parts, "--steps=8", "--validate-every=2", "--zero=0", "--tensor=2"]
     assert fine_tune(*again, is_cut=True) == 0
     dist.barrier()
