@@ -12,9 +12,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 MOST = {
     "save": (12, 34),
     "load": (11, 37),
-    "zero-step": (11, 11),
+    "zero-step": (12, 12),
     "pipeline-step": (17, 17),
-    "strategy-step": (31, 31),
+    "strategy-step": (32, 32),
 }
 
 
