@@ -1,5 +1,6 @@
 """Draws the pictures of these pages into docs/images/. Run as `python docs/figures.py`."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -46,6 +47,7 @@ def main() -> None:
     for name, (config, world_size) in TOPOLOGIES.items():
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
+    draw_exposed(IMAGES / "exposed.svg")
     draw_region(IMAGES / "region.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
@@ -107,6 +109,29 @@ def received(mode: str, sizes: dict[str, int], shape: TransformerShape) -> float
     """Elements a step, with what is summed once."""
     predicted = cost(mode, sizes, shape)
     return float(predicted.each + predicted.once)
+
+
+def draw_exposed(path: Path) -> None:
+    """The share of a step in which ranks wait, by program, as the benchmark has reckoned it."""
+    rows = json.loads((Path(__file__).parent / "benchmarks" / "exposed.json").read_text())["rows"]
+    places = list(dict.fromkeys((row["model"], row["GPUs"]) for row in rows))
+    of_place = [[row for row in rows if (row["model"], row["GPUs"]) == place] for place in places]
+    heights = [len(each) + 1 for each in of_place]
+    figure = Figure(figsize=(8, 0.28 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(places), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (model, gpus), each in zip(panels, places, of_place, strict=True):
+        shares = [float(row["waits"].rstrip("%")) for row in each]
+        ours = [row["program"].startswith("par-") for row in each]
+        bars = axes.barh(
+            [row["program"] for row in each], shares, color=["#1f5fa8" if own else "#b8b8b8" for own in ours]
+        )
+        axes.bar_label(bars, [row["waits"] for row in each], padding=3, fontsize=8)
+        axes.set_title(f"{model} on {gpus} GPUs", fontsize=10, loc="left")
+        axes.tick_params(labelsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+    panels[-1].set_xlabel("waits, % of a step")
+    figure.savefig(path)
 
 
 def draw_package(axes: Axes, centre: tuple[float, float], name: str, purpose: str) -> None:
