@@ -11,7 +11,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 # Modules that a tensor passes through, and modules that have a part in the call at all.
 MOST = {
     "save": (12, 34),
-    "load": (11, 37),
+    "load": (10, 37),
     "zero-step": (12, 12),
     "pipeline-step": (17, 17),
     "strategy-step": (32, 32),

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from os import PathLike
 from typing import Any
 
@@ -277,7 +278,7 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     if report.recomputed:
         ranks.agree(lambda: make_buffers_(model, buffers, filling.device))
     if model is not None:  # holders of masters take the weights, before the optimizer's own, more exact ones are read
-        written_((*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else model.values())
+        written_(chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else model.values())
     if any(of_rank.fills_optimizer for of_rank in announced):
         fill_(of_optimizer, filling)
     if optimizer is not None:
