@@ -217,7 +217,8 @@ and FSDP2 waits at once; here they have times (`virtual_streams`), so this is th
 streams do not slow each other down. torch.distributed.pipelining runs as it is: it issues and waits alike on every
 device. par-pipeline's headers go over gloo, as ever, and take no time; it posts the receive of a tensor when a stage
 needs it, but a transfer takes 0.1 ms here beside a forward of 19. par-zero takes its way for a CPU; on GPUs it has no
-more than two reductions under way at stages 2 and 3, and its computation waits for the older of them before a third.
+more than two reductions under way at stages 2 and 3, and its computation waits for the older of them before a third:
+made to do so here, stage 2 of 7B waits 2.3 ms on 8 GPUs and 3.3 on 64.
 
 **Limits.** Hosts are infinitely fast: no kernel launches, no Python, no allocator. Operators run at a perfect
 roofline of operations or memory. No congestion, no kernels of communication that take processors from those of

@@ -98,6 +98,16 @@ def test_an_operation_begins_when_all_have_issued_it_and_the_one_before_has_ende
     assert times.exposed == pytest.approx(2 * ALL_REDUCE + (0 if rank else begin), rel=1e-9)
 
 
+@pytest.mark.ranks(4, backend="strict", strict=Strict(links=LINKS, compute=SLOW))
+def test_batches_of_other_ranks_hold_nobody_up():
+    other = dist.get_rank() ^ 1
+    strict_time()
+    ways = [dist.P2POp(dist.isend, torch.ones(SIZE), other), dist.P2POp(dist.irecv, torch.empty(SIZE), other)]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
+    assert strict_time().total == pytest.approx(128 / 100 + 1.0, rel=1e-9)
+
+
 @pytest.mark.ranks(2, backend="strict", strict=Strict(links=LINKS, compute=SLOW))
 def test_ddp_waits_at_the_end_of_backward():
     torch.manual_seed(0)

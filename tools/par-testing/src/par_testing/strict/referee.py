@@ -37,7 +37,9 @@ class Referee:
         self._size = size
         self._queues = Queues(strict.slots)
         self._links = strict.links
-        self._free: defaultdict[str, float] = defaultdict(float)  # when a communicator is, in virtual time
+        self._free: defaultdict[tuple[str, int], float] = defaultdict(
+            float
+        )  # when a rank's communicator is, in virtual time
         self._waiting: dict[int, Entry] = {}
         self._ended: dict[int, str] = {}
         self._ranks: dict[int, Connection] = {}
@@ -127,9 +129,9 @@ class Referee:
         first = party[0]
         present = tuple(dict.fromkeys(entry.rank for entry in party))
         members = present if first.operation.parts else first.joined or present
-        begin = max(self._free[first.communicator], *(entry.time for entry in party))
+        begin = max(max(self._free[entry.communicator, entry.rank], entry.time) for entry in party)
         end = begin + max(seconds_of(entry.operation, members, self._links) for entry in party)
-        self._free[first.communicator] = end
+        self._free.update({(entry.communicator, entry.rank): end for entry in party})
         return begin, end
 
     def _tell(self, rank: int, words: tuple[str, Any]) -> None:
