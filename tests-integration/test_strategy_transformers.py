@@ -183,3 +183,43 @@ def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path):
         routed = make_model("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
         with pytest.raises(ValueError, match="adds a loss of its routers, from all layers"):
             strategy.initialize(routed)
+
+
+def adapted():
+    """A model with LoRA adapters, all of which are drawn."""
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    torch.manual_seed(2)
+    model = peft.get_peft_model(make_model(), options)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.ranks(2, timeout=120)
+def test_adapters_alone_are_trained():
+    pytest.importorskip("peft")
+    whole = adapted().train()
+    optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.5)
+    expected = []
+    for batch in batches():
+        loss = whole(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert expected[-1] != expected[0]
+    with Strategy(parallel={"tensor": CUT}) as strategy:
+        model = adapted()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        model, optimizer = strategy.initialize(model, optimizer)
+        losses = []
+        for batch in batches():
+            losses.append(strategy.execute_pipeline(iter([batch]), model, None, optimizer).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert all(parameter.grad is None for name, parameter in model.named_parameters() if "lora_" not in name)

@@ -70,7 +70,7 @@ def guard_(model: nn.Module, *, cut_logits: bool) -> None:
         model: A model that was cut.
         cut_logits: Whether its logits are always cut, so that it cannot generate.
     """
-    part = "would write this rank's part alone; use par_checkpoint.save(path, model=model, config=model.config)"
+    part = "would write this rank's part alone; use par_checkpoint.save(path, model=model)"
     whole = "would make whole weights in a model that is cut; do it before parallelize"
     reasons = {
         "save_pretrained": part,

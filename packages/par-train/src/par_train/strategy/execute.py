@@ -41,6 +41,7 @@ class Execution:
     ) -> None:
         self._schedule, self._groups = schedule, groups
         self._pretrained, self._kind = pretrained_of(model), type(model).__name__
+        self._causal_loss = None if self._pretrained is None else CausalLoss(model)
         self._optimizer = optimizer if isinstance(optimizer, MixedOptimizer) else None
         self._criterion: Criterion = _none
         self._weights: list[float] = []  # what each microbatch of the batch weighs
@@ -72,7 +73,7 @@ class Execution:
             TypeError, PipelineError: There is no criterion, and no model of transformers, or no batch of one.
         """
         self._weights, self._sum, self._count = [], 0.0, 0.0
-        own = None if self._pretrained is None else CausalLoss(self._pretrained)
+        own = self._causal_loss
         self._criterion = criterion or own or _none
         keeps_cut = own is not None and criterion is None and not return_outputs
         with own.without_gathering() if own is not None and keeps_cut else nullcontext():

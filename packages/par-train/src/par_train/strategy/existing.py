@@ -109,12 +109,12 @@ class CausalLoss:
     """The loss of a causal language model: a sum over the tokens that count, and their number.
 
     Args:
-        model: A model of transformers, perhaps cut over tensor ranks.
+        model: A model of transformers, a module that holds one, or this rank's part of one.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.known: Parallel | None = parallel_of(model)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = pretrained_of(model)
+        self.known: Parallel | None = parallel_of(self.model if isinstance(model, Stages) else model)
 
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is cut over tensor ranks leaves its logits cut, for this loss alone."""
