@@ -15,7 +15,7 @@ from torch import nn
 from par_checkpoint import CheckpointError, CorruptError, load, read, save
 from par_checkpoint import verify as check
 from par_checkpoint.transfer.ranks import Ranks
-from par_groups import on_written
+from par_groups import Box, Sharding, on_written, set_sharding
 
 from .helpers import Pipeline2, Tensor2, make_model, rectangle, train
 
@@ -331,3 +331,20 @@ def test_what_may_not_be_read_or_written_raises_on_every_rank(open_folder):
         load(open_folder / "c", model=into)
     assert into["w"].all()
     assert [each.name for each in open_folder.iterdir()] == ["c"]
+
+
+@pytest.mark.ranks(2)
+def test_padding_of_a_tensor_on_the_meta_device_becomes_zeros(tmp_path):
+    rank, rows = dist.get_rank(), torch.arange(6.0).reshape(3, 2)
+    save(tmp_path, model={"table.weight": rows} if rank == 0 else {}, style="huggingface")
+    module = nn.Module()
+    module.table = nn.Embedding(2, 2, device="meta")
+    box = Box(start=(2 * rank, 0), size=(2 - rank, 2), offset=0, stride=(2, 1), copies=(rank,))
+    set_sharding(module.table.weight, Sharding((3, 2), (box,)))
+    torch.use_deterministic_algorithms(True)  # then memory that nobody has written holds NaN
+    try:
+        load(tmp_path, model=module)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = torch.cat([rows, torch.zeros(1, 2)])[2 * rank : 2 * rank + 2]
+    assert torch.equal(module.table.weight, expected)

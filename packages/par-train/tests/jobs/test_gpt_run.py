@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_train import register_gradient_handler
@@ -20,9 +21,11 @@ def broken(model, optimizer, groups):
 
 @pytest.mark.ranks(2)
 def test_mistakes_of_the_user_are_told_from_those_of_a_handler(tmp_path):
-    (tmp_path / "words.txt").write_text("all the words that there are " * 40)
+    folder = tmp_path / str(dist.get_rank())  # of this rank alone: a file that the other one writes may be empty yet
+    folder.mkdir()
+    (folder / "words.txt").write_text("all the words that there are " * 40)
     sizes = {"model": ModelOptions(width=8, layers=1, heads=2, context=8), "device": "cpu"}
-    start = SimpleNamespace(text=read_text(DataOptions(folder=str(tmp_path))), state=None, lock=None)
+    start = SimpleNamespace(text=read_text(DataOptions(folder=str(folder))), state=None, lock=None)
 
     def refused(kind, words, **changes):
         with ProcessGroups(Topology.from_config({}, 2)) as groups, pytest.raises(ValueError, match=words) as raised:

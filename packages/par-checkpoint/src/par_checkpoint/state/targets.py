@@ -55,6 +55,8 @@ class Target:
         """The target as an entry; a tensor on the meta device gets memory on `device`."""
         if self.tensor.is_meta:
             materialise_(self.tensor, device)
+            if self.sharding.local_numel < self.tensor.numel():  # padding, where a NaN would spread
+                self.tensor.detach().zero_()
         return Entry(key=self.key, dtype=self.dtype, sharding=self.sharding, local=local_of(self.tensor))
 
 
