@@ -1,6 +1,7 @@
 """Files of strangers: what they claim is never believed, links lead nothing astray, and only ours is removed."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import par_checkpoint as pc
 from par_checkpoint.tools.convert import convert_checkpoint
+from par_checkpoint.tools.dcp import _Unpickler
 
 MANIFEST = "par_checkpoint.json"
 INDEX = "model.safetensors.index.json"
@@ -320,6 +323,26 @@ def test_dcp_of_every_python_is_read(tmp_path, monkeypatch, module):
     (tmp_path / "dcp" / ".metadata").write_bytes(data)
     convert_checkpoint(str(tmp_path / "dcp"), str(tmp_path / "new"), to="huggingface")
     assert torch.equal(pc.read(tmp_path / "new", "w"), model()["w"])
+
+
+class Taken:
+    """What Python 3.11.0 to 3.11.3 writes for a member of an enumeration: `getattr`, its class and its name."""
+
+    def __init__(self, kind, name):
+        self.taken = kind, name
+
+    def __reduce__(self):
+        return getattr, self.taken
+
+
+def test_dcp_members_of_enumerations_are_read_and_nothing_else_is_taken_by_name():
+    member = next(iter(_MEM_FORMAT_ENCODING))
+    data = pickle.dumps(Taken(_MEM_FORMAT_ENCODING, member.name))
+    assert b"getattr" in data
+    assert _Unpickler(io.BytesIO(data)).load() is member
+    for kind, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__")):
+        with pytest.raises(pc.CheckpointError, match="never does, so it might run code"):
+            _Unpickler(io.BytesIO(pickle.dumps(Taken(kind, name)))).load()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")

@@ -1,6 +1,7 @@
 """Reading what torch.distributed.checkpoint wrote, without a process group, and without running what it may contain."""
 
 import pickle
+from enum import Enum, EnumMeta
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -109,6 +110,8 @@ class _Unpickler(pickle.Unpickler):
         Raises:
             CheckpointError: It is none that torch writes.
         """
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 writes a member of an enumeration
+            return _member
         if module in ("pathlib", "pathlib._local") and name in _PATHS:  # the latter in Python 3.13
             return _PATHS[name]
         if name in _KINDS.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
@@ -117,3 +120,18 @@ class _Unpickler(pickle.Unpickler):
             f"{FILE} refers to {module}.{name}, which torch.distributed.checkpoint never writes, so it might run code; "
             "where you trust it, load it with torch.distributed.checkpoint and save it anew"
         )
+
+
+def _member(kind: object, name: str) -> Enum:
+    """The member of an enumeration, in the place of `getattr`, which could reach anything.
+
+    Raises:
+        CheckpointError: It is no member of an enumeration.
+    """
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        member: Enum = kind.__members__[name]
+        return member
+    raise CheckpointError(
+        f"{FILE} takes {name!r:.80} from {kind!r:.80}, which torch.distributed.checkpoint never does, so it might run "
+        "code; where you trust it, load it with torch.distributed.checkpoint and save it anew"
+    )
