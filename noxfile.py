@@ -20,7 +20,6 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 TEST_TOOLS = "tools/par-testing"
 STRICT_COVER = (
     "packages/par-groups/tests/sharding",
-    "packages/par-layers/tests/modes",
     "packages/par-layers/tests/layers/test_linear.py",
     "packages/par-layers/tests/test_models.py",
     "packages/par-pipeline/tests/runtime",
