@@ -133,38 +133,45 @@ def test_matrices_step_as_on_one_device_in_every_tensor_mode(parallel, key_heads
             assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
 
 
-def stack(layers):
-    """The model as layers one after the other, as a pipeline takes it."""
-    parts = gpt(layers, 4)
+def stack(layers, *, tied=False):
+    """The model as layers one after the other, as a pipeline takes it; tied, its first and last one share a table."""
+    parts = gpt(layers, 4, tied=tied)
     first, last = nn.Sequential(parts.tokens, parts.positions), nn.Sequential(parts.norm, parts.head)
     return nn.Sequential(first, *parts.blocks, last)
+
+
+def stack_alone(*, tied=False):
+    """The same after its steps on one device."""
+    layers = layer_set(None)
+    reference = stack(layers, tied=tied)
+    trained_alone(reference, lambda rows: layers.cross_entropy(reference(rows[:, :-1]), rows[:, 1:], classes=29), 0.5)
+    return reference
+
+
+def three_steps(strategy, model):
+    """The model as the strategy gives it, after the same steps, with the rows shared out over two data ranks."""
+    model, optimizer = strategy.initialize(model, MatricesAndRest(model))
+    rank = strategy.groups.rank("data")
+
+    def criterion(logits, target):
+        return strategy.layers.cross_entropy(logits, target, classes=29)
+
+    for step in range(3):
+        rows = data(step).chunk(2)[rank]
+        strategy.execute_pipeline(iter([(rows[:, :-1], rows[:, 1:])]), model, criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.ranks(8, timeout=180)
 def test_data_pipeline_and_tensor_ranks_of_a_strategy_step_matrices_as_one_device(stage):
-    layers = layer_set(None)
-    reference = stack(layers)
-
-    def loss_alone(rows):
-        return layers.cross_entropy(reference(rows[:, :-1]), rows[:, 1:], classes=29)
-
-    trained_alone(reference, loss_alone, 0.5)
+    reference = stack_alone()
     parallel = {"data": 2, "pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
     zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
     with Strategy(parallel=parallel, zero=zero, clip_norm=0.5, pipeline={"microbatches": 4}) as strategy:
-        model = stack(strategy.layers)
-        model, optimizer = strategy.initialize(model, MatricesAndRest(model))
-        rank = strategy.groups.rank("data")
-
-        def criterion(logits, target):
-            return strategy.layers.cross_entropy(logits, target, classes=29)
-
-        for step in range(3):
-            rows = data(step).chunk(2)[rank]
-            strategy.execute_pipeline(iter([(rows[:, :-1], rows[:, 1:])]), model, criterion, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+        model = three_steps(strategy, stack(strategy.layers))
         assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
 
 
@@ -262,41 +269,17 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
     assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
 
 
-def tied_stack(layers):
-    """Its first and its last layer share a table, each on another stage."""
-    parts = gpt(layers, 4, tied=True)
-    first, last = nn.Sequential(parts.tokens, parts.positions), nn.Sequential(parts.norm, parts.head)
-    return nn.Sequential(first, *parts.blocks, last)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.ranks(4, timeout=180)
 def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage):
     """Cut over tensor ranks it is refused, for each stage would deal out its matrices by itself."""
-    layers = layer_set(None)
-    reference = tied_stack(layers)
-
-    def loss_alone(rows):
-        return layers.cross_entropy(reference(rows[:, :-1]), rows[:, 1:], classes=29)
-
-    trained_alone(reference, loss_alone, 0.5)
+    reference = stack_alone(tied=True)
     zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
     options = {"zero": zero, "clip_norm": 0.5, "pipeline": {"microbatches": 4}}
     with Strategy(parallel={"data": 2, "pipeline": 2}, **options) as strategy:
-        model = tied_stack(strategy.layers)
-        model, optimizer = strategy.initialize(model, MatricesAndRest(model))
-        rank = strategy.groups.rank("data")
-
-        def criterion(logits, target):
-            return strategy.layers.cross_entropy(logits, target, classes=29)
-
-        for step in range(3):
-            rows = data(step).chunk(2)[rank]
-            strategy.execute_pipeline(iter([(rows[:, :-1], rows[:, 1:])]), model, criterion, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+        model = three_steps(strategy, stack(strategy.layers, tied=True))
         assert_equal_to_one_device(model, reference, atol=1e-10, reason=REASON)
     with Strategy(parallel={"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, **options) as strategy:
-        model = tied_stack(strategy.layers)
+        model = stack(strategy.layers, tied=True)
         with pytest.raises(ValueError, match=r"has copies on the ranks .* such as those of another pipeline stage"):
             strategy.initialize(model, MatricesAndRest(model))

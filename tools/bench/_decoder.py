@@ -93,7 +93,7 @@ class Size:
 
 
 def layers_of(decoder: GPT) -> list[nn.Module]:
-    """Its layers one after the other: the embeddings, the blocks, the head."""
+    """The layers of a decoder one after the other: the embeddings, the blocks, the head."""
     first, last = nn.Sequential(decoder.tokens, decoder.positions), nn.Sequential(decoder.norm, decoder.head)
     return [first, *decoder.blocks, last]
 

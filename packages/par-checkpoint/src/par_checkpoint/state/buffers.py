@@ -75,7 +75,7 @@ class MetaBuffer:
         return f"{type(self.maker).__name__}._init_weights()"
 
     def text(self) -> str:
-        """What is wrong where nobody computes it, in words."""
+        """The error about a buffer that nobody computes."""
         return (
             f"{self.name!r} is a buffer on the meta device that no file holds: give its {type(self.module).__name__} a "
             "method reset_buffers() that computes it, or make the model's buffers on a real device"

@@ -135,7 +135,7 @@ class LatentOutput(Hook):
         self.around = around
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """The same numbers."""
+        """The output unchanged; in backward the gradient of its last features is summed over the ranks."""
         del module, args
         latent, around = output.split([output.shape[-1] - self.around, self.around], dim=-1)
         return torch.cat([latent, self.copy(around)], dim=-1)

@@ -361,7 +361,7 @@ class _Surveyor:
         return part_along(parameter.shape, 0, [rows], self.grid)
 
     def _bare_part(self, style: Style, parameter: Tensor, name: str) -> Part | None:
-        """Of a parameter that has a rule itself: the packed weights of experts [E, N, K], or numbers for each head."""
+        """This rank's part of a parameter that has a rule itself: experts' weights [E, N, K], or a number a head."""
         dims = parameter.dim()
         if isinstance(style, Column) and dims in (1, 3):
             dim = max(dims - 2, 0)

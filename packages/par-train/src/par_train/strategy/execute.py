@@ -13,7 +13,7 @@ from par_pipeline import Batch, Pipeline, Schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
-from .existing import CausalLoss, fed, pretrained_of
+from .existing import CausalModel, pretrained_of
 from .stages import Stages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -40,8 +40,8 @@ class Execution:
         options: dict[str, Any],
     ) -> None:
         self._schedule, self._groups = schedule, groups
-        self._pretrained, self._kind = pretrained_of(model), type(model).__name__
-        self._causal_loss = None if self._pretrained is None else CausalLoss(model)
+        self._kind = type(model).__name__
+        self._causal = None if pretrained_of(model) is None else CausalModel(model)
         self._optimizer = optimizer if isinstance(optimizer, MixedOptimizer) else None
         self._criterion: Criterion = _none
         self._weights: list[float] = []  # what each microbatch of the batch weighs
@@ -73,10 +73,9 @@ class Execution:
             TypeError, PipelineError: There is no criterion, and no model of transformers, or no batch of one.
         """
         self._weights, self._sum, self._count = [], 0.0, 0.0
-        own = self._causal_loss
-        self._criterion = criterion or own or _none
-        keeps_cut = own is not None and criterion is None and not return_outputs
-        with own.without_gathering() if own is not None and keeps_cut else nullcontext():
+        causal = None if criterion is not None else self._causal
+        self._criterion = criterion or (_none if causal is None else causal.loss)
+        with nullcontext() if causal is None or return_outputs else causal.without_gathering():
             outputs, _, _ = self.pipeline.forward_backward_step(
                 _Batches(lambda: self._called_with(next_batch(), criterion)),
                 forward_only=forward_only,
@@ -90,8 +89,8 @@ class Execution:
         Raises:
             TypeError: There is no criterion, and no model of transformers, or no batch of one.
         """
-        if self._pretrained is not None and isinstance(batch, Mapping):
-            inputs, keywords, labels = fed(self._pretrained, batch)
+        if self._causal is not None and isinstance(batch, Mapping):
+            inputs, keywords, labels = self._causal.fed(batch)
             return Batch(inputs, keywords, labels if criterion is None else dict(batch))
         if criterion is None:
             raise TypeError(

@@ -17,13 +17,11 @@ from torch.nn import functional
 
 from par_layers import Parallel, Style, parallel_of
 
+from ..data.packing import IGNORED
 from .stages import Stages
 
 Plan = str | Mapping[str, str | Style]
 """How an existing model is cut over tensor ranks, as `par_layers.parallelize` takes it."""
-
-IGNORED = -100
-"""The label of a token that does not count."""
 
 
 def pretrained_of(model: nn.Module) -> Any:
@@ -68,73 +66,66 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
     return model.eval()  # as transformers' own from_pretrained gives it
 
 
-def fed(model: Any, batch: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
-    """A batch as a collator gives it, as what a causal model is called with, and labels.
-
-    Args:
-        model: A model of transformers.
-        batch: `input_ids`, [rows, time], and perhaps `labels` or `shift_labels`, and what else its forward names.
-
-    Returns:
-        Positional arguments and keywords of its forward; and for each token the label of the next one, int64,
-        [rows, time], -100 where none counts. They are shifted before anything cuts rows or time.
-
-    Raises:
-        ValueError: There are no ids, or a mask comes with positions that restart in a row.
-    """
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"the batch has {sorted(batch)}, but no tensor `input_ids`; give what a collator gives")
-    if mask is not None and batch.get("position_ids") is not None:
-        raise ValueError(
-            f"the batch has attention_mask and position_ids, of {tuple(ids.shape)} tokens: with a mask, transformers "
-            "attends across the documents of a packed row without a word; leave out attention_mask for packed rows, "
-            "position_ids for padded ones"
-        )
-    shifted = batch.get("shift_labels")
-    if shifted is None:
-        labels = batch.get("labels")
-        if labels is None:
-            labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
-        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
-    takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    own = {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
-    keywords = {name: value for name, value in batch.items() if name in takes and name not in own and value is not None}
-    if "use_cache" in takes:
-        keywords["use_cache"] = False
-    return (ids,), keywords, shifted
-
-
-class CausalLoss:
-    """The loss of a causal language model: a sum over the tokens that count, and their number.
+class CausalModel:
+    """What a causal language model of transformers is called with, and its loss: a sum over the tokens that count.
 
     Args:
         model: A model of transformers, a module that holds one, or this rank's part of one.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = pretrained_of(model)
-        self.known: Parallel | None = parallel_of(self.model if isinstance(model, Stages) else model)
+        self._model = pretrained_of(model)
+        self._known: Parallel | None = parallel_of(self._model if isinstance(model, Stages) else model)
+        names = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
+        self._takes = names.keys() - {"input_ids", "labels", "shift_labels", "num_items_in_batch"}
+
+    def fed(self, batch: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
+        """A batch as a collator gives it, as what the model is called with, and labels.
+
+        Args:
+            batch: `input_ids`, [rows, time], and perhaps `labels` or `shift_labels`, and what else its forward names.
+
+        Returns:
+            Positional arguments and keywords of its forward; and for each token the label of the next one, int64,
+            [rows, time], -100 where none counts. They are shifted before anything cuts rows or time.
+
+        Raises:
+            ValueError: There are no ids, or a mask comes with positions that restart in a row.
+        """
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if not isinstance(ids, Tensor):
+            raise ValueError(f"the batch has {sorted(batch)}, but no tensor `input_ids`; give what a collator gives")
+        if mask is not None and batch.get("position_ids") is not None:
+            raise ValueError(
+                f"the batch has attention_mask and position_ids, of {tuple(ids.shape)} tokens: with a mask, "
+                "transformers attends across the documents of a packed row without a word; leave out attention_mask "
+                "for packed rows, position_ids for padded ones"
+            )
+        if mask is not None and batch.get("labels") is None:
+            batch = {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
+        keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
+        if "use_cache" in self._takes:
+            keywords["use_cache"] = False
+        return (ids,), keywords, _next_labels(batch)
 
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is cut over tensor ranks leaves its logits cut, for this loss alone."""
-        return nullcontext() if self.known is None else self.known.cut_logits()
+        return nullcontext() if self._known is None else self._known.cut_logits()
 
-    def __call__(self, outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum and the number.
+    def loss(self, outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum and the number of tokens.
 
         Args:
             outputs: What the model gives, or its logits alone, as the last stage of a pipeline gives them.
             labels: For each token the label of the next one, [rows, time].
         """
-        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-        if self.known is not None:
-            total, count = self.known.cross_entropy(logits, labels, shift=False)
+        if self._known is None:
+            total, count = token_loss(outputs, {"shift_labels": labels})
         else:
-            total, count = token_loss(logits, {"shift_labels": labels})
+            total, count = self._known.cross_entropy(_logits_of(outputs), labels, shift=False)
         balance = None if isinstance(outputs, Tensor) else getattr(outputs, "aux_loss", None)
         if balance is not None:  # of a router: a mean already, which weighs what its tokens weigh
-            total = total + self.model.router_aux_loss_coef * balance * count
+            total = total + self._model.router_aux_loss_coef * balance * count
         return total, count
 
 
@@ -147,11 +138,24 @@ def token_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         outputs: What a causal language model gives, or its logits [rows, time, words].
         batch: `labels`, or else `input_ids`, [rows, time]; -100 does not count. Or `shift_labels`, shifted already.
     """
-    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-    shifted = batch.get("shift_labels")
-    if shifted is None:
-        shifted = functional.pad(batch.get("labels", batch.get("input_ids")), (0, 1), value=IGNORED)[..., 1:]
+    logits, labels = _logits_of(outputs), _next_labels(batch)
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    total = functional.cross_entropy(flat, shifted.reshape(-1), reduction="sum", ignore_index=IGNORED)
-    return total, (shifted != IGNORED).sum()
+    total = functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", ignore_index=IGNORED)
+    return total, (labels != IGNORED).sum()
+
+
+def _logits_of(outputs: Any) -> Tensor:
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return logits
+
+
+def _next_labels(batch: Mapping[str, Any]) -> Tensor:
+    """For each token of a batch the label of the next one, [rows, time]; -100 for the last."""
+    shifted = batch.get("shift_labels")
+    if shifted is None:
+        labels = batch.get("labels")
+        labels = batch["input_ids"] if labels is None else labels
+        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    next_labels: Tensor = shifted
+    return next_labels

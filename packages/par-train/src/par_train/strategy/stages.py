@@ -1,6 +1,6 @@
 """What one pipeline rank has of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -106,9 +106,14 @@ def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | N
     made = build_stage(layers, schedule, rank, seed=seed)
     children = {name: child for part in made for name, child in part._modules.items() if child is not None}
     parts = dict(zip(schedule.stage_of(rank), made, strict=True))
+    named = (  # one layer may come again
+        pair
+        for child, layer in (layers._modules.items() if isinstance(layers, nn.Sequential) else ())
+        for pair in layer.named_parameters(prefix=child)
+    )
     tied = [
         {names[0]: parameter} if any(name.partition(".")[0] in children for name in names) else {}
-        for parameter, names in _used_often(layers)
+        for parameter, names in _used_often(named)
     ]
     return Stages(parts, _named_first(tied, children), tied)
 
@@ -135,20 +140,17 @@ def build_model_stages(model: nn.Module, schedule: Schedule, rank: int, sequence
         )
     made = build_stage(model, schedule, rank)
     own = {id(parameter) for part in made for parameter in part.parameters()}
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    often = [(parameter, used) for parameter, used in names.items() if len(used) > 1]
+    often = _used_often(model.named_parameters(remove_duplicate=False))
     for part in made:
         for parameter, (first, *_) in often:
             if any(parameter is each for each in part.parameters()):
                 _name_first(part, first, parameter)
-    for number, part in zip(schedule.stage_of(rank), made, strict=True):
+    parts = dict(zip(schedule.stage_of(rank), made, strict=True))
+    for number, part in parts.items():
         if sequence_ranks > 1 and number > 0:
             part.register_forward_pre_hook(_WholeLength(sequence_ranks), with_kwargs=True)
     tied = [{used[0]: parameter} if id(parameter) in own else {} for parameter, used in often]
-    parts = dict(zip(schedule.stage_of(rank), made, strict=True))
-    return Stages(parts, dict(_merged(made)._modules.items()), tied, pretrained=made[-1])  # type: ignore[arg-type]
+    return Stages(parts, dict(_merged(made)._modules), tied, pretrained=made[-1])  # type: ignore[arg-type]
 
 
 class _WholeLength:
@@ -199,12 +201,11 @@ def _name_first(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
         holder.register_parameter(last, parameter)
 
 
-def _used_often(layers: Layers) -> list[tuple[nn.Parameter, list[str]]]:
-    """The parameters that several layers use, by all their names; every rank sees all layers, and finds the same."""
+def _used_often(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[nn.Parameter, list[str]]]:
+    """The parameters that have several names, by all of these; every rank sees the whole model, and finds the same."""
     names: dict[nn.Parameter, list[str]] = {}
-    for child, layer in layers._modules.items() if isinstance(layers, nn.Sequential) else ():  # one may come again
-        for name, parameter in layer.named_parameters(prefix=child):
-            names.setdefault(parameter, []).append(name)
+    for name, parameter in named:
+        names.setdefault(parameter, []).append(name)
     return [(parameter, used) for parameter, used in names.items() if len(used) > 1]
 
 
