@@ -4,5 +4,5 @@ Read in this order: options (what can be said) -> setup (groups and schedule, be
 optimizer trains what) -> optimizers (whether one sees what it needs) -> stages (what a pipeline rank has of a model) ->
 existing (what to know of a model of transformers) -> plugin, plugins (what is done to a pair, one after the other) ->
 handlers (what completes gradients) -> initialize (all of that, for one pair) -> execute (a batch in microbatches) ->
-files -> strategy.
+sample (text from a model in training) -> files -> strategy.
 """

@@ -122,7 +122,7 @@ class CausalModel:
         if self._known is None:
             total, count = token_loss(outputs, {"shift_labels": labels})
         else:
-            total, count = self._known.cross_entropy(_logits_of(outputs), labels, shift=False)
+            total, count = self._known.cross_entropy(logits_of(outputs), labels, shift=False)
         balance = None if isinstance(outputs, Tensor) else getattr(outputs, "aux_loss", None)
         if balance is not None:  # of a router: a mean already, which weighs what its tokens weigh
             total = total + self._model.router_aux_loss_coef * balance * count
@@ -138,14 +138,15 @@ def token_loss(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         outputs: What a causal language model gives, or its logits [rows, time, words].
         batch: `labels`, or else `input_ids`, [rows, time]; -100 does not count. Or `shift_labels`, shifted already.
     """
-    logits, labels = _logits_of(outputs), _next_labels(batch)
+    logits, labels = logits_of(outputs), _next_labels(batch)
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     total = functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", ignore_index=IGNORED)
     return total, (labels != IGNORED).sum()
 
 
-def _logits_of(outputs: Any) -> Tensor:
+def logits_of(outputs: Any) -> Tensor:
+    """The logits of what a causal language model gives, which may be the logits alone."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
 

@@ -34,6 +34,7 @@ from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Adopted, Device, Pipelined, Precision, Tied, Zero
+from .sample import Ends, Prompts, joined_rows, read_request, write_on
 from .setup import Setup, check_layers
 from .stages import Layers, build_model_stages, build_stages
 
@@ -386,12 +387,60 @@ class Strategy(Setup):
         """The pipeline that runs a model's microbatches: for evaluation, timelines and `reset()`."""
         return self._execution(model).pipeline
 
-    def _execution(self, model: nn.Module) -> Execution:
+    def sample(
+        self,
+        model: nn.Module,
+        ids: Prompts,
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        ends: Ends = "auto",
+    ) -> Prompts:
+        """Goes on from prompts with a causal model, as it is now; the same on every rank, however it is cut. Collective.
+
+        Each token takes a forward of the whole text before it: there is no cache, and so nothing that a pipeline or
+        sharded weights would have to keep. It is for looking at a model in training. Dropout is off meanwhile, the
+        modes of all modules are put back, and torch's generators are not used.
+
+        Args:
+            model: The model that `initialize` gave.
+            ids: The prompts, the same on every rank: [rows, time], or a list of [time] that may differ in length.
+            tokens: Largest number of new tokens of each prompt.
+            temperature: What logits are divided by before a token is drawn by their softmax; 0 takes the most likely.
+            seed: Seed of the draws. Those of a prompt depend on its number alone, under every topology.
+            ends: A token, or several, after which a text is over; "auto": those of a transformers model's
+                generation_config or config; None: none.
+
+        Returns:
+            Prompts with what follows them, int64, on the device of the prompts: a list of [time] for a list; else
+            [rows, time], where a text that is over is filled with the token that ended it.
+
+        Raises:
+            ValueError, TypeError: The model is not from here, the prompts or the options make no sense, or they differ
+                between ranks; on every rank.
+        """
+        with together("sample", None):
+            self._pair_with(model)
+            request = read_request(
+                model, self.groups, ids, tokens=tokens, temperature=temperature, seed=seed, ends=ends
+            )
+        check_alike(agree(None, request.digest(), None), "prompts or options to sample by", show=False)
+        pipeline = None if self.schedule is None else self.pipeline(model)
+        texts = write_on(request, model, pipeline, self.groups, self.device)
+        given = [text.to(prompt.device) for text, prompt in zip(texts, ids, strict=True)]
+        return joined_rows(given) if isinstance(ids, Tensor) else given
+
+    def _pair_with(self, model: nn.Module) -> Pair:
         self._check_open()
+        pair = next((pair for pair in self._pairs if any(one is model for one in pair.models)), None)
+        if pair is None:
+            raise ValueError(f"this {type(model).__name__} is not from initialize(); give what that returned")
+        return pair
+
+    def _execution(self, model: nn.Module) -> Execution:
+        pair = self._pair_with(model)
         if model not in self._executions:
-            pair = next((pair for pair in self._pairs if any(one is model for one in pair.models)), None)
-            if pair is None:
-                raise ValueError(f"this {type(model).__name__} is not from initialize(); give what that returned")
             options = {
                 key: value for key, value in self.options.pipeline.items() if key not in ("schedule", "microbatches")
             }

@@ -1,0 +1,220 @@
+"""Text from a model in training: token after token, each from the whole prefix, and the same on every rank.
+
+One rank chooses each token, from logits that are those of one device however the model is cut, and tells all others:
+so ranks whose sums differ in the last bit never go on from different prefixes.
+"""
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from par_groups import ProcessGroups
+from par_layers import parallel_of
+from par_pipeline import Pipeline
+
+from ..data.randomness import seed_number
+from .existing import logits_of, pretrained_of
+from .stages import Stages
+
+Ends = int | Sequence[int] | Literal["auto"] | None
+"""Tokens that end a text: one, several, those that a model of transformers has in its config, or none."""
+
+Prompts = TypeVar("Prompts", Tensor, list[Tensor])
+"""Ids of prompts that are alike in length, [rows, time], or of any, a list of [time]; and so what comes of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Prompts, and how to go on from them.
+
+    Args:
+        prompts: The ids of each prompt, [time], int64, on the CPU.
+        tokens: Largest number of new tokens of a prompt.
+        temperature: What logits are divided by before a token is drawn; 0 takes the most likely one.
+        seed: Seed of the draws.
+        ends: The tokens after which a text is over.
+    """
+
+    prompts: list[Tensor]
+    tokens: int
+    temperature: float
+    seed: int
+    ends: tuple[int, ...]
+
+    def digest(self) -> str:
+        """What all ranks must have alike."""
+        prompts = [prompt.tolist() for prompt in self.prompts]
+        text = repr((prompts, self.tokens, self.temperature, self.seed, self.ends))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_request(
+    model: nn.Module,
+    groups: ProcessGroups,
+    ids: Prompts,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    ends: Ends,
+) -> Request:
+    """What was asked of a model, checked before anything runs. See `Strategy.sample`.
+
+    Raises:
+        TypeError: The ids are no tensors of whole numbers, or the model is cut by layers that keep its logits cut.
+        ValueError: A prompt is empty or too long, an id is no word, or an option makes no sense.
+    """
+    if parallel_in(model) is None and groups.size("tensor") > 1:
+        raise TypeError(
+            f"this {type(model).__name__} is made of layers that may leave its logits cut, and sample() needs whole "
+            "ones; it takes models that par_layers.parallelize has cut, such as those of transformers"
+        )
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"tokens is {tokens!r}; give the number of new tokens, at least 1")
+    if not 0.0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; give 0, which takes the most likely token, or more")
+    prompts = list(ids)
+    if not prompts or not all(isinstance(prompt, Tensor) for prompt in prompts):
+        raise TypeError(f"sample() was given a {type(ids).__name__} of no tensors; give ids [rows, time], or a list")
+    for row, prompt in enumerate(prompts):
+        if prompt.dim() != 1 or prompt.is_floating_point() or not len(prompt):
+            raise ValueError(
+                f"prompt {row} has shape {list(prompt.shape)} and dtype {prompt.dtype}; give whole numbers [time] for "
+                "each prompt, at least one"
+            )
+    prompts = [prompt.detach().to("cpu", torch.int64) for prompt in prompts]
+    pretrained: Any = pretrained_of(model)
+    config = None if pretrained is None else pretrained.config.get_text_config()
+    words = getattr(config, "vocab_size", None)
+    low, high = min(int(prompt.min()) for prompt in prompts), max(int(prompt.max()) for prompt in prompts)
+    if low < 0 or (words is not None and high >= words):
+        what = "negative" if low < 0 else f"beyond the {words} words of the model"
+        raise ValueError(f"the prompts hold the id {low if low < 0 else high}, which is {what}; use its tokenizer")
+    context, longest = getattr(config, "max_position_embeddings", None), max(map(len, prompts))
+    if context is not None and longest + tokens > context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {tokens} new ones are more than the model's context of {context}; give "
+            "a shorter prompt, or fewer tokens"
+        )
+    if ends == "auto":
+        ends = getattr(getattr(pretrained, "generation_config", None), "eos_token_id", None)
+        ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    after = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+    return Request(prompts=prompts, tokens=tokens, temperature=temperature, seed=seed, ends=after)
+
+
+def write_on(
+    request: Request, model: nn.Module, pipeline: Pipeline | None, groups: ProcessGroups, device: torch.device
+) -> list[Tensor]:
+    """The prompts with what the model goes on with, up to a token that ends them. Collective.
+
+    Prompts of different lengths are padded behind, where a causal model does not look.
+
+    Args:
+        request: The prompts; the same on every rank.
+        model: The model, or this rank's part of it.
+        pipeline: What runs the stages; None where there are none.
+        groups: The groups of ranks along each axis.
+        device: Where the model is.
+
+    Returns:
+        Each prompt's ids, int64 [time], on the CPU.
+    """
+    last = 0 if pipeline is None else pipeline.schedule.rank_of(pipeline.schedule.stages - 1)
+    chooser = groups.topology.group("pipeline", 0)[last] if pipeline is not None else 0
+    texts = [prompt.tolist() for prompt in request.prompts]
+    numbers = [_uniform(request, row) for row in range(len(texts))]
+    writing, first = list(range(len(texts))), list(map(len, texts))
+    logits_after = _logits_after(model, pipeline)
+    with _evaluating(model), torch.no_grad():
+        for _ in range(request.tokens):
+            lengths = [len(texts[row]) for row in writing]
+            ids = torch.zeros(len(writing), max(lengths), dtype=torch.int64)
+            for place, row in enumerate(writing):
+                ids[place, : lengths[place]] = torch.tensor(texts[row])
+            logits = logits_after(ids.to(device), lengths)
+            chosen = torch.empty(len(writing), dtype=torch.int64, device=device)
+            if logits is not None and dist.get_rank() == chooser:
+                drawn = torch.stack([numbers[row][len(texts[row]) - first[row]] for row in writing])
+                chosen = _chosen(logits, request.temperature, drawn.to(device))
+            dist.broadcast(chosen, src=chooser)
+            for row, token in zip(writing, chosen.tolist(), strict=True):
+                texts[row].append(token)
+            writing = [row for row in writing if texts[row][-1] not in request.ends]
+            if not writing:
+                break
+    return [torch.tensor(text) for text in texts]
+
+
+def joined_rows(texts: Sequence[Tensor]) -> Tensor:
+    """Texts as one tensor [rows, time]; what is over earlier is filled with the token that ended it."""
+    longest = max(map(len, texts))
+    return torch.stack([torch.cat([text, text[-1:].expand(longest - len(text))]) for text in texts])
+
+
+def parallel_in(model: nn.Module) -> Any:
+    """How a model, or the one that a rank's stages are of, was cut over tensor ranks; None if it was not."""
+    whole = pretrained_of(model) if isinstance(model, Stages) else None
+    return parallel_of(model if whole is None else whole)
+
+
+def _logits_after(model: nn.Module, pipeline: Pipeline | None) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
+    """A function that runs the model on ids [rows, time], and gives the whole logits after each row's last id.
+
+    It gives None where the last stage is not.
+    """
+    pretrained, known = pretrained_of(model), parallel_in(model)
+    takes = () if pretrained is None else inspect.signature(inspect.unwrap(type(pretrained).forward)).parameters
+
+    def logits_after(ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
+        rows, time = ids.shape
+        chosen: dict[str, Any] = {"use_cache": False, "logits_to_keep": time - min(lengths) + 1}
+        keywords = {name: value for name, value in chosen.items() if name in takes}
+        if pipeline is None:
+            outputs = model(ids, **keywords)
+        else:
+            wanted = max(rows, pipeline.schedule.microbatches)  # each microbatch has a row, if need be once more
+            outputs = pipeline.evaluate(ids[torch.arange(wanted) % rows], **keywords).outputs
+        if outputs is None:
+            return None
+        last = torch.tensor([length - 1 - time for length in lengths])  # from the end: others may not be kept
+        logits = logits_of(outputs)[torch.arange(rows), last]
+        return logits if known is None or known.vocabulary is None else known.gather(logits)
+
+    return logits_after
+
+
+def _uniform(request: Request, row: int) -> Tensor:
+    """A number in [0, 1), fp64, for each new token of a prompt: a function of the seed and the number of the prompt."""
+    generator = torch.Generator().manual_seed(seed_number(request.seed, row))
+    return torch.rand(request.tokens, dtype=torch.float64, generator=generator)
+
+
+def _chosen(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
+    """A token for each row of logits [rows, words]; the numbers say where among the summed probabilities it lies."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    found = torch.searchsorted(sums, (numbers * sums[:, -1]).unsqueeze(-1), right=True)
+    return found.squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which a model drops nothing; afterwards each module of it is in the mode that it was in."""
+    parts = model.__dict__["parts"].values() if isinstance(model, Stages) else ()
+    before = [(module, module.training) for each in (model, *parts) for module in each.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
