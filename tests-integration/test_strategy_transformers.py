@@ -41,18 +41,22 @@ def batches():
 
 
 @functools.cache
-def one_device(family="Llama", **options):
-    """Losses and weights after some steps, in plain torch."""
+def one_device(family="Llama", parts=1, **options):
+    """Losses and weights after some steps, in plain torch; each batch in one part, or in several, one after another."""
     model = make_model(family, **dict(options)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for batch in batches():
-        loss = model(**batch).loss
-        loss.backward()
+        every = int((batch["labels"][:, 1:] != -100).sum())
+        losses.append(0.0)
+        for rows in torch.arange(8).chunk(parts):
+            part = {key: value[rows] for key, value in batch.items()}
+            loss = model(**part).loss * ((part["labels"][:, 1:] != -100).sum() / every)
+            loss.backward()
+            losses[-1] += loss.item()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses, model.state_dict()
 
 
@@ -103,6 +107,25 @@ def test_two_ranks(tmp_path, tied):
         with Strategy(**options, clip_norm=1.0) as strategy:
             model, losses = train(strategy, make_model(tie_word_embeddings=tied))
             assert_as_on_one_device(strategy, model, losses, tmp_path / name, tie_word_embeddings=tied)
+
+
+ROUTED = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_auxiliary_loss_of_routers_counts_as_on_one_device(tmp_path, family):
+    """Over data ranks it is that of each rank's tokens, as on one device that takes the parts one after another."""
+    options = {**ROUTED[family], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    without = one_device(family, **{**options, "router_aux_loss_coef": 0.0})[0]
+    for name, parts in (("tensor", 1), ("sequence", 1), ("data, stage 3", 2)):
+        with Strategy(**CASES_2[name], clip_norm=1.0) as strategy:
+            model, losses = train(strategy, make_model(family, **options))
+            assert losses[0] > without[0] + 0.1
+            assert_as_on_one_device(strategy, model, losses, tmp_path / name, family, parts=parts, **options)
 
 
 CUT = {"size": 2, "mode": "1d"}

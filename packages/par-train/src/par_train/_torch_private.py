@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree
 
 
@@ -12,3 +13,11 @@ def tree_leaves(value: Any) -> list[Any]:
     the outputs of transformers' models; torch.export's public registry has no function that reads them.
     """
     return _pytree.tree_leaves(value)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place. `Tensor._version` exists since torch 0.4.
+
+    It is needed because only that tells whether somebody else's function has given a tensor its values.
+    """
+    return tensor._version

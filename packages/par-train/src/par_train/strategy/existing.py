@@ -4,6 +4,7 @@ transformers is not imported, but for a model that is made here: who has one of 
 """
 
 import inspect
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,8 @@ from .stages import Stages
 
 Plan = str | Mapping[str, str | Style]
 """How an existing model is cut over tensor ranks, as `par_layers.parallelize` takes it."""
+
+PathLike = str | os.PathLike[str]
 
 
 def pretrained_of(model: nn.Module) -> Any:
@@ -63,6 +66,8 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=config.dtype or torch.float32 if dtype == "auto" else dtype, **chosen
         )
+    if Path(path, "generation_config.json").is_file():  # which tokens end a text, among others
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()  # as transformers' own from_pretrained gives it
 
 

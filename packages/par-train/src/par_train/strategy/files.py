@@ -7,22 +7,43 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from par_checkpoint import Checkpoints, Save, inspect, load, save
 from par_groups import agree, check_alike, together
 from par_precision import MixedOptimizer
 
+from .existing import PathLike
 from .pairs import Pair
+from .pretrained.adapters import has_adapters
+from .pretrained.files import load_adapters, save_adapters, save_merged
 
-PathLike = str | os.PathLike[str]
+PLANS = ("huggingface", "torch", "peft", "merged")
+"""What `save` can write."""
 
 
-def save_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, gigabytes: float) -> None:
+def save_object(
+    pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, gigabytes: float, device: torch.device
+) -> None:
     """Writes one object; see `Strategy.save`."""
     kind, keywords = _described(pairs, obj, plan)
+    size = round(gigabytes * 1e9)
     if plan == "huggingface":
-        save(_folder(path, kind), **keywords, overwrite=True, max_shard_size=round(gigabytes * 1e9))
+        with together("save", None):
+            if kind == "model" and has_adapters(obj):
+                raise ValueError(
+                    f"this {type(obj).__name__} has adapters, for which transformers' own folders have no place; give "
+                    "plan='peft' to write these alone, 'merged' for a model that they are part of; checkpoint() "
+                    "writes what training needs to go on"
+                )
+        save(_folder(path, kind), **keywords, overwrite=True, max_shard_size=size)
+        return
+    if plan == "peft":
+        save_adapters(obj, path)
+        return
+    if plan == "merged":
+        save_merged(obj, path, size, device)
         return
     staging = f"{os.fspath(path)}.saving"
     save(staging, **keywords, style="torch", overwrite=True)
@@ -40,6 +61,9 @@ def save_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str, giga
 def load_object(pairs: Sequence[Pair], obj: Any, path: PathLike, plan: str) -> None:
     """Reads one object; see `Strategy.load`."""
     kind, keywords = _described(pairs, obj, plan)
+    if plan == "peft":
+        load_adapters(obj, path)
+        return
     if plan == "torch":
         with _as_folder(path, kind) as folder:
             load(folder, **keywords)
@@ -107,10 +131,12 @@ def _described(pairs: Sequence[Pair], obj: Any, plan: str) -> tuple[str, dict[st
     )
     kinds = [kind for kind, of in pairs_of if any(obj is one for pair in pairs for one in of(pair))]
     problem = None
-    if plan not in ("huggingface", "torch"):
-        problem = ValueError(f"plan is {plan!r}; it can be 'huggingface' or 'torch'")
+    if plan not in PLANS:
+        problem = ValueError(f"plan is {plan!r}; it can be one of {', '.join(PLANS)}")
     elif not kinds or obj is None:
         problem = ValueError(f"this {type(obj).__name__} is not from initialize(); give what that returned")
+    elif plan in ("peft", "merged") and not (kinds[0] == "model" and has_adapters(obj)):
+        problem = ValueError(f"plan is {plan!r}, but this {type(obj).__name__} has no adapters; use 'huggingface'")
     check_alike(agree(problem, f"{kinds} {plan}", None), "objects and plans")
     return kinds[0], {kinds[0]: obj}
 

@@ -1,6 +1,5 @@
 """`Strategy`: the order in which the packages are applied to a model, and nothing that they do not do themselves."""
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_checkpoint import Save, SaveOptions, load
+from par_checkpoint import Save, SaveOptions
 from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
-from par_layers import parallelize
 from par_pipeline import Pipeline, build_stage, schedule
 from par_precision import MixedOptimizer
 
@@ -24,8 +22,8 @@ from ..data.randomness import seed_number
 from ..plan.inputs import Job
 from ..plan.strategy_plan import StrategyPlan, plan_of
 from .execute import Criterion, Execution
-from .existing import Plan, make_on_meta
-from .files import PathLike as Path
+from .existing import PathLike as Path
+from .existing import Plan
 from .files import load_object, load_run, newest_step, save_object, save_run
 from .handlers import DEFAULT, kinds_of
 from .initialize import paired, wire
@@ -34,9 +32,10 @@ from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Adopted, Device, Pipelined, Precision, Tied, Zero
+from .pretrained.make import make_part
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
 from .setup import Setup, check_layers
-from .stages import Layers, build_model_stages, build_stages
+from .stages import Layers, build_stages
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -179,33 +178,32 @@ class Strategy(Setup):
         *,
         plan: Plan = "auto",
         dtype: str | torch.dtype = "auto",
+        adapter: Any = None,
         attention: str | None = None,
+        weights: bool = True,
     ) -> nn.Module:
         """Makes this rank's part of a causal language model out of a folder that transformers writes. Collective.
 
         It is made without memory, cut over the tensor ranks and into this rank's stages, and then each rank reads its
-        own bytes. Make the optimizer of its parameters, and give both to `initialize`.
+        own bytes. Make the optimizer of its parameters, and give both to `initialize`. With adapters, these alone want
+        gradients: make the optimizer of the parameters that do.
 
         Args:
             path: The folder, with config.json and safetensors.
             plan: Rules by which `par_layers.parallelize` cuts it, where there are tensor ranks.
             dtype: The dtype of the weights, whatever that in the files is; "auto": the config's.
+            adapter: A `LoraConfig` of peft: adapters are put around the linears that it names, A drawn by the
+                strategy's seed and its name, B zero. Or the folder of an adapter, which is trained on.
             attention: The name of transformers' attention, such as "sdpa"; None: its default.
+            weights: Whether weights are read. Else the folder needs a config.json alone, and they are drawn as
+                transformers would, by the strategy's seed and their names: the same under every topology.
 
         Raises:
-            ImportError: transformers is not installed.
-            ValueError, TypeError: The folder holds no such model, or the model cannot be cut; on every rank.
+            ImportError: transformers or peft is not installed.
+            ValueError, TypeError: The folder holds no such model, the model cannot be cut, or the adapters are of a
+                kind that cannot be trained here; on every rank.
         """
-        with together("the model", None):
-            model = make_on_meta(os.fspath(path), dtype, attention)
-        if self.groups.size("tensor") > 1:
-            parallelize(model, self.groups, plan)
-        made: nn.Module = model
-        if self.schedule is not None:
-            with together("the stages", None):
-                made = build_model_stages(model, self.schedule, self.groups.rank("pipeline"), self.sequence_ranks)
-        load(path, model=made, device=self.device, dtype=model.dtype)
-        return made.to(self.device)
+        return make_part(self, path, plan=plan, dtype=dtype, adapter=adapter, attention=attention, weights=weights)
 
     def plan(self) -> StrategyPlan:
         """Predicts what a step takes on this rank: memory, traffic over data ranks, the bubble of the pipeline."""
@@ -397,7 +395,7 @@ class Strategy(Setup):
         seed: int = 0,
         ends: Ends = "auto",
     ) -> Prompts:
-        """Goes on from prompts with a causal model, as it is now; the same on every rank, however it is cut. Collective.
+        """Goes on from prompts with a causal model as it is now, the same on every rank. Collective.
 
         Each token takes a forward of the whole text before it: there is no cache, and so nothing that a pipeline or
         sharded weights would have to keep. It is for looking at a model in training. Dropout is off meanwhile, the
@@ -476,12 +474,16 @@ class Strategy(Setup):
         Args:
             obj: A model, an optimizer or an lr scheduler that `initialize` gave.
             path: The folder of plan "huggingface", in which an optimizer has a folder `optimizer` of its own; or the
-                file of plan "torch", which `torch.load` opens.
-            plan: "huggingface" or "torch".
+                file of plan "torch", which `torch.load` opens. The folder of "peft" and "merged".
+            plan: "huggingface" or "torch"; of a model with adapters, "peft" for these alone, as `PeftModel` opens them,
+                or "merged" for a model that they are part of, as transformers opens it. `model` stays as it is.
             max_file_size_gb: Largest size of a safetensors file, in gigabytes.
+
+        Raises:
+            ValueError, TypeError: The plan does not go with what was given; on every rank.
         """
         self._check_open()
-        save_object(self._pairs, obj, path, plan, max_file_size_gb)
+        save_object(self._pairs, obj, path, plan, max_file_size_gb, self.device)
 
     def load(self, obj: Any, path: Path, plan: str = "huggingface") -> None:
         """Fills a model, an optimizer or an lr scheduler from what `save` or `checkpoint` wrote. Collective.
@@ -489,7 +491,8 @@ class Strategy(Setup):
         Args:
             obj: A model, an optimizer or an lr scheduler that `initialize` gave.
             path: The folder or the file that `save` was given.
-            plan: "huggingface" for a folder, "torch" for a file that `torch.save` or `save` wrote.
+            plan: "huggingface" for a folder, "torch" for a file that `torch.save` or `save` wrote, "peft" for a
+                folder of adapters.
         """
         self._check_open()
         load_object(self._pairs, obj, path, plan)

@@ -1,0 +1,70 @@
+"""A folder that transformers writes becomes this rank's part of a model."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from par_checkpoint import load
+from par_groups import together
+from par_layers import parallelize
+
+from ..existing import PathLike, Plan, make_on_meta
+from ..setup import Setup
+from ..stages import build_model_stages
+from .adapters import base_name, fill_adapters_, put_around_
+from .draw import draw_
+
+
+def make_part(
+    strategy: Setup,
+    path: PathLike,
+    *,
+    plan: Plan,
+    dtype: str | torch.dtype,
+    adapter: Any,
+    attention: str | None,
+    weights: bool,
+) -> nn.Module:
+    """Makes this rank's part of a causal language model; see `Strategy.from_pretrained`. Collective."""
+    groups, schedule = strategy.groups, strategy.schedule
+    with together("the model", None):
+        model = make_on_meta(os.fspath(path), dtype, attention)
+        twin = None if weights else make_on_meta(os.fspath(path), dtype, attention)
+        if adapter is not None:
+            put_around_(model, adapter)
+    if groups.size("tensor") > 1:
+        parallelize(model, groups, plan)
+    part: nn.Module = model
+    if schedule is not None:
+        with together("the stages", None):
+            part = build_model_stages(model, schedule, groups.rank("pipeline"), strategy.sequence_ranks)
+    seed, device = strategy.options.seed, strategy.device
+    if adapter is not None:
+        fill_adapters_(part, adapter, seed, device)
+    if twin is not None:
+        with together("drawing weights", None):
+            draw_(part, twin, seed, device)
+    elif adapter is None:
+        load(path, model=part, device=device, dtype=model.dtype)
+    else:
+        _load_base(path, part, device, model.dtype)
+    return part.to(device)
+
+
+def _load_base(path: PathLike, part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Reads what lies within adapters, which the files know nothing of.
+
+    Raises:
+        ValueError: The files lack a tensor, or have one that the model has no place for; on every rank.
+    """
+    report = load(path, model=part, names=base_name, strict=False, device=device, dtype=dtype)
+    missing = [name for name in report.missing if ".lora_" not in name]
+    if missing or report.unexpected or report.mismatched:
+        problems = [
+            *(f"missing: {name}" for name in missing),
+            *(f"not wanted by anybody: {name}" for name in report.unexpected),
+            *report.mismatched,
+        ]
+        raise ValueError(f"{os.fspath(path)!r} does not fit its config: {'; '.join(problems[:5])}; give a whole folder")

@@ -1,0 +1,281 @@
+"""LoRA adapters of peft under a strategy: made from a folder, trained, resumed and written as on one device."""
+
+import functools
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from par_train import Strategy
+
+transformers = pytest.importorskip("transformers", minversion="5.4")
+peft = pytest.importorskip("peft", minversion="0.21")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # peft asks by the older name
+
+STEPS, WORDS = 3, 101
+TOLERANCE = 2e-5  # relative, fp32: sums over ranks and microbatches in another order
+TEXT = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+CUT = {"size": 2, "mode": "1d"}
+SEQUENCE = {**CUT, "sequence_parallel": True}
+
+
+def write_base(folder, family="Llama", **options):
+    """A folder of a model, which rank 0 writes."""
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**TEXT, **options})
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    dist.barrier()
+
+
+def lora(**options):
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": targets, **options})
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        ids = torch.randint(0, WORDS, (8, 12), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+@functools.cache
+def one_device(base, adapter):
+    """Losses, adapters and merged weights after some steps, in plain peft, from what a strategy has drawn."""
+    model = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True
+    )
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.3, momentum=0.9)
+    losses = []
+    for batch in batches():
+        loss = model.train()(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    adapters = {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    return losses, adapters, model.merge_and_unload().state_dict()
+
+
+def made(strategy, base, adapter):
+    model = strategy.from_pretrained(base, adapter=adapter)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return strategy.initialize(model, torch.optim.SGD(trained, lr=0.3, momentum=0.9))
+
+
+def train(strategy, model, optimizer, first=0, stop=STEPS):
+    replica, replicas = strategy.groups.rank("data"), strategy.groups.size("data")
+    rows = slice(replica * 8 // replicas, (replica + 1) * 8 // replicas)
+    model.train()
+    losses = []
+    for batch in list(batches())[first:stop]:
+        part = {key: value[rows] for key, value in batch.items()}
+        loss = strategy.execute_pipeline(iter([part]), model, None, optimizer)
+        dist.all_reduce(loss, group=strategy.groups["data"])
+        losses.append(loss.item() / replicas)
+        optimizer.step()
+        assert all("lora_" in name for name, each in model.named_parameters() if each.grad is not None)
+        optimizer.zero_grad()
+    return losses
+
+
+def saved_adapters(folder, base):
+    """What PeftModel opens, and what it finds there."""
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
+    return peft.get_peft_model_state_dict(model)
+
+
+def opened(folder):
+    """What transformers opens, to which nothing is missing."""
+    model, problems = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(problems.values())
+    return model
+
+
+def assert_near(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-4, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+CASES = {
+    "data": {"zero": 1},
+    "sequence x data, stage 3": {"parallel": {"tensor": SEQUENCE}, "zero": 3},
+    "pipeline x tensor": {"parallel": {"pipeline": 2, "tensor": CUT}, "pipeline": {"microbatches": 2}},
+    "pipeline x data, stage 2": {"parallel": {"pipeline": 2}, "pipeline": {"microbatches": 2}, "zero": 2},
+}
+
+
+@pytest.mark.ranks(4, timeout=240)
+def test_adapters_are_drawn_trained_resumed_and_written_as_on_one_device(tmp_path):
+    write_base(tmp_path / "base")
+    base, drawn = tmp_path / "base", None
+    for name, options in CASES.items():
+        folder = tmp_path / name
+        with Strategy(**options, seed=3) as strategy:
+            model, optimizer = made(strategy, base, lora())
+            strategy.save(model, folder / "drawn", plan="peft")
+            losses = [] if name == "pipeline x tensor" else train(strategy, model, optimizer, stop=2)
+            if losses:
+                strategy.checkpoint(folder / "run", step=2)
+            else:
+                assert strategy.resume(tmp_path / "sequence x data, stage 3" / "run") == 2
+            losses += train(strategy, model, optimizer, first=2)
+            before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+            strategy.save(model, folder / "adapters", plan="peft")
+            strategy.save(model, folder / "merged", plan="merged")
+            assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+            if dist.get_rank() > 0:
+                continue  # the files are the same for all
+            start = safetensors.torch.load_file(folder / "drawn" / "adapter_model.safetensors")
+            drawn = start if drawn is None else drawn
+            assert all(torch.equal(start[key], tensor) for key, tensor in drawn.items()), name
+            expected, adapters, merged = one_device(base, tmp_path / "data" / "drawn")
+            assert losses == pytest.approx(expected[-len(losses) :], rel=TOLERANCE), name
+            assert_near(saved_adapters(folder / "adapters", base), adapters)
+            assert_near(opened(folder / "merged").state_dict(), merged)
+            assert any(tensor.abs().sum() > 0 for key, tensor in start.items() if "lora_A" in key)
+            assert all(tensor.abs().sum() == 0 for key, tensor in start.items() if "lora_B" in key)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("family", ["GPT2", "Mixtral"])
+def test_an_adapter_of_peft_is_trained_on_and_merged(tmp_path, family):
+    """Linears that lie the other way round; experts that lie otherwise in files than in memory."""
+    options = {"GPT2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "Mixtral": {"num_local_experts": 4}}
+    targets = {"GPT2": ["c_attn", "c_proj"], "Mixtral": ["q_proj", "o_proj"]}
+    write_base(tmp_path / "base", family, **options[family])
+    theirs = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        lora(target_modules=targets[family], fan_in_fan_out=family == "GPT2"),
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1, generator=generator)
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(tmp_path / "theirs")
+    dist.barrier()
+    expected = peft.get_peft_model_state_dict(theirs)
+    with Strategy(parallel={"tensor": CUT}) as strategy:
+        model = strategy.initialize(strategy.from_pretrained(tmp_path / "base", adapter=tmp_path / "theirs"))
+        batch = next(batches())
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch).logits, theirs(**batch).logits, rtol=1e-4, atol=TOLERANCE)
+        assert any(parameter.requires_grad for parameter in model.parameters())
+        strategy.save(model, tmp_path / "again", plan="peft")
+        again = saved_adapters(tmp_path / "again", tmp_path / "base")
+        assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.zero_()
+        strategy.load(model, tmp_path / "theirs", plan="peft")
+        strategy.save(model, tmp_path / "merged", plan="merged")
+        assert_near(opened(tmp_path / "merged").state_dict(), theirs.merge_and_unload().state_dict())
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
+    write_base(tmp_path / "base", num_hidden_layers=1)
+    ia3 = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    with Strategy() as strategy:
+        for error, message, adapter in (
+            (ValueError, "adapter has use_dora=True: DoRA", lora(use_dora=True)),
+            (ValueError, r"adapter has modules_to_save=\['norm'\]", lora(modules_to_save=["norm"])),
+            (ValueError, "adapter has bias='all', which trains biases", lora(bias="all")),
+            (ValueError, "init_lora_weights='pissa', which looks at whole weights", lora(init_lora_weights="pissa")),
+            (ValueError, "packed experts have no linear", lora(target_parameters=["gate_up_proj"])),
+            (TypeError, "adapter is a IA3Config; give a LoraConfig", ia3),
+            (TypeError, "adapter is a int; give a LoraConfig", 8),
+            (TypeError, "is around the output embedding", lora(target_modules=["lm_head"])),
+            (TypeError, "is no LoRA around a linear", lora(target_modules=["embed_tokens"])),
+            (ValueError, r"holds no adapter_config\.json", tmp_path / "base"),
+        ):
+            with pytest.raises(error, match=message):
+                strategy.from_pretrained(tmp_path / "base", adapter=adapter)
+        plain = strategy.initialize(strategy.from_pretrained(tmp_path / "base"))
+        for plan in ("peft", "merged"):
+            with pytest.raises(ValueError, match=f"plan is '{plan}', but this LlamaForCausalLM has no adapters"):
+                strategy.save(plain, tmp_path / "out", plan=plan)
+        with pytest.raises(ValueError, match="plan is 'pickle'; it can be one of huggingface, torch, peft, merged"):
+            strategy.save(plain, tmp_path / "out", plan="pickle")
+        adapted = strategy.initialize(strategy.from_pretrained(tmp_path / "base", adapter=lora()))
+        with pytest.raises(ValueError, match="has adapters, for which transformers' own folders have no place"):
+            strategy.save(adapted, tmp_path / "out")
+
+
+@pytest.mark.ranks(4, timeout=180)
+def test_weights_are_drawn_alike_under_every_topology(tmp_path):
+    cases = {"data": {}, "sequence, stage 3": {"parallel": {"tensor": SEQUENCE}, "zero": 3}}
+    cases["pipeline x tensor"] = {"parallel": {"pipeline": 2, "tensor": CUT}, "pipeline": {"microbatches": 2}}
+    families = {
+        "Llama": {"tie_word_embeddings": True, "initializer_range": 0.1, "attention_bias": True},
+        "Mixtral": {"num_local_experts": 4},
+        "GPT2": {"initializer_range": 0.1},
+    }
+    drawn = {}
+    for family, options in families.items():
+        if dist.get_rank() == 0:
+            getattr(transformers, f"{family}Config")(
+                **{**TEXT, **options}, architectures=[f"{family}ForCausalLM"]
+            ).save_pretrained(tmp_path / family)
+    dist.barrier()
+    for name, options in cases.items():
+        with Strategy(**options, seed=7) as strategy:
+            for family in families:
+                if family == "GPT2" and strategy.schedule is not None:
+                    continue  # which does not say where it may be cut
+                before = torch.get_rng_state()
+                model = strategy.from_pretrained(tmp_path / family, weights=False)
+                assert torch.equal(torch.get_rng_state(), before)
+                strategy.save(strategy.initialize(model), tmp_path / name / family)
+                with torch.no_grad():
+                    logits = None if strategy.schedule else model.eval()(**next(batches())).logits
+                if dist.get_rank() > 0:
+                    continue  # the files are the same for all
+                whole = opened(tmp_path / name / family)
+                found = whole.state_dict()
+                expected = drawn.setdefault(family, found)
+                assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), (name, family)
+                if logits is not None:
+                    torch.testing.assert_close(logits, whole(**next(batches())).logits, rtol=1e-4, atol=TOLERANCE)
+    if dist.get_rank() > 0:
+        return
+    llama, gpt2 = drawn["Llama"], drawn["GPT2"]
+    assert llama["model.layers.0.self_attn.q_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert not torch.equal(
+        llama["model.layers.0.self_attn.q_proj.weight"], llama["model.layers.1.self_attn.q_proj.weight"]
+    )
+    assert torch.equal(llama["model.norm.weight"], torch.ones(32))
+    assert torch.equal(llama["model.layers.3.self_attn.q_proj.bias"], torch.zeros(32))
+    scaled = gpt2["transformer.h.0.mlp.c_proj.weight"].std().item()
+    assert scaled == pytest.approx(0.1 / 8**0.5, rel=0.1)  # two of each of four layers add to the residual stream
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_adapters_and_drawn_weights_go_together(tmp_path):
+    if dist.get_rank() == 0:
+        transformers.LlamaConfig(**TEXT).save_pretrained(tmp_path)
+    dist.barrier()
+    with Strategy(parallel={"tensor": CUT}) as strategy:
+        plain = strategy.initialize(strategy.from_pretrained(tmp_path, weights=False))
+        adapted = strategy.initialize(strategy.from_pretrained(tmp_path, weights=False, adapter=lora()))
+        ids = next(batches())["input_ids"]
+        assert torch.equal(adapted(input_ids=ids).logits, plain(input_ids=ids).logits), "B is zero"
+        prompt = ids[:2, :4]
+        assert torch.equal(strategy.sample(adapted, prompt, 3), strategy.sample(plain, prompt, 3))
