@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import load, save
+from par_checkpoint import inspect, load, save
 from par_groups import JointOptimizer, ProcessGroups, Topology
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
@@ -264,6 +264,8 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
             partial.handle_gradient()
             optimizer.step()
             save(tmp_path / str(number + 1), model=model, optimizer=optimizer)
+            slots = {key.rpartition(".")[2] for key in inspect(tmp_path / str(number + 1)).optimizer}
+            assert slots == {"momentum_buffer"}  # and no copies of the weights, though matrices are put together
     reference = gpt(layer_set(None), 4)
     trained_alone(reference, lambda rows: loss_of(reference, rows), None, steps=len(CHAIN))
     assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)

@@ -127,6 +127,41 @@ def test_five_rows_over_four_ranks_are_2_2_1_0(tmp_path):
     assert torch.equal(part, expected)
 
 
+def momentum_over_copy(model, *, derived):
+    """An optimizer over a copy of the model's weight, after a step that the model does not know of."""
+    copy = nn.Parameter(model.weight.detach().clone())
+    set_segments(copy, Segments([Segment("weight", whole((2, 3), (0,)))], derived=derived))
+    optimizer = torch.optim.SGD([copy], lr=0.1, momentum=0.9)
+    copy.grad = torch.ones_like(copy)
+    optimizer.step()
+    return optimizer, copy
+
+
+@pytest.mark.parametrize("saved_as_derived", [True, False])
+def test_a_copy_that_is_made_anew_from_the_weights_is_not_saved_beside_them(tmp_path, saved_as_derived):
+    """Files with such a copy and files without it are read by either kind of optimizer."""
+    model = nn.Linear(3, 2, bias=False)
+    optimizer, copy = momentum_over_copy(model, derived=saved_as_derived)
+    save(tmp_path / "c", model=model, optimizer=optimizer)
+    stored = safetensors.torch.load_file(tmp_path / "c" / "optimizer" / "optimizer-00001-of-00001.safetensors")
+    assert ("weight.master" in stored) is not saved_as_derived
+    for derived in (True, False):
+        other = nn.Linear(3, 2, bias=False)
+        again, its = momentum_over_copy(other, derived=derived)
+        before = its.detach().clone()
+        load(tmp_path / "c", model=other, optimizer=again)
+        assert torch.equal(other.weight, model.weight)
+        assert torch.equal(again.state[its]["momentum_buffer"], optimizer.state[copy]["momentum_buffer"])
+        assert torch.equal(its, before if saved_as_derived or derived else copy)
+
+
+def test_such_a_copy_is_saved_where_no_model_is(tmp_path):
+    optimizer, copy = momentum_over_copy(nn.Linear(3, 2, bias=False), derived=True)
+    save(tmp_path / "c", optimizer=optimizer)
+    stored = safetensors.torch.load_file(tmp_path / "c" / "optimizer" / "optimizer-00001-of-00001.safetensors")
+    assert torch.equal(stored["weight.master"], copy)
+
+
 def test_scalars_that_disagree_cannot_become_one(tmp_path):
     model = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(3)})
     optimizer = torch.optim.AdamW(model.parameters())

@@ -61,6 +61,14 @@ def test_names_find_their_sharding():
     assert segments != packed([(2, 2), (3,)], 1, 5)
 
 
+def test_what_repeats_parameters_says_so():
+    packed_again = Segments(packed([(2, 2)], 0, 4), derived=True)
+    assert packed_again.derived
+    assert "derived=True" in repr(packed_again)
+    assert packed_again != packed([(2, 2)], 0, 4)
+    assert packed_again == Segments(packed([(2, 2)], 0, 4), derived=True)
+
+
 def test_wrong_segments_are_refused():
     with pytest.raises(ValueError, match="'a' is packed twice"):
         Segments([Segment("a", whole((2,), (0,)))] * 2)

@@ -47,7 +47,7 @@ class Packed:
     Args:
         tensor: As it is in the param group.
         segments: The names of those parameters, and their boxes in its local memory.
-        is_master: Whether it is the optimizer's own copy, and not a parameter of the model.
+        is_master: Whether it is the optimizer's own copy, and says what no parameter of the model says.
     """
 
     tensor: torch.Tensor
@@ -103,7 +103,8 @@ class Naming:
                 "make the optimizer from model.named_parameters()"
             )
         in_files = (Segment(self._names.get(part.name, part.name), part.sharding) for part in segments)
-        return Packed(tensor=tensor, segments=Segments(in_files), is_master=self._is_master(tensor))
+        repeats = segments.derived and bool(self._by_id)  # the model beside it, which is saved too
+        return Packed(tensor=tensor, segments=Segments(in_files), is_master=not repeats and self._is_master(tensor))
 
     def _is_master(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the optimizer's own copy, and not a parameter of the model or a view of some."""

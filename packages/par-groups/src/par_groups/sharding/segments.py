@@ -52,12 +52,15 @@ class Segments:
 
     Args:
         segments: The segments, each name once.
+        derived: Whether the buffer is made anew, before every use, from the parameters with these names, which others
+            hold. So it says nothing that they do not, and whoever saves the parameters need not save it.
 
     Raises:
         ValueError: A name that is given twice.
     """
 
-    def __init__(self, segments: Iterable[Segment]) -> None:
+    def __init__(self, segments: Iterable[Segment], *, derived: bool = False) -> None:
+        self.derived = derived
         self._by_name: dict[str, Segment] = {}
         for segment in segments:
             if segment.name in self._by_name:
@@ -74,10 +77,10 @@ class Segments:
         return self._by_name[name].sharding
 
     def __repr__(self) -> str:
-        return f"Segments({list(self)!r})"
+        return f"Segments({list(self)!r}{', derived=True' * self.derived})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Segments) and list(self) == list(other)
+        return isinstance(other, Segments) and self.derived == other.derived and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # compared by value, never a key
 

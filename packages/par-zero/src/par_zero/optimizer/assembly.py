@@ -73,7 +73,9 @@ class Assembly:
                 one.chunk.wholes.append(one.whole)
                 block = one.block
                 box = Box(block.start, block.size, 0, tuple(value.stride()), tuple(copies))
-                set_segments(one.whole, Segments([Segment(block.name, Sharding(block.shape, (box,)))]))
+                derived = value.dtype == one.chunk.own.dtype  # else the parameters are a rounded copy of it
+                segments = Segments([Segment(block.name, Sharding(block.shape, (box,)))], derived=derived)
+                set_segments(one.whole, segments)
         for chunk in self._chunks:
             chunk.master = chunk.own  # the whole tensors have all digits
 
