@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from par_zero import memory, traffic
+from par_zero import bucket_bytes, memory, traffic
 
 BF16 = {"param_dtype": torch.bfloat16}
 BF16_FP32_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -35,6 +35,33 @@ def test_momentum_needs_one_slot_and_plain_sgd_none():
     assert memory(1, 100, 4, slots=0, **BF16).optimizer == 100  # the fp32 parameters
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_buffers_are_those_of_the_chunks_in_flight(stage):
+    two, three = (memory(stage, 6400, 4, chunk=800, inflight=inflight) for inflight in (2, 3))
+    assert memory(stage, 6400, 4, chunk=800) == two
+    assert three.buffers == two.buffers * 3 / 2 == 3 * 800 * 4 * (1 + (stage > 1))
+    assert three.total - three.buffers == two.total - two.buffers
+
+
+def test_an_automatic_bucket_keeps_hops_below_a_fifth_of_a_collective():
+    latency, bandwidth = 8e-6, 45e9
+    for ranks in (1, 2, 8, 64, 1024, 100_000):
+        size = bucket_bytes(ranks)
+        hops, bytes_ = (ranks - 1) * latency, (ranks - 1) / ranks * size / bandwidth
+        assert hops <= 0.2 * bytes_
+        assert size == 25_000_000 or bytes_ <= 10 * hops  # no larger than that takes
+    assert bucket_bytes(8) == 25_200_000
+    assert bucket_bytes(64) == 226_800_000
+    assert bucket_bytes(64, latency=0) == 25_000_000
+    assert bucket_bytes(8, latency=3e-6, bandwidth=370e9) == 77_700_000
+
+
+@pytest.mark.parametrize("wrong", [{"ranks": 0}, {"ranks": 2, "latency": -1.0}, {"ranks": 2, "bandwidth": -1.0}])
+def test_a_ring_of_nothing_is_refused(wrong):
+    with pytest.raises(ValueError, match="make no ring; give 1 rank or more, and no negative numbers"):
+        bucket_bytes(**wrong)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 64])
 @pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_moves_what_the_table_says(stage, times, ranks):
@@ -48,6 +75,8 @@ def test_microbatches_cost_a_reduction_each_unless_they_are_not_synchronised(mic
     assert apart == [2 * k * part, (k + 1) * part, (k + 1) * part, 3 * k * part]
     together = [traffic(stage, 6400, 4, microbatches=k, no_sync=True) for stage in range(4)]
     assert together == [2 * part, 2 * part, 2 * part, (2 if k > 1 else 3) * part]
+    anew = [traffic(stage, 6400, 4, microbatches=k, no_sync=True, keep=False) for stage in range(4)]
+    assert anew == [2 * part, 2 * part, 2 * part, (2 * k + 1) * part]
 
 
 @pytest.mark.parametrize("stage", range(4))

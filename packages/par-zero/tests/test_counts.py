@@ -30,11 +30,11 @@ def sharded(stage, group, **options):
     return model, optimizer
 
 
-def step(model, optimizer, microbatches=1, *, together=False):
+def step(model, optimizer, microbatches=1, *, together=False, keep=True):
     for number in range(microbatches):
         x = torch.randn(2, WIDTH)
         if together and number < microbatches - 1:
-            with no_sync(model):
+            with no_sync(model, keep=keep):
                 model(x).square().mean().backward()
         else:
             model(x).square().mean().backward()
@@ -63,15 +63,26 @@ def part(ranks):
 
 
 @pytest.mark.ranks(4)
-@for_each(stage=(0, 1, 2, 3), passes=((1, False), (2, False), (2, True)))
+@for_each(stage=(0, 1, 2, 3), passes=((1, False, True), (2, False, True), (2, True, True), (3, True, False)))
 def test_a_step_moves_what_traffic_says(stage, passes):
     """Stage 3 saves one gathering: the unit that ends forward begins backward, unless all stay under no_sync."""
-    microbatches, together = passes
+    microbatches, together, keep = passes
     ranks = dist.get_world_size()
-    received, flags = moved(*sharded(stage, dist.group.WORLD), microbatches, together=together)
-    saved = microbatches * BLOCK * part(ranks) if stage == 3 and not together else 0
-    assert received == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together) - saved
-    assert flags == 2 * part(ranks) * flags_of(stage) * (1 if together else microbatches)
+    received, flags = moved(*sharded(stage, dist.group.WORLD), microbatches, together=together, keep=keep)
+    gathers_anew = stage == 3 and not (together and keep)
+    saved = microbatches * BLOCK * part(ranks) if gathers_anew else 0
+    assert received == traffic(stage, PARAMETERS, ranks, microbatches=microbatches, no_sync=together, keep=keep) - saved
+    assert flags == 2 * part(ranks) * flags_of(stage) * (microbatches if gathers_anew or not together else 1)
+
+
+@pytest.mark.ranks(2)
+def test_automatic_buckets_are_of_25_megabytes_or_more():
+    for bucket, chunks in ((10_000_000, 4), ("auto", 2)):
+        linears = nn.Sequential(*(nn.Linear(1600, 1600, bias=False) for _ in range(4)))  # 10.24e6 bytes each
+        module, _ = shard(linears, stage=1, group=dist.group.WORLD, bucket=bucket)
+        with count_collectives() as counted:
+            module(torch.ones(1, 1600)).sum().backward()
+        assert len([event for event in counted.events if event.dtype == torch.float32]) == chunks
 
 
 @pytest.mark.ranks(4)

@@ -104,6 +104,12 @@ def part_twice():
     return {"module": module}
 
 
+def whole_twice():
+    module = mlp()
+    sharded(module, 3)
+    return {"module": module[1]}
+
+
 def with_optimizer(make):
     module = nn.Linear(4, 4, bias=False)
     return {"module": module, "optimizer": make(module.parameters())}
@@ -162,8 +168,10 @@ MISTAKES = {
     "a stage that is none": (lambda: {"stage": 4}, ["stage is 4"]),
     "a stage in words": (lambda: {"stage": "three"}, ["stage is 'three'"]),
     "sharded twice": (twice, ["sharded already"]),
-    "a part that is sharded": (part_twice, ["sharded already"]),
+    "a part that is sharded": (part_twice, ["sharded already", "parts of it that have no parameter in common"]),
+    "a part of what is sharded": (whole_twice, ["'0.weight' is sharded already", "another module"]),
     "no bucket": (lambda: {"bucket": 0}, ["bucket is 0"]),
+    "no reduction in flight": (lambda: {"inflight": 0}, ["inflight is 0 chunks", "None"]),
     "a reduction that is none": (lambda: {"reduce": "max"}, ["'max'"]),
     "a dtype for whole numbers": (lambda: {"param_dtype": torch.int8}, ["param_dtype is torch.int8"]),
     "a word for units": (lambda: {"units": "all", "stage": 3}, ["units is 'all'"]),
@@ -194,6 +202,7 @@ def test_dtensor_parameters_are_refused():
 TYPES = {
     "buckets": 3,
     "bucket": "25MB",
+    "inflight": 2.0,
     "param_dtype": "bfloat16",
     "reduce_dtype": 16,
     "atomic": "no",
@@ -279,7 +288,7 @@ def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
         refused(ValueError, *words, stage=stage, **mine)
 
 
-@for_each(differ=("sizes", "stage", "bucket", "dtype", "groups", "units"))
+@for_each(differ=("sizes", "stage", "bucket", "inflight", "dtype", "groups", "units"))
 @pytest.mark.ranks(4)
 def test_ranks_that_differ_are_named(differ):
     odd = dist.get_rank() == 2
@@ -297,6 +306,7 @@ def test_ranks_that_differ_are_named(differ):
         optimizer=optimizer,
         stage=1 if odd and differ == "stage" else 3,
         bucket=1 if odd and differ == "bucket" else 500,
+        inflight=1 if odd and differ == "inflight" else None,
         units=[] if odd and differ == "units" else "auto",
     )
 

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import Compute, Links, Strict, for_each, strict_time
+from par_testing import Compute, Links, Strict, for_each, step, strict_time
 from par_zero import no_sync, shard
+
+from .helpers import STAGES, batch, mlp, sgd, train
 
 WIDTH, BLOCKS, ROWS = 256, 8, 256
 BANDWIDTH, FLOPS = 2e12, 400e12
@@ -114,6 +116,76 @@ def test_microbatches_under_no_sync_are_exposed_as_one_alone():
     *_, kept = steps(3, 4, microbatches=3)
     assert kept.computing == pytest.approx(3 * plain.computing, rel=0.01)
     assert kept.exposed < 1.1 * plain.exposed, kept.by_site
+
+
+class Repeated(nn.Module):
+    """Linears of which each runs as many times as it is told."""
+
+    def __init__(self, times):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linears, self.times = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in times), times
+
+    def forward(self, x):
+        for linear, times in zip(self.linears, self.times, strict=True):
+            for _ in range(times):
+                x = linear(x)
+        return x
+
+
+BACKWARD = 2 * 2 * ROWS * WIDTH * WIDTH / FLOPS  # seconds of a linear
+NARROW = Strict(
+    links=Links(inside=(0.0, WIDTH * WIDTH * 4 / 2 / (4 * BACKWARD))), compute=Compute(flops=FLOPS, memory=1e30)
+)
+
+
+@pytest.mark.ranks(2, backend="strict", strict=NARROW)
+def test_backward_waits_only_for_more_reductions_than_may_be_in_flight():
+    """A reduction takes as long as the backward pass of four linears.
+
+    In backward a linear that has run once is complete right after one that has run 16 times, and waits three linears'
+    time where there is room for one reduction alone. Where there is room for two it does not, as the next one takes
+    longer than both. When backward ends the last two are left, three linears' time and four.
+    """
+    exposed = {}
+    for inflight in (1, 2, None):
+        module = Repeated((1, 16, 1, 16))
+        shard(module, stage=2, group=dist.group.WORLD, bucket=1, inflight=inflight)
+        inputs = torch.ones(ROWS, WIDTH, requires_grad=True)
+        for _ in range(3):
+            loss = module(inputs).square().mean()
+            strict_time()
+            loss.backward()
+        exposed[inflight] = strict_time().exposed / BACKWARD
+    slack = SLACK / BACKWARD
+    assert exposed[None] == pytest.approx(4 + 3, abs=slack), exposed
+    assert exposed[2] == pytest.approx(exposed[None], abs=slack)
+    assert exposed[1] == pytest.approx(exposed[None] + 3, abs=slack)
+
+
+LOOKS = {
+    "item() or bool() in _reduce.py:<genexpr>": "whether all parameters had a gradient here",
+    "tolist() in _collectives.py:read": "whether they had in the pass before, on any rank, and which order to learn",
+    "nonzero() in _reduce.py:unused": "which parameters had none anywhere",
+    "tolist() in _reduce.py:unused": "the same",
+    "tolist() in _order.py:_compare": "whether all ranks end the pass alike, at stage 3",
+}
+"""Where the host looks at numbers in a step, and at which; all of them lie on the CPU where a group has gloo for it."""
+
+
+@for_each(stage=STAGES)
+@pytest.mark.ranks(2, backend="strict")
+def test_in_a_step_the_host_looks_at_flags_alone(stage):
+    """It waits for nothing that is computed or communicated on a device."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    for number in range(4):
+        train(model, optimizer, [[batch(number, width=8)]])
+    inputs = batch(4, width=8)
+    with step(allow=[site.rpartition(" ")[2] for site in LOOKS]) as seen:
+        train(model, optimizer, [[inputs]])
+    assert set(seen.sites) <= set(LOOKS) - (set() if stage == 3 else {"tolist() in _order.py:_compare"})
 
 
 LATENCY = 0.05e-6  # seconds

@@ -121,6 +121,20 @@ def test_under_no_sync_whole_parameters_stay():
     optimizer.step()
 
 
+@pytest.mark.ranks(2)
+def test_under_no_sync_that_keeps_nothing_parameters_are_given_back_after_each_pass():
+    module, optimizer = sharded(mlp(), 3)
+    memory = buffers(module)
+    for _ in range(2):
+        with no_sync(module, keep=False):
+            loss = loss_of(module, batch(0, width=8))
+            assert sum(bool(size) for size in sizes(memory)) < len(memory)
+            loss.backward()
+            assert not any(sizes(memory))
+        loss_of(module, batch(1, width=8)).backward()
+        optimizer.step()
+
+
 def check_parts(module, reference):
     """That the state dict has what the records say, of a reference's values."""
     for name, parameter in module.state_dict(keep_vars=True).items():

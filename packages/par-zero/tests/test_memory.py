@@ -2,6 +2,8 @@
 count in.
 """
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +68,46 @@ def test_bf16_gradients_are_cast_for_the_optimizer_until_they_are_dropped(stage)
     expected = memory(stage, PARAMETERS, ranks, chunk=CHUNK, **BF16)
     cast = PARAMETERS * 4 / (ranks if stage else 1)
     assert_grown(expected.total + cast, stage, BF16, buffers=expected.buffers)
+
+
+class Signalled(nn.Sequential):
+    """Linears; calls a function when backward reaches the first of them."""
+
+    def __init__(self, reached):
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(2 * BLOCKS)))
+        self.reached = reached
+
+    def forward(self, x):
+        first, *rest = self
+        x = first(x)
+        x.register_hook(lambda _: self.reached())
+        for block in rest:
+            x = block(x)
+        return x
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("inflight", [None, 1, 3])
+def test_gradients_in_flight_take_no_more_memory_than_they_may(inflight):
+    """Rank 1 is late, so that nothing of rank 0's is reduced: without a bound all its chunks are under way."""
+    before, token = live_bytes(), torch.zeros(1)
+    module = Signalled(lambda: dist.send(token, 1) if inflight is None and dist.get_rank() == 0 else None)
+    shard(module, stage=2, group=dist.group.WORLD, bucket=4 * WIDTH * WIDTH, inflight=inflight)
+    loss = module(torch.ones(2, WIDTH)).square().mean()
+    if dist.get_rank() == 1:
+        if inflight is None:
+            dist.recv(token, 0)
+        else:
+            time.sleep(0.1)
+        loss.backward()
+        return
+    at_once = 2 * BLOCKS if inflight is None else inflight
+    most = memory(2, 2 * PARAMETERS, 2, slots=0, chunk=CHUNK, inflight=at_once).total
+    arriving = 4 * CHUNK  # the gradients of a linear, before they are copied into its chunk
+    peak = peak_bytes(loss.backward, before + most + arriving + SLACK) - before
+    assert peak < most + arriving + SLACK, (peak, most)
+    if inflight is None:
+        assert peak > most - 2 * 4 * CHUNK, (peak, most)  # the first linear's have not come by then
 
 
 UNEVEN = (96, 160, 40, 200)  # widths of blocks

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -74,7 +75,9 @@ def test_under_no_sync_the_stages_are_bit_equal():
         module, optimizer = sharded(mlp(), stage)
         train(module, optimizer, micro(), deferred=module.no_sync)  # the method is the function
         results.append(whole(module))
-    for result in results[1:]:
+    module, optimizer = sharded(mlp(), 3)
+    train(module, optimizer, micro(), deferred=partial(module.no_sync, keep=False))
+    for result in [*results, whole(module)]:
         assert_same(results[0], result)
 
 
@@ -353,6 +356,32 @@ def test_several_models_and_optimizers_train_side_by_side(stage):
                 each.zero_grad()
     assert_same(whole(one), copies(references[0][0]))
     assert_same(whole(other), copies(references[1][0]))
+
+
+@for_each(stages=((3, 0), (1, 3), (2, 2)))
+@pytest.mark.ranks(4)
+def test_parts_of_a_module_have_stages_groups_and_dtypes_of_their_own(stages):
+    """One is shared by all ranks, one by each pair of them, whose weights differ; the whole is not sharded."""
+    pair = dist.get_rank() // 2
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    first, second = mlp(seed=1), mlp(seed=2 + pair)
+    optimizers = [adamw(first.parameters()), adamw(second.parameters())]
+    shard(first, optimizers[0], stage=stages[0], group=dist.group.WORLD, bucket=300)
+    shard(second, optimizers[1], stage=stages[1], group=pairs[pair], bucket=300, reduce_dtype=torch.float64)
+    references = [mlp(seed=seed) for seed in (1, 2, 3)]
+    its = [adamw(reference.parameters()) for reference in references]
+    for step in range(2):
+        loss_of(nn.Sequential(first, second), batch(step, width=8)).backward()
+        for rank in range(4):
+            reference = nn.Sequential(references[0], references[1 + rank // 2])
+            (loss_of(reference, batch(step, rank, width=8)) / 4).backward()
+        for parameter in (*references[1].parameters(), *references[2].parameters()):
+            parameter.grad *= 2  # they have seen two ranks
+        for each in (*optimizers, *its):
+            each.step()
+            each.zero_grad()
+    assert_near(whole(first), copies(references[0]))
+    assert_near(whole(second), copies(references[1 + pair]))
 
 
 @for_each_stage

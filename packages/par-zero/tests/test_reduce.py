@@ -33,9 +33,9 @@ ARRIVES = "bc"
 """The reductions whose collectives arrive at once."""
 
 
-def begun(names, collectives, *, waits=True):
+def begun(names, collectives, *, limit=2):
     """What happens when reductions of these names begin, each of several collectives."""
-    notes, reductions = [], Reductions(waits=waits)
+    notes, reductions = [], Reductions(limit)
 
     def steps(name):
         for number in range(collectives):
@@ -47,7 +47,7 @@ def begun(names, collectives, *, waits=True):
 
 
 def test_where_the_host_would_wait_the_next_begins_and_what_has_arrived_is_taken_in():
-    reductions, notes = begun("abcd", 1, waits=False)
+    reductions, notes = begun("abcd", 1, limit=None)
     assert notes == ["begin a0", "begin b0", "wait b0", "begin c0", "wait c0", "begin d0"]
     notes.clear()
     reductions.finish()
@@ -55,7 +55,7 @@ def test_where_the_host_would_wait_the_next_begins_and_what_has_arrived_is_taken
 
 
 def test_where_the_host_would_wait_second_collectives_begin_at_the_end_in_the_order_of_the_first():
-    reductions, notes = begun("abc", 2, waits=False)
+    reductions, notes = begun("abc", 2, limit=None)
     assert notes == ["begin a0", "begin b0", "begin c0"]
     notes.clear()
     reductions.finish()
@@ -81,6 +81,15 @@ def test_at_the_end_the_last_chunks_are_brought_on_in_turn():
 def test_a_third_chunk_waits_for_the_first_alone():
     _, notes = begun("abc", 1)
     assert notes == ["begin a0", "begin b0", "wait a0", "begin c0"]
+
+
+def test_the_limit_may_be_one_or_more_than_two():
+    _, notes = begun("abc", 1, limit=1)
+    assert notes == ["begin a0", "wait a0", "begin b0", "wait b0", "begin c0"]
+    _, notes = begun("abc", 2, limit=1)
+    assert notes == ["begin a0", "wait a0", "begin a1", "begin b0", "wait a1", "wait b0", "begin b1", "begin c0"]
+    _, notes = begun("abcde", 1, limit=3)
+    assert notes == ["begin a0", "begin b0", "begin c0", "wait a0", "begin d0", "wait b0", "begin e0"]
 
 
 class Exchanging(torch.autograd.Function):

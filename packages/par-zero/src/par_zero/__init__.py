@@ -1,6 +1,6 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
-from ._cost import Memory, memory, traffic
+from ._cost import Memory, bucket_bytes, memory, traffic
 from ._options import ShardOptions
 from ._shard import no_sync, reset, shard, summon
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Memory",
     "ShardOptions",
+    "bucket_bytes",
     "looks_at_all_tensors",
     "looks_at_whole_tensors",
     "memory",

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from .optimizer.step import is_fresh
 ENGINE = "par_zero"
 """The attribute of a sharded module that holds its engine."""
 
+_PACKED = "par_zero_packed"
+"""The attribute of a sharded module's parameter: its `id`, since a copy has the attributes too, and is not sharded."""
+
 
 def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int, tensor: dist.ProcessGroup | None) -> None:
     """Checks what is to be sharded, as far as this rank sees it.
@@ -41,9 +44,12 @@ def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int, tensor: d
         raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
     if type(stage) is not int or stage not in range(len(STAGES)):
         raise ValueError(f"stage is {stage!r}; it can be 0, 1, 2 or 3")
+    remedy = "shard a module once, as a whole, or parts of it that have no parameter in common, and not the whole"
     if any(ENGINE in part.__dict__ for part in module.modules()):
-        raise ValueError(f"the {type(module).__name__}, or a part of it, is sharded already; shard it once, as a whole")
+        raise ValueError(f"the {type(module).__name__}, or a part of it, is sharded already; {remedy}")
     for name, parameter in module.named_parameters():
+        if parameter.__dict__.get(_PACKED) == id(parameter):
+            raise ValueError(f"{name!r} is sharded already, as a parameter of another module; {remedy}")
         if not parameter.is_floating_point() and not parameter.is_complex():
             raise ValueError(f"{name!r} has dtype {parameter.dtype}, which has no gradients; make it a buffer")
         if hasattr(parameter, "placements"):
@@ -61,6 +67,12 @@ def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int, tensor: d
         _check_each_has_one(groups, names)
     for own in by_optimizer.values():
         _check_way_of_working(own, names, STAGES[stage], tensor)
+
+
+def mark_packed(parameters: Iterable[nn.Parameter]) -> None:
+    """Notes that parameters are sharded, so that nobody shards them once more, as a part of the module or around it."""
+    for parameter in parameters:
+        setattr(parameter, _PACKED, id(parameter))
 
 
 def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
@@ -271,7 +283,7 @@ def described(
         )
         for member in members
     ]
-    fields = (stage, options.bucket, options.param_dtype, options.reduce_dtype, options.reduce)
+    fields = (stage, options.bucket, options.inflight, options.param_dtype, options.reduce_dtype, options.reduce)
     return repr((fields, parts))
 
 

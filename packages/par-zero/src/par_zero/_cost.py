@@ -18,8 +18,8 @@ class Memory:
         parameters: Bytes of the parameters as the module uses them.
         gradients: Bytes of the gradients that are kept between their reduction and the step.
         optimizer: Bytes of the optimizer's state, and of its own copies of parameters.
-        buffers: Bytes that reductions work in, as far as they are kept between steps: at most those of two chunks. In
-            backward it is those of all chunks that are under way at a time.
+        buffers: Bytes that reductions work in: those of the chunks that are under way at a time. Between steps at most
+            that many stay.
     """
 
     parameters: float
@@ -44,6 +44,7 @@ def memory(
     slots: int = 2,
     chunk: int = 0,
     assembled: int = 0,
+    inflight: int = 2,
 ) -> Memory:
     """Bytes of one rank after a step on gloo. During it, stage 3 adds the parameters of two units.
 
@@ -59,12 +60,14 @@ def memory(
             the model. Other backends than gloo bring their own to receive into.
         assembled: Number of those of `parameters` that are put together over tensor ranks, for an optimizer that must
             see whole tensors. A rank steps about as many elements as it has parts of, in tensors of their own.
+        inflight: Number of chunks that are reduced at a time, such as the `inflight` of `shard`. By default two, which
+            are kept between steps where `shard` was given no number; in backward it is then all that are under way.
     """
     cuts = STAGES[stage]
     used, reduced = param_dtype or dtype, reduce_dtype or param_dtype or dtype
     copies = slots + (used != dtype)
-    # Of each of two chunks: the whole gradient where it is not kept, and what a reduce-scatter receives.
-    buffers = 2 * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
+    # Of each chunk: the whole gradient where it is not kept, and what a reduce-scatter receives.
+    buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
     stepped = assembled * dtype.itemsize / (ranks if cuts.shards_state else 1)
     return Memory(
         parameters=parameters * used.itemsize / (ranks if cuts.shards_parameters else 1),
@@ -75,6 +78,28 @@ def memory(
     )
 
 
+def bucket_bytes(ranks: int, *, latency: float = 8e-6, bandwidth: float = 45e9) -> int:
+    """Bytes of parameters that are worth a collective of their own: what `shard(bucket="auto")` takes.
+
+    A ring of n ranks takes (n - 1) l for its hops and (n - 1) / n B / w for B bytes. Of max(25 MB, 10 (n - 1) l w)
+    bytes the hops take no more than a tenth to a fifth of the time that the bytes take, however many ranks there are.
+
+    Args:
+        ranks: Number of ranks n that share.
+        latency: Seconds l of a hop. The default is an assumption for hosts with a fast network between them.
+        bandwidth: Bytes w that a rank sends in a second. The default is an assumption for the same hosts.
+
+    Raises:
+        ValueError: No ranks, or a negative latency or bandwidth.
+    """
+    if ranks < 1 or latency < 0 or bandwidth < 0:
+        raise ValueError(
+            f"{ranks} ranks, a latency of {latency} s and a bandwidth of {bandwidth} bytes/s make no ring; give 1 rank "
+            "or more, and no negative numbers"
+        )
+    return max(25_000_000, round(10 * (ranks - 1) * latency * bandwidth))
+
+
 def traffic(
     stage: int,
     parameters: int,
@@ -82,6 +107,7 @@ def traffic(
     *,
     microbatches: int = 1,
     no_sync: bool = False,
+    keep: bool = True,
     replicas: int = 1,
     assembled: int = 0,
     tensor: int = 1,
@@ -94,6 +120,7 @@ def traffic(
         ranks: Number of ranks that share.
         microbatches: Number of backward passes in a step.
         no_sync: Whether all of them but the last are under `no_sync`.
+        keep: Whether parameters stay gathered there, at stage 3, as `no_sync` says.
         replicas: Number of ranks that keep the same share.
         assembled: Number of those of `parameters` that are put together over tensor ranks, for an optimizer that must
             see whole tensors. Gradients go to the rank that steps them, parameters too, and the results come back.
@@ -102,7 +129,8 @@ def traffic(
     cuts = STAGES[stage]
     passes = 1 if no_sync else microbatches
     if cuts.shards_parameters:  # gathered for forward and backward, unless they stay
-        count = 2 if no_sync and microbatches > 1 else 3 * microbatches
+        gathers = 1 if no_sync and keep and microbatches > 1 else 2 * microbatches
+        count = gathers + passes
     elif cuts.shards_state:
         count = passes + 1
     else:

@@ -35,6 +35,7 @@ class Engine:
         groups: The ranks that share.
         units: The modules that are gathered by themselves, at stage 3.
         assemblies: What is put together from parts for an optimizer, by the optimizer's number.
+        inflight: Number of chunks whose reductions may be under way in backward; None as in `shard`.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Engine:
         units: Sequence[Unit],
         *,
         assemblies: Mapping[int, Assembly],
+        inflight: int | None,
     ) -> None:
         self._optimizers, self._stage, self._groups, self._chunks = tuple(optimizers), stage, groups, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
         self._stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
-        self._reducer = Reducer(self._trained, groups)
+        self._reducer = Reducer(self._trained, groups, inflight)
         self._arrivals: Arrivals | None = None
         if stage.shards_state and not stage.shards_parameters:
             self._arrivals = Arrivals(self._trained, groups.shards, self._reducer)
@@ -86,9 +88,10 @@ class Engine:
         _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `par_zero.no_sync`. At stage 3 what is gathered stays so, until gradients are reduced."""
-        with self._reducer.no_sync(), nullcontext() if self._gatherer is None else self._gatherer.kept():
+    def no_sync(self, *, keep: bool = True) -> Iterator[None]:
+        """See `par_zero.no_sync`. It is the module's method, too."""
+        keeper = self._gatherer if keep else None
+        with self._reducer.no_sync(), nullcontext() if keeper is None else keeper.kept():
             yield
 
     @contextmanager

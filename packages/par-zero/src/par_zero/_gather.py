@@ -239,7 +239,7 @@ class Gatherer:
     def _end_backward(self, *, reduced: bool) -> None:
         """A backward pass has ended, with gradients reduced or not."""
         if not (reduced or self._graphed or self._keepers):
-            self._order.end(End.NO_GRADIENTS)
+            self._order.end(End.UNREDUCED)
         if self._graphed:  # nobody would gather again what a pass through its graph needs
             for unit in self._units:
                 unit.kept |= unit.gathered

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
+from ._cost import bucket_bytes
 from ._param_groups import Atomic
 
 Units = str | Callable[[nn.Module], bool] | Sequence[nn.Module]
@@ -23,7 +25,10 @@ class ShardOptions:
         units: Which modules are gathered by themselves at stage 3. "auto": the items of every ModuleList, ModuleDict
             and Sequential, small neighbours together. Or a function that is True of a module that is a unit, or a list
             of the modules.
-        bucket: Bytes of parameters that are reduced as one, such as 10_000_000.
+        bucket: Bytes of parameters that are reduced as one, such as 10_000_000; or "auto", for what `bucket_bytes` says
+            of the ranks that share: 25 MB or more, and more the more ranks there are.
+        inflight: Number of chunks whose reductions may be under way in backward, before it waits for the oldest. None:
+            two where a GPU waits, else any number.
         param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
@@ -37,19 +42,24 @@ class ShardOptions:
     """
 
     units: Units = "auto"
-    bucket: int = 10_000_000
+    bucket: int | Literal["auto"] = 10_000_000
+    inflight: int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reduce: str = "mean"
     atomic: Atomic = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool):
-            raise TypeError(f"bucket is {self.bucket!r}; give a whole number of bytes, such as 10_000_000")
+        if self.bucket != "auto" and type(self.bucket) is not int:
+            raise TypeError(f"bucket is {self.bucket!r}; give a whole number of bytes, such as 10_000_000, or 'auto'")
+        if self.inflight is not None and type(self.inflight) is not int:
+            raise TypeError(f"inflight is {self.inflight!r}; give a whole number of chunks, such as 2, or None")
         if not isinstance(self.atomic, bool) and not callable(self.atomic):
             raise TypeError(f"atomic is {self.atomic!r}; give True, False, or a function of a param group")
-        if self.bucket < 1:
+        if isinstance(self.bucket, int) and self.bucket < 1:
             raise ValueError(f"bucket is {self.bucket} bytes; give 1 or more")
+        if self.inflight is not None and self.inflight < 1:
+            raise ValueError(f"inflight is {self.inflight} chunks; give 1 or more, or None")
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce is {self.reduce!r}; it can be 'mean' or 'sum'")
         for name, dtype in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):
@@ -57,3 +67,11 @@ class ShardOptions:
                 raise TypeError(f"{name} is {dtype!r}; give a dtype, such as torch.bfloat16")
             if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
                 raise ValueError(f"{name} is {dtype}; give a floating-point dtype of 16 bits or more")
+
+    def bucket_of(self, ranks: int) -> int:
+        """Bytes of parameters that are reduced as one.
+
+        Args:
+            ranks: Number of ranks that share.
+        """
+        return bucket_bytes(ranks) if isinstance(self.bucket, str) else self.bucket

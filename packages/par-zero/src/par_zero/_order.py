@@ -41,7 +41,7 @@ class End(IntEnum):
 
     BACKWARD = -1
     EVALUATION = -2
-    NO_GRADIENTS = -3
+    UNREDUCED = -3
 
     @property
     def text(self) -> str:
@@ -49,7 +49,7 @@ class End(IntEnum):
         return {
             End.BACKWARD: "ends backward",
             End.EVALUATION: "ends a forward without gradients",
-            End.NO_GRADIENTS: "ends a backward in which no parameter got a gradient",
+            End.UNREDUCED: "ends a backward that reduces no gradients",
         }[self]
 
 

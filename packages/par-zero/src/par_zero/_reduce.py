@@ -74,13 +74,15 @@ class Reducer:
     Args:
         chunks: The trained chunks, in the order in which their gradients are expected before any have come.
         groups: The ranks that take part.
+        inflight: Number of chunks whose reductions may be under way in backward; None: two where a device waits in the
+            order of its work, else any number.
 
     Attributes:
         begun: How many chunks' reductions have begun in this pass.
         arriving: Numbers of the chunks whose parameters are on their way after a step, and were not read yet.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], groups: Groups) -> None:
+    def __init__(self, chunks: Sequence[Chunk], groups: Groups, inflight: int | None = None) -> None:
         self._chunks, self._groups = chunks, groups
         self._deferring = 0  # how many `no_sync` are entered
         self._running = False  # whether a backward pass has begun and not ended
@@ -99,7 +101,10 @@ class Reducer:
         # The CPU that serves a device is so far ahead of it that it never finds a collective complete. So there the
         # device waits, or else all gradients would be in memory, and what follows a reduce-scatter would begin last.
         lends = any(chunk.stage.shards_gradients for chunk in chunks)
-        self._reductions = Reductions(waits=not on_cpu and (lends or not single))
+        if inflight is None and not on_cpu and (lends or not single):
+            inflight = 2
+        self._reductions = Reductions(inflight)
+        self._kept = inflight or 2  # buffers between two passes
         self._gradients, self._received = Buffers(), Buffers()
         self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]  # since the last step
         self._unshared: set[int] = set()  # the chunks of which the ranks have not told each other that yet
@@ -270,8 +275,8 @@ class Reducer:
             for chunk in self._chunks:
                 chunk.bind_gradients()
         self._forget_pass()
-        self._received.keep(2)
-        if self._gradients.keep(2):
+        self._received.keep(self._kept)
+        if self._gradients.keep(self._kept):
             for chunk in self._chunks:
                 chunk.forget_buffer()
         for call in self._at_end:
@@ -373,12 +378,13 @@ class Reductions:
     arrived, it would fall between other collectives on one rank and behind them on another.
 
     Args:
-        waits: Whether at most two are at their first collective, which needs a whole chunk's memory, and a third waits
-            for the oldest, which then goes on. So it is on a device that waits by itself, in the order of its work.
+        limit: How many may be at their first collective, which needs a whole chunk's memory: one more waits for the
+            oldest, which then goes on. So it is on a device that waits by itself, in the order of its work. None: any
+            number, and what has arrived is taken in.
     """
 
-    def __init__(self, *, waits: bool) -> None:
-        self._waits = waits
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
         self._under_way: list[_Reduction] = []
 
     def begin(self, steps: Iterator[Handle], *, single: bool) -> None:
@@ -392,13 +398,13 @@ class Reductions:
         self._under_way.append(_Reduction(steps, next(steps), single))
 
     def make_room(self) -> None:
-        """Takes in what has arrived; or, where a device waits, brings the older of two on, and those before it."""
-        if self._waits:
-            first = [number for number, reduction in enumerate(self._under_way) if reduction.at_first]
-            if len(first) == 2:
-                self._wait_for(self._under_way[: first[1]])
-        else:
+        """Takes in what has arrived; or, at the limit, brings the oldest at its first collective on, and all before."""
+        if self._limit is None:
             self._wait_for([each for each in self._under_way if each.single and each.handle.is_completed()])
+            return
+        first = [number for number, reduction in enumerate(self._under_way) if reduction.at_first]
+        if len(first) == self._limit:
+            self._wait_for(self._under_way[: first[0] + 1])
 
     def finish(self) -> None:
         """Waits for all reductions, which go on in turn."""

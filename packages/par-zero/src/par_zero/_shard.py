@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, on_written, together
 
-from ._check import ENGINE, agreed_ranks, check, check_abstract, check_backends, check_groups, described
+from ._check import ENGINE, agreed_ranks, check, check_abstract, check_backends, check_groups, described, mark_packed
 from ._collectives import Groups, same_ranks
 from ._engine import Engine
 from ._options import Fill, ShardOptions, Units
@@ -37,7 +38,8 @@ def shard(
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None = None,
     units: Units = "auto",
-    bucket: int = 10_000_000,
+    bucket: int | Literal["auto"] = 10_000_000,
+    inflight: int | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce: str = "mean",
@@ -69,7 +71,13 @@ def shard(
         units: Which modules are gathered by themselves at stage 3. "auto": the items of every ModuleList, ModuleDict
             and Sequential, small neighbours together. Or a function that is True of a module that is a unit, or a list
             of the modules.
-        bucket: Bytes of parameters that are reduced as one, such as 10_000_000.
+        bucket: Bytes of parameters that are reduced as one, such as 10_000_000; or "auto", for what `bucket_bytes` says
+            of the ranks of `group`: 25 MB or more, and more the more ranks there are.
+        inflight: Number of chunks whose reductions may be under way in backward, before it waits for the oldest: so
+            much memory reductions take at most. None: two where a GPU waits in the order of its work, else any number.
+            Where backward itself exchanges with other ranks, and data decides which parameters get gradients on a
+            rank, let it be None on a CPU, and on a GPU as many as there are chunks: a rank that waits inside of
+            backward may wait for one that waits for it.
         param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
@@ -112,6 +120,7 @@ def shard(
         options = ShardOptions(
             units=units,
             bucket=bucket,
+            inflight=inflight,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             reduce=reduce,
@@ -128,11 +137,12 @@ def shard(
                 f"{dist.get_rank(group)} of its group; give the position of each rank in its own group, or leave "
                 "share_of out"
             )
+        unit_bytes = options.bucket_of(dist.get_world_size(group))
         if STAGES[stage].shards_parameters:
-            modules = choose_units(module, units, bucket)
+            modules = choose_units(module, units, unit_bytes)
         abstract = {each: name for name, each in tensors_of(module) if each.is_meta}
         if abstract and fill is not None:
-            filler = Filler(module, choose_units(module, units, bucket), fill)
+            filler = Filler(module, choose_units(module, units, unit_bytes), fill)
         place_of = places(module, modules)
         parts = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
         members = members_of(module, stepped, STAGES[stage], parts)
@@ -190,9 +200,12 @@ def shard(
     if STAGES[stage].shards_state and replicas is not None:
         steppers = tuple(dist.get_process_group_ranks(replicas))
     assemblies = assemble(chunks, blocks, tensor, steppers)
-    engine = Engine(module, optimizers, chunks, STAGES[stage], groups, gathered, assemblies=assemblies)
+    engine = Engine(
+        module, optimizers, chunks, STAGES[stage], groups, gathered, assemblies=assemblies, inflight=inflight
+    )
     record_(chunks, records, SameShare(group, replicas, share_of))
     on_written(parameters, engine.refresh)
+    mark_packed(parameters)
     for entry in (module, *called(module)):
         setattr(entry, ENGINE, engine)
     if abstract and filler is None:
@@ -200,18 +213,20 @@ def shard(
     return module, optimizer
 
 
-def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+def no_sync(module: nn.Module, *, keep: bool = True) -> AbstractContextManager[None]:
     """Backward passes inside add up gradients on each rank; the first one outside reduces them all together.
 
     At stages 2 and 3 this takes a whole gradient's memory, as at stage 1.
 
     Args:
         module: What was given to `shard`, or an item of it that is called.
+        keep: At stage 3, whether parameters that are gathered stay so for the passes that follow, which takes a whole
+            model's memory. Else every pass gathers them anew, as outside, and frees them.
 
     Raises:
         ValueError: The module is not sharded.
     """
-    return _engine_of(module).no_sync()
+    return _engine_of(module).no_sync(keep=keep)
 
 
 def summon(module: nn.Module) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from par_zero import ShardOptions, memory
 from .inputs import Numbers
 from .shape import Count, Cut, Part, Shape
 
-BUCKET = ShardOptions().bucket
+BUCKET = ShardOptions().bucket_of(1)
 """Bytes of parameters that par-zero packs together."""
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}

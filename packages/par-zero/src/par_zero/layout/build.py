@@ -124,7 +124,7 @@ def plan_chunks(
     parts = [
         part[::-1]
         for kind in kinds.values()
-        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket, numel, wastes))
+        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket_of(ranks), numel, wastes))
     ]
     plans, dealt = [], 0
     for part in parts:

@@ -25,7 +25,7 @@ class Member:
         group: Number of its param group among those of all optimizers; -1 where no optimizer has it.
         owner: Number of its optimizer; -1 where none has it.
         atomic: Whether its optimizer must see it as a whole.
-        assembled: Whether it is put together for that from parts, which are this rank's or those of others too.
+        assembled: Whether it is put together for that, from the parts that tensor ranks have, or from several boxes.
         shape: Shape of the parameter on this rank, before it is cut.
     """
 
