@@ -9,6 +9,8 @@ from torch.nn.utils import clip_grad_norm_
 from par_train import Strategy
 
 transformers = pytest.importorskip("transformers")
+for _family in ("Llama", "Mixtral", "Qwen3Moe"):  # imported here once, and not by each rank of each test
+    getattr(transformers, f"{_family}ForCausalLM")
 
 STEPS, WORDS = 3, 101
 TOLERANCE = 2e-5  # relative, fp32: sums over ranks and microbatches in another order
@@ -223,8 +225,8 @@ def adapted():
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
 @pytest.mark.ranks(2, timeout=120)
-def test_adapters_alone_are_trained():
-    pytest.importorskip("peft")
+def test_adapters_alone_are_trained(tmp_path):
+    peft = pytest.importorskip("peft")
     whole = adapted().train()
     optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.5)
     expected = []
@@ -246,3 +248,16 @@ def test_adapters_alone_are_trained():
             optimizer.zero_grad()
         assert losses == pytest.approx(expected, rel=TOLERANCE)
         assert all(parameter.grad is None for name, parameter in model.named_parameters() if "lora_" not in name)
+        strategy.save(model, tmp_path / "adapters", plan="peft")
+        strategy.save(model, tmp_path / "merged", plan="merged")
+    opened = peft.PeftModel.from_pretrained(make_model(), tmp_path / "adapters")
+    found, wanted = peft.get_peft_model_state_dict(opened), peft.get_peft_model_state_dict(whole)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=TOLERANCE)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, tensor in whole.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=TOLERANCE)
+    refusal = pytest.raises(ValueError, match=r"for a model with adapters, Strategy\.from_pretrained\(adapter=\.\.\.\)")
+    with Strategy(parallel={"pipeline": 2}) as strategy, refusal:
+        strategy.initialize(adapted())

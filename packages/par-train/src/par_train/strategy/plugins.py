@@ -61,7 +61,7 @@ class Pipelined(Plugin):
                 raise ValueError(
                     f"a {type(whole).__name__} cannot be cut into pipeline stages; give a model of transformers, an "
                     "nn.Sequential, what Strategy.build(layers) makes of a list of layers, or par_train.Stages of your "
-                    "own"
+                    "own; for a model with adapters, Strategy.from_pretrained(adapter=...)"
                 )
         model = nn.ModuleList(cut) if several else cut[0]
         if optimizer is not None:

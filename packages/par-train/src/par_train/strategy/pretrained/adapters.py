@@ -6,6 +6,7 @@ A wrapper of peft holds `base_layer`, and in `lora_A` and `lora_B` the two matri
 import copy
 import os
 import re
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from par_checkpoint import load
 from par_groups import sharding_of
 
-from ..existing import pretrained_of
+from ..existing import PathLike, pretrained_of
 from .draw import draw_adapter_, fill_part_
 
 PREFIX = "base_model.model."
@@ -95,7 +96,12 @@ def fill_adapters_(part: nn.Module, adapter: Any, seed: int, device: torch.devic
         else:
             fill_part_(parameter, torch.zeros(sharding_of(parameter).shape), device)
     if isinstance(adapter, str | os.PathLike):
-        load(adapter, model=tensors, stem=FILE, dtype=pretrained_of(part).dtype)
+        read_(tensors, adapter)
+
+
+def read_(tensors: Mapping[str, nn.Parameter], path: PathLike) -> None:
+    """Fills matrices of adapters from a folder of peft's, in whatever dtype the files are. Collective."""
+    load(path, model=tensors, stem=FILE, dtype=next((tensor.dtype for tensor in tensors.values()), None))
 
 
 def adapters_in(model: nn.Module) -> dict[str, Any]:

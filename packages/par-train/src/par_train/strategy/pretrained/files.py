@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from par_checkpoint import load, save
+from par_checkpoint import save
 from par_groups import agree, set_sharding, sharding_of, together
 
 from ..existing import PathLike, pretrained_of
@@ -23,6 +23,7 @@ from .adapters import (
     adapters_in,
     base_tensors,
     config_of,
+    read_,
 )
 
 
@@ -40,7 +41,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
 
 def load_adapters(model: nn.Module, path: PathLike) -> None:
     """Reads what `save_adapters` or peft wrote. Collective."""
-    load(path, model=adapter_tensors(model), stem=FILE, dtype=pretrained_of(model).dtype)
+    read_(adapter_tensors(model), path)
 
 
 def save_merged(model: nn.Module, path: PathLike, size: int, device: torch.device) -> None:
@@ -97,8 +98,8 @@ def _merged(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
         record, merged = sharding_of(weight), weight.detach().clone()
         for box in record.boxes:
             rows, columns = box.slices[::-1] if layer.fan_in_fan_out else box.slices
-            delta = (up[rows] @ down[:, columns]) * scaling
-            box.of(merged).add_((delta.T if layer.fan_in_fan_out else delta).to(merged.device, merged.dtype))
+            delta = ((up[rows] @ down[:, columns]) * scaling).to(merged.device, known[key][1])
+            box.of(merged).add_(delta.T if layer.fan_in_fan_out else delta)
         changed = nn.Parameter(merged, requires_grad=False)
         if hasattr(weight, "par_sharding"):
             set_sharding(changed, record)
