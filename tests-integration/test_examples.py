@@ -37,6 +37,7 @@ def test_every_page_on_a_concept_has_an_example():
 @pytest.mark.ranks(1, timeout=120, init=False)
 @pytest.mark.filterwarnings("default")  # a reader sees them, and the example goes on
 @pytest.mark.parametrize("code", PAGES)
+@pytest.mark.usefixtures("trained")
 def test_the_examples_of_a_page_run_one_after_the_other(code, tmp_path):
     as_a_reader_starts(tmp_path)
     exec(compile(code, "page.md", "exec"), {"__name__": "__main__"})
@@ -49,14 +50,35 @@ def as_a_reader_starts(folder):
         os.environ.pop(name, None)
 
 
-@pytest.fixture
-def trained(code, warm_python, tmp_path):
-    """What the reader has after the command above the example."""
-    if "runs/gpt" in code:
-        command = ["-m", "par_train", "run", "--train.steps", "2", "--data.patterns", "d*.py"]
-        done = warm_python.start(command, folder=tmp_path, environment=os.environ, ranks=2)
+@pytest.fixture(scope="session")
+def command(warm_python):
+    """Runs a command line of Python, and waits for it."""
+
+    def run(folder, *words, ranks=0):
+        done = warm_python.start(words, folder=folder, environment=os.environ, ranks=ranks)
         _, errors = done.communicate(60)
         assert done.returncode == 0, errors
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny(command, tmp_path_factory):
+    """A folder with what the reader has who made the tiny model, and has trained it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    command(folder, str(ROOT / "tools" / "tiny_model.py"), "tiny", "--weights=0", "--corpora=texts", "--files=8")
+    flags = ["--model.path=tiny", "--data.path=texts/chat.jsonl", "--train.steps=2", "--train.batch_size=4"]
+    command(folder, "-m", "par_train", "run", *flags, ranks=2)
+    return folder
+
+
+@pytest.fixture
+def trained(code, command, tmp_path, request):
+    """What the reader has after the command above the example."""
+    if "runs/gpt" in code:
+        command(tmp_path, "-m", "par_train", "run", "--train.steps=2", "--data.patterns=d*.py", ranks=2)
+    if "runs/tiny" in code:
+        (tmp_path / "runs").symlink_to(request.getfixturevalue("tiny") / "runs")
 
 
 @pytest.mark.ranks(1, timeout=120, init=False)

@@ -19,7 +19,7 @@ settings.load_profile("par")
 def pytest_configure(config):
     """Has what the command imports, beside torch, imported where ranks and warm commands are forked."""
     drawing = ("matplotlib.figure", "matplotlib.backends.backend_agg")
-    for module in ("par_train.jobs.gpt_run", "torch.distributed.run", *drawing):
+    for module in ("par_train.jobs.job_run", "torch.distributed.run", *drawing):
         config.addinivalue_line("ranks_preload", module)
 
 

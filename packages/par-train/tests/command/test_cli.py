@@ -111,6 +111,80 @@ def test_mistakes(without_torch, folder, flags, words):
     assert not (folder / "runs").exists() or "output" not in flags[0]
 
 
+TINY = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--model.path=tiny", "--model.width=64"],
+            ["model.width is for the byte-level GPT", "'tiny'", "leave one out"],
+        ),
+        (["--model.path=tiny", "--data.folder=text"], ["data.folder is for the byte-level GPT", "model.path 'tiny'"]),
+        (["--data.path=corpus.jsonl"], ["data.path is for a model of transformers", "add --model.path"]),
+        (["--adapter.rank=4"], ["adapter.rank is for a model of transformers", "leave adapter.rank out"]),
+        (["--sample.prompts=a"], ["sample.prompts is for a model of transformers"]),
+        (["--model.path=tiny", "--model.config=tiny"], ["model.path is 'tiny'", "model.config is 'tiny'", "give one"]),
+        (["--model.path=tiny", "--adapter.alpha=4"], ["adapter.alpha is given, but adapter.rank is 0"]),
+        (["--model.path=tiny", "--sample.tokens=4"], ["sample.prompts is empty", "give a prompt"]),
+        (["--model.path=tiny", "--parallel.tensor.mode=2d", "--ranks=4"], ["'2d', which cuts activations", "'1d'"]),
+        (["--model.path=tiny"], ["data.path is missing", "name the file"]),
+        (
+            ["--model.path=none", "--data.path=corpus.jsonl"],
+            ["model.path 'none' holds no config.json", "save_pretrained"],
+        ),
+        (["--model.path=broken", "--data.path=corpus.jsonl"], ["broken/config.json' cannot be read", "mend it"]),
+        (["--model.path=list", "--data.path=corpus.jsonl"], ["list/config.json' holds a list", "must hold a table"]),
+        (["--model.path=bare", "--data.path=corpus.jsonl"], ["'bare' holds no weights", "model.config"]),
+        (["--model.path=tiny", "--data.path=nowhere"], ["data.path is 'nowhere', where there is no file"]),
+        (["--model.path=tiny", "--data.path=corpus.jsonl", "--data.template=no"], ["data.template is 'no'"]),
+        (["--model.path=tiny", "--data.path=corpus.jsonl", "--data.context=65"], ["65", "has 64 positions", "at most"]),
+    ],
+)
+def test_mistakes_with_a_model_of_transformers(without_torch, folder, flags, words):
+    pytest.importorskip("transformers")  # found, and not imported
+    configs = {"tiny": json.dumps(TINY), "bare": json.dumps(TINY), "broken": "{", "list": "[]"}
+    for name, text in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(text)
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / "tiny" / name).write_text("")
+    (folder / "corpus.jsonl").write_text('{"text": "a"}')
+    assert_one_line(without_torch(folder, "run", "--device=cpu", *flags), *words)
+    assert not (folder / "runs").exists()
+
+
+WITHOUT_TRANSFORMERS = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in sys.argv[1] else found(name, package)
+from par_train.command.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "flags", "remedy"),
+    [
+        ("transformers", [], "needs transformers, which is not installed; pip install 'par-train[transformers]'"),
+    ],
+)
+def test_packages_that_are_not_installed_are_named_with_their_extra(tmp_path, absent, flags, remedy):
+    pytest.importorskip("transformers")
+    words = [absent, "run", "--model.path=tiny", "--data.path=corpus.jsonl", *flags]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS, *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=SOURCES,
+        cwd=tmp_path,
+    )
+    assert_one_line(done, remedy)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

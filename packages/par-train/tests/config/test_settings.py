@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from par_train._errors import UserError
 from par_train.config.settings import build, load, settings
 from par_train.jobs.checks import check_config
-from par_train.jobs.options import Options, PlanOptions, TrainOptions, learning_rate
+from par_train.jobs.options import AdapterOptions, ModelOptions, Options, PlanOptions, TrainOptions, learning_rate
 
 
 def write(folder, text, name="config.toml"):
@@ -215,13 +215,33 @@ def test_every_key_has_help():
 
 
 def test_learning_rate_warms_up_and_decays():
-    options = TrainOptions(steps=100, warmup_steps=10, learning_rate=2.0, final_learning_rate=0.1)
+    train = TrainOptions(steps=100, warmup_steps=10, learning_rate=2.0, final_learning_rate=0.1)
+    options = Options(train=train)
     rates = [learning_rate(options, step) for step in range(1, 101)]
     assert rates[0] == pytest.approx(0.2)
     assert rates[9] == 2.0
     assert rates[54] == pytest.approx(1.1)  # half of the cosine: the middle between 2.0 and 0.2
     assert rates[99] == pytest.approx(0.2)
     assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+def test_learning_rate_that_is_not_given_is_the_usual_one_of_the_job():
+    existing, random = ModelOptions(path="tiny"), ModelOptions(config="tiny")
+    cases = [
+        (Options(), 4e-3),
+        (Options(model=existing), 2e-5),
+        (Options(model=random), 3e-4),
+        (Options(model=existing, adapter=AdapterOptions(rank=8)), 2e-4),
+        (Options(model=existing, train=TrainOptions(learning_rate=0.0)), 0.0),
+    ]
+    for options, expected in cases:
+        assert options.peak_learning_rate == expected
+
+
+def test_output_folder_that_is_not_given_has_the_name_of_the_model():
+    assert Options().output_folder == "runs/gpt"
+    assert Options(model=ModelOptions(path="~/models/tiny/")).output_folder == "runs/tiny"
+    assert Options(model=ModelOptions(path="tiny"), output="here").output_folder == "here"
 
 
 GIVEN = {"world": "8", "device_memory": "80GB"}

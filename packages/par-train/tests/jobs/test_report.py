@@ -9,7 +9,7 @@ import torch
 
 from par_groups import Topology
 from par_train.jobs.options import Options, TrainOptions
-from par_train.jobs.report import print_banner, print_summary
+from par_train.jobs.report import about_gpt, print_banner, print_summary
 from par_train.run.metrics import MetricsFile, read_metrics
 from par_train.run.progress import Bar, Lines, make_progress
 
@@ -76,9 +76,10 @@ def test_the_speed_is_that_of_recent_steps(capsys):
 def banner(capsys, parallel, world_size, step=0, folder="/texts", **changes):
     text = SimpleNamespace(folder=Path(folder), files=2261, train=bytes(35336), held_out=bytes(1859))
     schedule = SimpleNamespace(microbatches=4) if "pipeline" in parallel else None
-    trainer = SimpleNamespace(parameters=875264, schedule=schedule, device=torch.device("cpu"), step=step)
-    topology = Topology.from_config(parallel, world_size)
-    print_banner(Options(output="runs/x", **changes), topology, trainer, SimpleNamespace(text=text))
+    options, topology = Options(output="runs/x", **changes), Topology.from_config(parallel, world_size)
+    about = about_gpt(options, text, 875264, topology.size("data"))
+    trainer = SimpleNamespace(schedule=schedule, device=torch.device("cpu"), step=step, about=lambda _: about)
+    print_banner(options, topology, trainer)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80, lines
     return lines
@@ -121,6 +122,16 @@ def test_the_summary_says_what_came_out(capsys, tmp_path):
         f"wrote {tmp_path}/metrics.jsonl",
     ]
     assert shown.err == "par-train: SIGTERM: saved after step 3 of 9; go on with --resume auto\n"
+
+
+def test_samples_are_shown_a_line_each_in_letters_that_the_terminal_has(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    progress = Lines(10)
+    progress.show({**metrics(4, 3.5), "samples": [{"prompt": "a", "text": "b\nc \u00e9"}, {"prompt": "d", "text": ""}]})
+    lines = shown.buffer.getvalue().decode().splitlines()
+    assert " val 3.500 " in lines[0]
+    assert lines[1:] == [r"    'a' -> 'b\nc \xe9'", "    'd' -> ''"]
 
 
 def test_the_summary_of_a_run_that_took_no_step_is_short(capsys, tmp_path):

@@ -55,7 +55,7 @@ def expected(chosen):
         loss.backward()
         norms.append(float(clip_grad_norm_(model.parameters(), chosen.train.clip_norm)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(chosen.train, step + 1)
+            group["lr"] = learning_rate(chosen, step + 1)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -1,11 +1,13 @@
 import math
 import resource
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from par_train.run.files import RunFiles
 from par_train.run.metrics import MetricsFile, draw_loss, read_metrics, truncate_metrics
+from par_train.run.records import Records
 
 
 def metrics(step, validation_loss=None):
@@ -100,13 +102,16 @@ class Writer:
     made = ()
 
     def __init__(self, folder, purge_step):
-        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+        self.folder, self.purge_step, self.scalars, self.texts, self.closed = folder, purge_step, [], [], False
         folder.mkdir(exist_ok=True)
         (folder / f"events.{len(self.made)}").touch()
         Writer.made = (*self.made, self)
 
     def add_scalar(self, name, value, step):
         self.scalars.append((name, value, step))
+
+    def add_text(self, name, text, step):
+        self.texts.append((name, text, step))
 
     def close(self):
         self.closed = True
@@ -136,3 +141,19 @@ def test_without_tensorboard_there_are_no_events(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     write(tmp_path / "metrics.jsonl", [1])
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_samples_are_kept_beside_the_numbers(tmp_path, monkeypatch):
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Writer, "made", ())
+    told = []
+    tracker = SimpleNamespace(log=lambda values, step: told.append((values, step)))
+    records = Records(RunFiles(tmp_path), None, [tracker])
+    samples = [{"prompt": "import ", "text": "os \u00e9"}]
+    records.write({"step": 3, "loss": 2.5, "samples": samples})
+    records.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3, "loss": 2.5, "samples": samples}]
+    assert told == [({"loss": 2.5}, 3)]
+    assert Writer.made[0].texts == [("sample 0", "import **os \u00e9**", 3)]

@@ -19,7 +19,7 @@ from ..config.kinds import BOOL, BYTES
 from ..config.settings import Setting, load, settings, unknown_key
 from ..jobs.options import Options, PlanOptions
 
-_CONFIG = "tables [data], [model], [train], [pipeline], [parallel]; or a .py file with these names"
+_CONFIG = "tables [data], [model], [adapter], [train], [sample], [pipeline], [parallel]; or a .py file with these names"
 
 _EPILOG = """parallel:
   --parallel.AXIS N, --parallel.AXIS.KEY VALUE
@@ -84,8 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     run = commands.add_parser(
         "run",
-        help="train a byte-level GPT on a folder of text",
-        description="Trains a byte-level GPT on a folder of text. Flags win over the config file.",
+        help="train a byte-level GPT on a folder of text, or a model of transformers on a file of text",
+        description="Trains a byte-level GPT on a folder of text, or, where --model.path names its folder, a model of "
+        "transformers on the file --data.path. Flags win over the config file.",
     )
     plan = commands.add_parser(
         "plan",

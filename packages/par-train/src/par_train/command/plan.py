@@ -30,6 +30,11 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
         UserError: A configuration that the devices, the model or the batch do not divide, or a file that cannot be
             written.
     """
+    if options.model.folder:
+        raise UserError(
+            f"model.path is {options.model.folder!r}, and par-train plan knows the byte-level GPT alone; give sizes as "
+            "--model.width, --model.layers and so on"
+        )
     flops = plan_options.flops
     machine = Machine(
         memory=plan_options.device_memory,

@@ -13,6 +13,8 @@ from ..run.lock import Lock, lock_folder
 from ..run.stop import Stop, StoppedEarly
 from .checkpoint import TrainingState, check_continues, find_state
 from .checks import check_files
+from .existing.data import ModelData, check_goes_on, read_data
+from .existing.folder import ModelFolder
 from .options import Options
 from .text import Text
 
@@ -22,12 +24,12 @@ class Start:
     """Where a run starts from.
 
     Args:
-        text: What to train on.
+        data: What to train on: the text of the byte-level GPT, or an existing model and its tokens.
         state: What to go on from; None starts anew.
         lock: The lock of the output folder, on rank 0.
     """
 
-    text: Text
+    data: Text | ModelData
     state: TrainingState | None
     lock: Lock | None
 
@@ -37,12 +39,13 @@ class _Facts:
     """What a rank found on its machine."""
 
     error: str | None = None
-    text: str = ""
+    is_model: bool = False
+    data: str = ""
     step: int | None = None
 
 
 def find_start(options: Options, held: ExitStack) -> Start:
-    """Reads the text and the checkpoint that there may be, and compares them between the ranks.
+    """Reads the text, or makes the tokens, and the checkpoint that there may be; compares them between the ranks.
 
     Args:
         options: The options of the run, the same on every rank.
@@ -52,13 +55,23 @@ def find_start(options: Options, held: ExitStack) -> Start:
         UserError: A rank cannot use what it found, or found something else than the others; on every rank.
     """
     try:
-        start = _look(options, held)
+        lock, found, state = _look(options, held)
+        digest = found.digest
     except UserError as error:
         _compare(_Facts(error=str(error)))
         raise
-    step = None if start.state is None else start.state.step
-    _compare(_Facts(text=start.text.digest, step=step))
-    return start
+    _compare(_Facts(is_model=not isinstance(found, Text), data=digest, step=None if state is None else state.step))
+    if isinstance(found, Text):
+        return Start(data=found, state=state, lock=lock)
+    data = read_data(options, found)
+    try:
+        if state is not None:
+            check_goes_on(options, data, state)
+    except UserError as error:
+        _compare(_Facts(error=str(error)))
+        raise
+    _compare(_Facts())
+    return Start(data=data, state=state, lock=lock)
 
 
 def leave_if_asked(stop: Stop) -> None:
@@ -72,18 +85,19 @@ def leave_if_asked(stop: Stop) -> None:
         raise StoppedEarly(number)
 
 
-def _look(options: Options, held: ExitStack) -> Start:
+def _look(options: Options, held: ExitStack) -> tuple[Lock | None, Text | ModelFolder, TrainingState | None]:
+    """What this rank finds by itself: the lock on rank 0, the text or the model's folder, and the checkpoint."""
     lock = None
     if dist.get_rank() == 0:
         lock = held.enter_context(lock_folder(options.files, "name another folder with --output"))
     if lock is not None and not is_restarted():
         lock.note("")  # of a launch before this one
-    text = check_files(options)
+    found = check_files(options)
     checkpoint = options.files.checkpoint
     state = None if options.resume == "no" else find_state(checkpoint)
-    if state is not None:
-        check_continues(checkpoint, options, state, text.digest)
-    return Start(text=text, state=state, lock=lock)
+    if state is not None and isinstance(found, Text):
+        check_continues(checkpoint, options, state, found.digest)
+    return lock, found, state
 
 
 def _compare(mine: _Facts) -> None:
@@ -93,10 +107,14 @@ def _compare(mine: _Facts) -> None:
         if facts.error is not None:
             common = all(each.error == facts.error for each in every)
             raise UserError(facts.error if common else f"rank {rank}: {facts.error}")
-    texts = [rank for rank, facts in enumerate(every) if facts.text != every[0].text]
-    if texts:
+    others = [rank for rank, facts in enumerate(every) if facts.data != every[0].data]
+    if others and mine.is_model:
         raise UserError(
-            f"data.folder holds another text on ranks {texts} than on rank 0; give all of them the same files"
+            f"model.path holds another model on ranks {others} than on rank 0; give all of them the same files"
+        )
+    if others:
+        raise UserError(
+            f"data.folder holds another text on ranks {others} than on rank 0; give all of them the same files"
         )
     steps = [rank for rank, facts in enumerate(every) if facts.step != every[0].step]
     if steps:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one folder, which par-checkpoint writes and which is replaced whole by the next.
+"""Checkpoints of the byte GPT: one folder, which par-checkpoint writes and which is replaced whole by the next.
 
     checkpoint/model.safetensors     weights by name
     checkpoint/config.json           all options, and the format
@@ -10,8 +10,10 @@ No file mentions the number of ranks that wrote it.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -25,7 +27,7 @@ from .gpt import GPT
 from .options import Options
 
 _FORMAT = 3
-_START_ANEW = "start anew with --overwrite, and without --resume"
+START_ANEW = "start anew with --overwrite, and without --resume"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,16 @@ class TrainingState:
         samples: Windows consumed by all ranks together: the position in the data.
         seconds: Time spent so far.
         text: The digest of the text.
+        model: The digest of the model of transformers that the run began with; "" for the byte-level GPT.
+        kept: Options of such a run that may not change when it goes on, by their names.
     """
 
     step: int
     samples: int
     seconds: float
     text: str
+    model: str = ""
+    kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -58,13 +64,12 @@ def save_checkpoint(
         state: Progress of the run, equal on every rank.
     """
     config = {"format": _FORMAT, "par_train": __version__, "options": dataclasses.asdict(options)}
-    extra = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     save(
         path,
         model=model,
         optimizer=optimizer,
         scheduler=optimizer.scaling,
-        extra=extra,
+        extra=dataclasses.asdict(state),
         config=config,
         step=state.step,
         overwrite=True,
@@ -138,7 +143,7 @@ def load_state(path: Path) -> TrainingState:
     except (CheckpointError, OSError, TypeError) as error:
         if not path.exists():
             raise UserError(f"there is no checkpoint {str(path)!r}; give the folder of one") from None
-        raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; {_START_ANEW}") from None
+        raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; {START_ANEW}") from None
 
 
 def check_continues(path: Path, options: Options, state: TrainingState, text: str) -> None:
@@ -149,6 +154,11 @@ def check_continues(path: Path, options: Options, state: TrainingState, text: st
     Raises:
         UserError: Something differs; the message names it.
     """
+    if state.model:
+        raise UserError(
+            f"the checkpoint {str(path)!r} is of a model of transformers, and without model.path a byte-level GPT is "
+            f"trained; add --model.path, or {START_ANEW}"
+        )
     before = load_options_of(path)
     pairs = {"seed": (before.seed, options.seed)}
     for field in dataclasses.fields(options.model):
@@ -156,16 +166,15 @@ def check_continues(path: Path, options: Options, state: TrainingState, text: st
     for key, (was, now) in pairs.items():
         if was != now:
             raise UserError(
-                f"the checkpoint {str(path)!r} has {key} {was}, but the config says {now}; set it back, or "
-                f"{_START_ANEW}"
+                f"the checkpoint {str(path)!r} has {key} {was}, but the config says {now}; set it back, or {START_ANEW}"
             )
     if precision_of(before.precision).weights != precision_of(options.precision).weights:
         raise UserError(
             f"the checkpoint {str(path)!r} has weights of precision {before.precision!r}, which {options.precision!r} "
-            f"keeps in another dtype; set it back, or {_START_ANEW}"
+            f"keeps in another dtype; set it back, or {START_ANEW}"
         )
     if state.text != text:
         raise UserError(
             f"the text is not what the checkpoint {str(path)!r} was trained on; bring the folder and [data] back, or "
-            f"{_START_ANEW}"
+            f"{START_ANEW}"
         )

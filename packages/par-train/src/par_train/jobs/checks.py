@@ -1,7 +1,8 @@
 """What can be said about a run before any rank starts: the parallel config, the batch, the model. Imports no torch."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from par_groups import Topology
@@ -9,11 +10,23 @@ from par_pipeline import partition
 
 from .._errors import UserError
 from ..plan.schedules import make_schedule, microbatches_of
-from .options import Options
+from .existing.folder import ModelFolder, read_folder
+from .options import AdapterOptions, Options, SampleOptions
 from .order import check_size
 from .text import Text, read_text
 
 _LATER = ("sequence", "expert")
+
+_OF_GPT = (
+    *("data.folder", "data.patterns"),
+    *("model.width", "model.layers", "model.heads", "model.context", "model.tied"),
+)
+_OF_EXISTING = (
+    *("data.path", "data.format", "data.field", "data.template", "data.packing", "data.context"),
+    *("model.attention", "model.dtype", "model.gradient_checkpointing"),
+    *(f"adapter.{one.name}" for one in fields(AdapterOptions)),
+    *(f"sample.{one.name}" for one in fields(SampleOptions)),
+)
 
 
 def check_config(options: Options, world_size: int) -> Topology:
@@ -27,20 +40,20 @@ def check_config(options: Options, world_size: int) -> Topology:
     if options.resume != "no" and options.overwrite:
         raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
     _refuse_other_axes(options)
+    check_kind(options)
     if options.zero == 3 and options.precision.endswith("-amp"):
         raise UserError(
             f"zero is 3 with precision {options.precision!r}, which would keep a cast copy of every weight until "
             f"backward; use precision {options.precision.removesuffix('-amp')!r}, or zero 2"
         )
-    if options.model.width % options.model.heads:
-        raise UserError(
-            f"model.width {options.model.width} is not a multiple of model.heads {options.model.heads}; change one"
-        )
     try:
         topology = Topology.from_config(_with_tensor_size(options.parallel), world_size)
     except ValueError as error:
         raise UserError(str(error)) from None
-    _check_heads(options, topology)
+    if options.model.folder:
+        _check_mode(options, topology)
+    else:
+        _check_heads(options, topology)
     replicas = topology.size("data")
     if options.train.batch_size % replicas:
         near = max(1, round(options.train.batch_size / replicas)) * replicas
@@ -52,8 +65,76 @@ def check_config(options: Options, world_size: int) -> Topology:
     return topology
 
 
+def check_kind(options: Options) -> None:
+    """Makes sure that the options are those of one job: of the byte-level GPT, or of a model of transformers.
+
+    An option that has its default value counts as left out.
+
+    Raises:
+        UserError: They are of both, or something that the job needs is not there.
+    """
+    model = options.model
+    if model.path and model.config:
+        raise UserError(
+            f"model.path is {model.path!r}, whose weights are read, and model.config is {model.config!r}, which is "
+            "trained from random weights; give one"
+        )
+    defaults = Options()
+    if not model.folder:
+        given = _first_given(options, defaults, _OF_EXISTING)
+        if given is not None:
+            raise UserError(
+                f"{given} is for a model of transformers, and without model.path a byte-level GPT is trained; add "
+                f"--model.path, or leave {given} out"
+            )
+        return
+    key = "model.path" if model.path else "model.config"
+    given = _first_given(options, defaults, _OF_GPT)
+    if given is not None:
+        raise UserError(
+            f"{given} is for the byte-level GPT, and {key} {model.folder!r} is a model of transformers; leave one out"
+        )
+    later = _first_given(options, defaults, ["model.config", "adapter.rank", "sample.prompts"])
+    if later is not None:
+        raise UserError(f"{later} is given, and this version trains the weights of model.path alone; leave it out")
+    given = _first_given(options, defaults, [name for name in _OF_EXISTING if name.startswith("adapter.")])
+    if options.adapter.rank == 0 and given is not None:
+        raise UserError(f"{given} is given, but adapter.rank is 0, which trains the model; give the adapter's rank")
+    if options.adapter.rank and model.config:
+        raise UserError(
+            f"adapter.rank is {options.adapter.rank} with model.config {model.config!r}, whose weights are random and "
+            "would stay so; use model.path"
+        )
+    if not options.sample.prompts and _first_given(options, defaults, ["sample.tokens", "sample.every"]) is not None:
+        raise UserError("sample.prompts is empty, so nothing is sampled; give a prompt, or leave [sample] out")
+
+
+def _first_given(options: Options, defaults: Options, names: Iterable[str]) -> str | None:
+    """The first of some options that has another value than its default; None if there is none."""
+    for name in names:
+        table, _, key = name.partition(".")
+        if getattr(getattr(options, table), key) != getattr(getattr(defaults, table), key):
+            return name
+    return None
+
+
+def _check_mode(options: Options, topology: Topology) -> None:
+    """Checks that an existing model can be cut in this way, as far as it can be said without the model."""
+    tensor = options.parallel.get("tensor")
+    mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
+    if topology.size("tensor") > 1 and mode != "1d":
+        raise UserError(
+            f"parallel.tensor.mode is {mode!r}, which cuts activations that the code of {options.model.folder!r} takes "
+            "whole; use mode '1d'"
+        )
+
+
 def _check_heads(options: Options, topology: Topology) -> None:
-    """Checks that heads can be shared out, where a mode gives each rank some."""
+    """Checks that the GPT's heads can be shared out, where a mode gives each rank some."""
+    if options.model.width % options.model.heads:
+        raise UserError(
+            f"model.width {options.model.width} is not a multiple of model.heads {options.model.heads}; change one"
+        )
     tensor = options.parallel.get("tensor")
     if isinstance(tensor, Mapping) and "kv_heads" in tensor:
         raise UserError("parallel.tensor has kv_heads, but every head of this GPT has its own keys and values; drop it")
@@ -72,27 +153,33 @@ def _check_schedule(options: Options, topology: Topology) -> None:
     microbatches = microbatches_of(options.pipeline.microbatches, ranks)
     rows = options.train.batch_size // topology.size("data")
     if rows < microbatches:
+        what = "rows" if options.model.folder else "windows"
         raise UserError(
-            f"pipeline.microbatches is {microbatches}, but a replica's batch has {rows} windows; lower it, or raise "
+            f"pipeline.microbatches is {microbatches}, but a replica's batch has {rows} {what}; lower it, or raise "
             f"train.batch_size {options.train.batch_size}"
         )
     try:
         found = make_schedule(options.pipeline.schedule, ranks, microbatches, zero=options.zero)
-        partition(options.model.layers, found.stages)
+        if not options.model.folder:
+            partition(options.model.layers, found.stages)
     except ValueError as error:
         raise UserError(f"pipeline.schedule {options.pipeline.schedule!r} with {ranks} ranks: {error}") from None
 
 
-def check_files(options: Options) -> Text:
-    """Reads the text and makes sure that it, and the output folder, can be used.
+def check_files(options: Options) -> Text | ModelFolder:
+    """Reads the text, or what describes the model, and makes sure that it, and the output folder, can be used.
 
     Raises:
         UserError: They cannot.
     """
-    text = read_text(options.data)
-    check_size(text, options.model)
+    found: Text | ModelFolder
+    if options.model.folder:
+        found = read_folder(options)
+    else:
+        found = read_text(options.data)
+        check_size(found, options.model)
     check_output(options)
-    return text
+    return found
 
 
 def check_output(options: Options) -> None:
@@ -108,12 +195,12 @@ def check_output(options: Options) -> None:
             present = files.present()
     except OSError as error:
         raise UserError(
-            f"cannot write to the output folder {options.output!r}: {error.strerror}; name another with --output"
+            f"cannot write to the output folder {options.output_folder!r}: {error.strerror}; name another with --output"
         ) from None
     if present and not options.overwrite and options.resume == "no":
         raise UserError(
-            f"the output folder {options.output!r} holds a run already ({present[0].name}); go on with --resume auto, "
-            f"replace it with --overwrite, or name another with --output"
+            f"the output folder {options.output_folder!r} holds a run already ({present[0].name}); go on with "
+            "--resume auto, replace it with --overwrite, or name another with --output"
         )
 
 

@@ -19,25 +19,49 @@ from ..run.files import RunFiles
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What to train on."""
+    """What to train on: a folder of text for the byte-level GPT, one file for a model of transformers."""
 
-    folder: str = option("", "folder of text; left empty, the Python standard library's own sources")
-    patterns: tuple[str, ...] = option((), "file names to take, such as *.py,*.md; left empty, every text file")
-    validation_fraction: float = option(0.05, "part of the bytes that is held out", low=0.0001, high=0.9)
+    folder: str = option("", "GPT: folder of text; left empty, the Python standard library's own sources")
+    patterns: tuple[str, ...] = option((), "GPT: file names to take, such as *.py,*.md; left empty, every text file")
+    validation_fraction: float = option(0.05, "part of the bytes, or documents, that is held out", low=0.0001, high=0.9)
     validation_windows: int = option(
-        128, "held-out windows that a validation loss is taken of; all of them if there are fewer", low=1
+        128, "held-out windows, or rows, that a validation loss is taken of; all of them if there are fewer", low=1
+    )
+    path: str = option("", "with model.path: the file to train on, of text, JSON lines or conversations")
+    format: Literal["auto", "text", "jsonl", "chat"] = option(
+        "auto", "with model.path: what a line of the file is; auto: a .jsonl or .json file's first line tells"
+    )
+    field: str = option("text", "with model.path: the key of the text in a line of JSON")
+    template: str = option("", "with model.path: file with a chat template; left empty, the tokenizer's own")
+    packing: Literal["whole", "stream"] = option(
+        "whole", "with model.path: whole keeps a document in one row, stream fills rows and cuts documents"
+    )
+    context: int | Literal["auto"] = option(
+        "auto", "with model.path: tokens in a row; auto: 1024, or as many as the model has positions for", low=2
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The sizes of the byte-level GPT; a checkpoint keeps them, so that the model can be made again."""
+    """The sizes of the byte-level GPT, or else the folder of a model of transformers and how it is made from it."""
 
-    width: int = option(128, "width of the residual stream", low=1)
-    layers: int = option(4, "transformer blocks", low=1)
-    heads: int = option(4, "attention heads; they divide the width", low=1)
-    context: int = option(128, "bytes that a prediction can look back on, the window length", low=1)
-    tied: bool = option(False, "one table for the embedding of bytes and their classifier")
+    width: int = option(128, "GPT: width of the residual stream", low=1)
+    layers: int = option(4, "GPT: transformer blocks", low=1)
+    heads: int = option(4, "GPT: attention heads; they divide the width", low=1)
+    context: int = option(128, "GPT: bytes that a prediction can look back on, the window length", low=1)
+    tied: bool = option(False, "GPT: one table for the embedding of bytes and their classifier")
+    path: str = option("", "train a model of transformers: folder with its config, weights and tokenizer")
+    config: str = option("", "the same from random weights: folder with a config and a tokenizer")
+    attention: str = option("", "with model.path: transformers' attention, such as sdpa; left empty, its default")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "with model.path: of the weights before precision; auto: float32, or the folder's if precision has it"
+    )
+    gradient_checkpointing: bool = option(False, "with model.path: compute layers again in backward, to save memory")
+
+    @property
+    def folder(self) -> str:
+        """The folder of the model of transformers, with weights or without; "" for the byte-level GPT."""
+        return self.path or self.config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +69,13 @@ class TrainOptions:
     """How long to train, and how fast."""
 
     steps: int = option(800, "optimizer steps", low=1)
-    batch_size: int = option(32, "windows a step over all ranks together, whatever their number", low=1)
-    learning_rate: float = option(4e-3, "peak learning rate of AdamW", low=0)
+    batch_size: int = option(32, "windows, or rows, a step over all ranks together, whatever their number", low=1)
+    learning_rate: float | Literal["auto"] = option(
+        "auto",
+        "peak learning rate of AdamW; auto: 4e-3 for the GPT, 2e-5 with model.path, 3e-4 with model.config, 2e-4 for "
+        "an adapter",
+        low=0,
+    )
     final_learning_rate: float = option(0.05, "part of the peak where the cosine ends", low=0, high=1)
     warmup_steps: int = option(50, "steps of linear warm-up", low=0)
     weight_decay: float = option(0.1, "decoupled weight decay, on matrices only", low=0)
@@ -65,13 +94,37 @@ class ScheduleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """A low-rank adapter (LoRA) that is trained in the place of a model of transformers, whose weights stay."""
+
+    rank: int = option(0, "with model.path: train an adapter of this rank, and not the model; 0: none", low=0)
+    alpha: float | Literal["auto"] = option(
+        "auto", "the adapter's output is scaled by alpha / rank; auto: twice the rank", above=0
+    )
+    targets: tuple[str, ...] = option((), "names of the linears that get it, such as q_proj,v_proj; left empty, all")
+    dropout: float = option(0.0, "part of the adapter's input that is dropped", low=0, high=0.99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Texts that a model of transformers writes while it is trained, to be looked at."""
+
+    prompts: tuple[str, ...] = option((), "with model.path: texts to go on from; what a user says, if data is chat")
+    tokens: int = option(64, "tokens to write, at most", low=1)
+    every: int = option(0, "steps between samples; 0: at each validation", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """One run of the byte-level GPT that `par-train run` trains.
+    """One run of `par-train run`: of the byte-level GPT, or of a model of transformers where `model.folder` names one.
 
     `parallel` is the topology's own grammar, and is handed on to `par_groups.Topology.from_config`.
     """
 
-    output: str = option("runs/gpt", "folder for checkpoint, metrics and curve")
+    output: str = option(
+        "",
+        "folder for checkpoint, metrics and curve; left empty, runs/gpt, or runs/ and the name of the model's folder",
+    )
     resume: Literal["no", "auto"] = option(
         "no", "auto: go on from the checkpoint in the output folder, if there is one"
     )
@@ -91,14 +144,32 @@ class Options:
     plugins: tuple[str, ...] = option((), "steps of wiring to add, each as module:Name or a name that a wheel declares")
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
+    adapter: AdapterOptions = field(default_factory=AdapterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    sample: SampleOptions = field(default_factory=SampleOptions)
     pipeline: ScheduleOptions = field(default_factory=ScheduleOptions)
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def output_folder(self) -> str:
+        """The output folder, as it was given, or the default one of this model."""
+        name = Path(self.model.folder).expanduser().resolve().name if self.model.folder else "gpt"
+        return self.output or f"runs/{name}"
+
+    @property
     def files(self) -> RunFiles:
         """The files in the output folder."""
-        return RunFiles(Path(self.output).expanduser())
+        return RunFiles(Path(self.output_folder).expanduser())
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The largest learning rate of the run."""
+        given = self.train.learning_rate
+        if given != "auto":
+            return given
+        if self.adapter.rank:
+            return 2e-4
+        return 2e-5 if self.model.path else 3e-4 if self.model.config else 4e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +192,11 @@ class PlanOptions(FlagsAlone):
     devices_per_node: int = option(Machine.devices_per_node, "ranks that follow one another share a node", low=1)
 
 
-def learning_rate(options: TrainOptions, step: int) -> float:
+def learning_rate(options: Options, step: int) -> float:
     """The learning rate of step 1, 2, ...: linear warm-up, then half a cosine down to its final part."""
-    if step <= options.warmup_steps:
-        return options.learning_rate * step / options.warmup_steps
-    progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    train, peak = options.train, options.peak_learning_rate
+    if step <= train.warmup_steps:
+        return peak * step / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return options.learning_rate * (options.final_learning_rate + (1 - options.final_learning_rate) * cosine)
+    return peak * (train.final_learning_rate + (1 - train.final_learning_rate) * cosine)

@@ -65,7 +65,7 @@ def _leave(code: int) -> NoReturn:
 def _live(options: Options, stop: Stop) -> int:
     try:
         with one_traceback():
-            from .gpt_run import train  # noqa: PLC0415 - slow, and torch's
+            from .job_run import train  # noqa: PLC0415 - slow, and torch's
 
             return exit_code(train(options, stop))
     except UserError as error:

@@ -3,7 +3,7 @@
 import math
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from par_groups import Topology
 
 from ..run.output import say
 from ..run.progress import interval, short
-from .begin import Start
 from .options import Options
-from .trainer import Trainer
+from .text import Text
+from .training import Training
 
 UNIFORM = math.log(256)
 """The loss of a model that thinks every byte equally likely, in nats."""
@@ -22,31 +22,56 @@ UNIFORM = math.log(256)
 _COLUMNS = 80
 
 
-def print_banner(options: Options, topology: Topology, trainer: Trainer, start: Start) -> None:
+def print_banner(options: Options, topology: Topology, trainer: Training) -> None:
     """Says what is about to happen."""
-    text, shape, batch = start.text, options.model, options.train.batch_size
+    about = trainer.about(topology)
     say("\n".join(_drawn(topology)))
-    _row(
-        "model",
-        f"byte-level GPT, {trainer.parameters:,} parameters",
-        f"{shape.layers} layers, width {shape.width}, {shape.heads} heads, context {shape.context}",
-    )
+    _row("model", *about["model"])
     _row("precision", f"{options.precision}, ZeRO stage {options.zero}")
     if trainer.schedule is not None:
         _row("pipeline", f"{options.pipeline.schedule}, {trainer.schedule.microbatches} microbatches")
-    _row(
-        "data",
-        _end(str(text.folder)),
-        f"{text.files:,} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
-    )
-    _row("batch", f"{batch} windows of {shape.context} bytes, {batch // topology.size('data')} a replica")
+    for label in ("data", "batch"):
+        _row(label, *about[label])
     _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
     place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
-    _row("output", options.output, f"{place} of {options.train.steps}")
+    _row("output", options.output_folder, f"{place} of {options.train.steps}")
 
 
-def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int) -> None:
-    """Says what has happened, and which files it left."""
+def about_gpt(options: Options, text: Text, parameters: int, replicas: int) -> Mapping[str, Sequence[str]]:
+    """What the banner says of a byte-level GPT: lines by label.
+
+    Args:
+        options: The options of the run.
+        text: What it is trained on.
+        parameters: Elements of the whole model.
+        replicas: The number of data ranks.
+    """
+    shape, batch = options.model, options.train.batch_size
+    return {
+        "model": [
+            f"byte-level GPT, {parameters:,} parameters",
+            f"{shape.layers} layers, width {shape.width}, {shape.heads} heads, context {shape.context}",
+        ],
+        "data": [
+            end_of(str(text.folder)),
+            f"{text.files:,} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
+        ],
+        "batch": [f"{batch} windows of {shape.context} bytes, {batch // replicas} a replica"],
+    }
+
+
+def print_summary(
+    options: Options, lines: Sequence[dict[str, Any]], step: int, ended_by: int, guess: float = UNIFORM
+) -> None:
+    """Says what has happened, and which files it left.
+
+    Args:
+        options: The options of the run.
+        lines: The lines of its metrics.
+        step: The step at which it has ended.
+        ended_by: The signal that ended it, or 0.
+        guess: The loss of a model that thinks everything equally likely.
+    """
     if ended_by:
         say(
             f"par-train: {signal.Signals(ended_by).name}: saved after step {step} of {options.train.steps}; "
@@ -54,18 +79,20 @@ def print_summary(options: Options, lines: Sequence[dict[str, Any]], step: int, 
             sys.stderr,
         )
     if lines:
-        _print_results(lines)
+        _print_results(lines, guess)
     for path in options.files.present():
         say(f"wrote {path}")
 
 
-def _print_results(lines: Sequence[dict[str, Any]]) -> None:
+def _print_results(lines: Sequence[dict[str, Any]], guess: float) -> None:
     last, validated = lines[-1], [line for line in lines if "validation_loss" in line]
     rate = short(last["tokens"] / max(last["seconds"], 1e-3))
     _row("trained", f"{last['step']} steps in {interval(last['seconds'])}, {rate} tokens/s all included")
-    _row("loss", f"{last['loss']:.4f} at the last step; a guess has {UNIFORM:.4f}")
+    _row("loss", f"{last['loss']:.4f} at the last step; a guess has {guess:.4f}")
     if validated:
-        _row("held out", f"{validated[-1]['validation_loss']:.4f} at step {validated[-1]['step']}")
+        newest = validated[-1]
+        perplexity = f", perplexity {newest['perplexity']:.4g}" if newest.get("perplexity") else ""
+        _row("held out", f"{newest['validation_loss']:.4f} at step {newest['step']}{perplexity}")
     skipped = sum("skipped" in line for line in lines)
     if skipped:
         _row("skipped", f"{skipped} steps, whose gradient was not finite")
@@ -82,7 +109,7 @@ def _row(label: str, *lines: str) -> None:
     say(f"{label:<11}" + ("\n" + 11 * " ").join(lines))
 
 
-def _end(text: str) -> str:
+def end_of(text: str) -> str:
     """As much of the end of a path as fits into a line."""
     room = _COLUMNS - 11
     return text if len(text) <= room else "..." + text[3 - room :]

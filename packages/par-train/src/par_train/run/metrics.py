@@ -11,7 +11,10 @@ from typing import Any
 from .files import write_file, writing
 
 Line = Mapping[str, Any]
-"""What is written at once: `step`, and values by name; None is left out of the file."""
+"""What is written at once: `step`, and values by name; None is left out of the file.
+
+Values are numbers; but `samples` is a list of texts, each with the prompt that it goes on from.
+"""
 
 
 class MetricsFile:
@@ -28,21 +31,29 @@ class MetricsFile:
 
     def append(self, line: Line) -> None:
         """Writes a line, so that a reader sees it at once. A number that is not finite, which JSON lacks, is null."""
-        measured = {name: value for name, value in line.items() if value is not None}
+        samples = {} if line.get("samples") is None else {"samples": line["samples"]}
+        measured = numbers_of(line)
         finite = {name: value if math.isfinite(value) else None for name, value in measured.items()}
         with writing(self._path):
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.write(json.dumps({**finite, **samples}, allow_nan=False) + "\n")
             self._file.flush()
         if self._events is not None:
             for name, value in measured.items():
                 if name != "step":
                     self._events.add_scalar(name, value, line["step"])
+            for number, sample in enumerate(samples.get("samples", ())):
+                self._events.add_text(f"sample {number}", f"{sample['prompt']}**{sample['text']}**", line["step"])
 
     def close(self) -> None:
         """Closes the file; no line follows."""
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+def numbers_of(line: Line) -> dict[str, Any]:
+    """The numbers of a line by name, `step` among them; what is None, and samples, are left out."""
+    return {name: value for name, value in line.items() if value is not None and name != "samples"}
 
 
 def _tensorboard(path: Path) -> Any:

@@ -57,6 +57,8 @@ class Bar:
         self._recent.add(line)
         self._bar.set_postfix_str(self._recent.words(line, self._recent.validation_loss), refresh=False)
         self._bar.update(line["step"] - self._bar.n)
+        for text in samples_of(line):
+            self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Leaves the bar as it is."""
@@ -64,7 +66,7 @@ class Bar:
 
 
 class Lines:
-    """Plain lines: the first one, then one every ten seconds, and each validation.
+    """Plain lines: the first one, then one every ten seconds, and each validation and sample.
 
     Args:
         steps: The step at which the run ends.
@@ -78,13 +80,15 @@ class Lines:
     def show(self, line: Line) -> None:
         """Prints the line, if it is time for one."""
         self._recent.add(line)
-        now, validation_loss = time.monotonic(), line.get("validation_loss")
-        if validation_loss is None and now - self._last < _SECONDS_BETWEEN_LINES:
+        now, validation_loss, samples = time.monotonic(), line.get("validation_loss"), samples_of(line)
+        if validation_loss is None and not samples and now - self._last < _SECONDS_BETWEEN_LINES:
             return
         self._last = now
         step = f"step {line['step']:>{len(str(self._steps))}}/{self._steps}"
         times = f"{interval(line['seconds'])}<{interval(self._recent.seconds_left(line['step'], self._steps))}"
         say(f"{step} {times}, {self._recent.words(line, validation_loss)}", sys.stderr)
+        for text in samples:
+            say(text, sys.stderr)
 
     def close(self) -> None:
         """Does nothing: every line is out already."""
@@ -123,6 +127,13 @@ class _Recent:
     def seconds_left(self, step: int, steps: int) -> float:
         """Seconds until the last step, at the speed of recent ones."""
         return (steps - step) / self._steps_per_second
+
+
+def samples_of(line: Line) -> list[str]:
+    """The texts that a model wrote at a step, a line each, in letters that the standard error has."""
+    letters = sys.stderr.encoding or "ascii"
+    texts = [f"    {one['prompt']!r} -> {one['text']!r}" for one in line.get("samples") or ()]
+    return [text.encode(letters, "backslashreplace").decode(letters) for text in texts]
 
 
 def memory() -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .files import RunFiles
-from .metrics import Line, MetricsFile
+from .metrics import Line, MetricsFile, numbers_of
 from .output import say
 from .progress import Progress
 
@@ -41,7 +41,7 @@ class Records:
         self._metrics.append(line)
         if self._progress is not None:
             self._progress.show(line)
-        values = {name: value for name, value in line.items() if name != "step" and value is not None}
+        values = {name: value for name, value in numbers_of(line).items() if name != "step"}
         for tracker in list(self._trackers):
             try:
                 tracker.log(dict(values), line["step"])

@@ -53,7 +53,8 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
         transformers: Any = import_module("transformers")
     except ImportError:
         raise ImportError(
-            "from_pretrained() makes models of transformers, which is not installed; pip install 'transformers>=5.4'"
+            "from_pretrained() makes models of transformers, which is not installed; "
+            "pip install 'par-train[transformers]'"
         ) from None
     if not Path(path, "config.json").is_file():
         raise ValueError(

@@ -1,5 +1,6 @@
 """The main job as one rank sees it: meet the others, agree where to start, take the steps, leave the files."""
 
+import math
 import os
 import time
 import traceback
@@ -20,11 +21,13 @@ from ..run.metrics import draw_loss, read_metrics
 from ..run.run import Run
 from ..run.stop import Stop
 from .begin import Start, find_start, leave_if_asked
-from .checkpoint import TrainingState, save_checkpoint
 from .checks import check_config
+from .existing.trainer import ModelTrainer
 from .options import Options, learning_rate
-from .report import UNIFORM, print_banner, print_summary
-from .trainer import StepResult, Trainer
+from .report import print_banner, print_summary
+from .text import Text
+from .trainer import Trainer
+from .training import StepResult, Training
 
 
 def train(options: Options, stop: Stop) -> int:
@@ -44,15 +47,15 @@ def train(options: Options, stop: Stop) -> int:
         with ProcessGroups(topology) as groups, ExitStack() as held:
             start = find_start(options, held)
             trainer = _make_trainer(options, start, groups, environment.device)
-            with GPTRun(trainer, start, stop, topology) as run:
+            with JobRun(trainer, start, stop, topology) as run:
                 for result in run.steps(run.results(), until=options.train.steps):
                     run.after_step(result)
             dist.barrier()  # nobody leaves, and is taken for failed, while the master still writes
             return run.ended_by
 
 
-class GPTRun(Run):
-    """The run of the byte GPT.
+class JobRun(Run):
+    """The run of a job: of the byte GPT, or of a model of transformers.
 
     It differs from other runs in three things: `find_start` has taken the folder already, the ranks agree on signals in
     the all-reduce of the loss, and each checkpoint takes the place of the one before.
@@ -64,7 +67,7 @@ class GPTRun(Run):
         topology: The ranks, for the banner.
     """
 
-    def __init__(self, trainer: Trainer, start: Start, stop: Stop, topology: Topology) -> None:
+    def __init__(self, trainer: Training, start: Start, stop: Stop, topology: Topology) -> None:
         options = trainer.options
         super().__init__(
             options.files.folder, trainer.strategy, checkpoint_every=options.train.checkpoint_every or None, log_every=1
@@ -84,20 +87,28 @@ class GPTRun(Run):
             yield result
 
     def after_step(self, result: StepResult) -> None:
-        """Validates, if it is due, and writes the line of the step."""
+        """Validates and writes samples, where that is due, and writes the line of the step."""
         trainer, options = self._trainer, self._trainer.options
-        due = trainer.step % options.train.validate_every == 0 or trainer.step == options.train.steps
-        validation_loss = trainer.validate() if due and not result.signal else None
+        last = trainer.step == options.train.steps
+        validates = trainer.step % options.train.validate_every == 0 or last
+        writes = trainer.step % options.sample.every == 0 or last if options.sample.every else validates
+        validation_loss = trainer.validate() if validates and not result.signal else None
+        samples = trainer.write_samples() if writes and not result.signal else []
+        perplexity = None
+        if validation_loss is not None and trainer.unit == "token":
+            perplexity = math.exp(min(validation_loss, 700.0))  # larger ones are no numbers
         line = {
             "step": trainer.step,
             "loss": result.loss,
             "validation_loss": validation_loss,
-            "learning_rate": learning_rate(options.train, trainer.step),
+            "perplexity": perplexity,
+            "learning_rate": learning_rate(options, trainer.step),
             "tokens": trainer.tokens,
             "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(options.train.batch_size * options.model.context / self._took, 1),
+            "tokens_per_second": round(options.train.batch_size * trainer.context / self._took, 1),
             "gradient_norm": None if result.skipped else result.gradient_norm,
             "skipped": result.skipped or None,
+            "samples": samples or None,
         }
         self.write(line)
 
@@ -111,7 +122,7 @@ class GPTRun(Run):
 
     def _begin(self, until: int) -> None:
         if self.strategy.is_master:
-            print_banner(self._trainer.options, self._topology, self._trainer, self._start)
+            print_banner(self._trainer.options, self._topology, self._trainer)
         super()._begin(until)
         if self._start.state is not None:
             self._began = time.monotonic() - self._start.state.seconds
@@ -125,11 +136,8 @@ class GPTRun(Run):
         trainer = self._trainer
         clock = torch.tensor(self.seconds, dtype=torch.float64, device=trainer.device)
         dist.broadcast(clock, 0)  # one number over the world
-        state = TrainingState(
-            step=trainer.step, samples=trainer.samples, seconds=float(clock), text=self._start.text.digest
-        )
         with writing(self.files.checkpoint):
-            save_checkpoint(self.files.checkpoint, trainer.model, trainer.optimizer, trainer.options, state)
+            trainer.save(self.files.checkpoint, trainer.state(float(clock)))
         self._saved = trainer.step
 
     def _end(self, until: int) -> None:
@@ -139,13 +147,13 @@ class GPTRun(Run):
     def _finish(self, until: int) -> None:
         """Draws the curve, and the last step of a pipeline if there is one, and says what was written."""
         del until
-        options, schedule = self._trainer.options, self._trainer.schedule
+        trainer, options, schedule = self._trainer, self._trainer.options, self._trainer.schedule
         lines = read_metrics(self.files.metrics)
-        guess = (UNIFORM, f"uniform, log(256) = {UNIFORM:.2f}")
-        draw_loss(self.files.curve, lines, title="Byte-level GPT", unit="loss (nats a byte)", uniform=guess)
+        guess = (trainer.guess, f"uniform, log({round(math.exp(trainer.guess))}) = {trainer.guess:.2f}")
+        draw_loss(self.files.curve, lines, title=trainer.title, unit=f"loss (nats a {trainer.unit})", uniform=guess)
         if self._timeline is not None and schedule is not None:
             _draw_step(schedule, self._timeline, self.files, options.pipeline.schedule)
-        print_summary(options, lines, self.step, self.ended_by)
+        print_summary(options, lines, self.step, self.ended_by, trainer.guess)
 
 
 def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:
@@ -163,18 +171,21 @@ def _set_threads(environment: Environment) -> None:
         torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
-def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Trainer:
+def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Training:
     """The trainer. What a package of ours refuses in words is the user's mistake, such as sizes that cannot be cut.
 
-    Any other ValueError, such as one of a plugin, keeps its traceback.
+    Any other error, such as a ValueError of a plugin, keeps its traceback.
     """
     try:
         with together("the precision", None):
             _check_precision(options.precision, device)
-        return Trainer(options, start.text, groups, device)
-    except ValueError as error:
+        if isinstance(start.data, Text):
+            return Trainer(options, start.data, groups, device)
+        return ModelTrainer(options, start.data, groups, device)
+    except (ValueError, TypeError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if not frames[-1].f_globals["__name__"].startswith("par_"):
+        package = frames[-1].f_globals["__name__"].partition(".")[0]
+        if not package.startswith("par_") or (isinstance(error, TypeError) and package == "par_train"):
             raise
         raise UserError(str(error)) from None
 

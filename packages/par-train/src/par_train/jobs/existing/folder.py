@@ -1,0 +1,156 @@
+"""The folder of a model of transformers, as far as it is read before torch is imported: config and which weights."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..._errors import UserError
+from ...data.tokenize import tokenizer_files
+from ..options import Options
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+"""What families call the number of positions that a model has."""
+
+_USUAL_CONTEXT = 1024
+
+_SAMPLE = 1 << 16  # bytes of each end of a file of weights that tell it from others
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A model of transformers on the disk.
+
+    Args:
+        path: Its folder, with config.json and a tokenizer.
+        config: What config.json holds.
+        weights: The files of its weights, which are read; none: it is made from random ones.
+        context: Tokens in a row.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    weights: tuple[Path, ...]
+    context: int
+
+    @property
+    def digest(self) -> str:
+        """Another one for another model: of its config, and of names, sizes and both ends of its files of weights."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for path in self.weights:
+            size = path.stat().st_size
+            digest.update(f"\0{path.name} {size}\0".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_SAMPLE))
+                file.seek(max(0, size - _SAMPLE))
+                digest.update(file.read(_SAMPLE))
+        return digest.hexdigest()
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of rows of its embedding; None: the config does not say it."""
+        return number_in(self.config, "vocab_size")
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of the weights in its files, such as "bfloat16"; None: the config does not say it."""
+        return self.config.get("dtype") or self.config.get("torch_dtype")
+
+    @property
+    def name(self) -> str:
+        """What kind of model it is, such as LlamaForCausalLM."""
+        return str((self.config.get("architectures") or [self.config.get("model_type", "model")])[0])
+
+
+def read_folder(options: Options) -> ModelFolder:
+    """What describes the model, as far as it can be read and checked without making it.
+
+    Raises:
+        UserError: A folder that holds no such model, a file of text that is not there, a context that the model has no
+            positions for, or a package that is not installed.
+    """
+    model, data = options.model, options.data
+    key = "model.path" if model.path else "model.config"
+    if not data.path:
+        raise UserError(f"{key} is {model.folder!r}, but data.path is missing; name the file to train on")
+    for package, extra in (("transformers", "transformers"), ("peft", "peft")):
+        if importlib.util.find_spec(package) is None and (package == "transformers" or options.adapter.rank):
+            raise UserError(
+                f"{key} {model.folder!r}{' with adapter.rank' if package == 'peft' else ''} needs {package}, which is "
+                f"not installed; pip install 'par-train[{extra}]'"
+            )
+    path = Path(model.folder).expanduser()
+    config = read_config(path, key)
+    others = ("adapter", "optimizer")
+    weights = tuple(sorted(one for one in path.glob("*.safetensors") if not one.name.startswith(others)))
+    if model.path and not weights:
+        raise UserError(
+            f"model.path {str(path)!r} holds no weights in safetensors; give a folder that has them, or name it as "
+            "model.config to begin with random ones"
+        )
+    tokenizer_files(path)
+    for name, text in (("data.path", data.path), ("data.template", data.template)):
+        if text and not Path(text).expanduser().is_file():
+            raise UserError(f"{name} is {text!r}, where there is no file; correct the path")
+    context = row_length(options, config)
+    return ModelFolder(path=path, config=config, weights=weights if model.path else (), context=context)
+
+
+def read_config(path: Path, key: str) -> Mapping[str, Any]:
+    """What the config.json of a folder holds.
+
+    Args:
+        path: The folder.
+        key: The option that names it, for errors.
+
+    Raises:
+        UserError: There is none, or it is no table of JSON.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"{key} {str(path)!r} holds no config.json; give the folder of a model, such as save_pretrained or "
+            "huggingface_hub.snapshot_download leaves it"
+        )
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(file)!r} cannot be read ({error}); mend it, or give another folder") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{str(file)!r} holds a {type(config).__name__}, and must hold a table; give another folder")
+    return config
+
+
+def row_length(options: Options, config: Mapping[str, Any]) -> int:
+    """The tokens in a row.
+
+    Args:
+        options: The options of the run.
+        config: The model's config.
+
+    Raises:
+        UserError: More than the model has positions for.
+    """
+    positions, context = positions_of(config), options.data.context
+    if context == "auto":
+        return min(_USUAL_CONTEXT, positions or _USUAL_CONTEXT)
+    if positions is not None and context > positions:
+        raise UserError(
+            f"data.context is {context}, but {options.model.folder!r} has {positions} positions; use at most as many"
+        )
+    return context
+
+
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """The number of positions that a model has; None: its config does not say."""
+    return next((number for name in _POSITIONS if (number := number_in(config, name))), None)
+
+
+def number_in(config: Mapping[str, Any], name: str) -> int | None:
+    """A number of a config, or of the config of text in it; None: it is not there."""
+    inner = config.get("text_config")
+    value = config.get(name, inner.get(name) if isinstance(inner, dict) else None)
+    return value if isinstance(value, int) else None

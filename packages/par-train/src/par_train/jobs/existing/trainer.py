@@ -1,0 +1,201 @@
+"""One rank's part of an existing model and place in its rows: what a step computes, and what a checkpoint holds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from par_checkpoint import load, save
+from par_groups import ProcessGroups, Topology
+from par_precision import precision_of
+
+from ..._errors import UserError
+from ...data.packing import IGNORED
+from ...data.shares import share
+from ...strategy.stages import Stages
+from ..checkpoint import TrainingState
+from ..options import Options
+from ..order import spread
+from ..report import end_of
+from ..training import Training, make_optimizer
+from .data import ModelData, kept_options
+from .folder import ModelFolder
+
+
+class ModelTrainer(Training):
+    """Trains a model of transformers, or an adapter of one, on rows of tokens.
+
+    Args:
+        options: Options of the run, equal on every rank.
+        data: The model's folder and its rows, equal on every rank.
+        groups: Who works together.
+        device: Where this rank computes.
+
+    Raises:
+        ValueError: The model cannot be made, or not be cut in this way; on every rank.
+    """
+
+    unit = "token"
+
+    def __init__(self, options: Options, data: ModelData, groups: ProcessGroups, device: torch.device) -> None:
+        super().__init__(options, groups, device)
+        self._data = data
+        self.title = data.folder.name
+        self.guess = math.log(data.folder.vocabulary or data.corpus.vocabulary)
+        cut = self.strategy.sequence_ranks
+        if self.context % cut:
+            raise UserError(
+                f"data.context {self.context} does not divide by {cut} tensor ranks, which have a part of each row "
+                f"under sequence_parallel; use {self.context - self.context % cut}"
+            )
+        loader = DataLoader(data.train, batch_size=options.train.batch_size, sampler=data.train.sampler, drop_last=True)
+        model = self._make_model()
+        model, optimizer, self._loader = self.strategy.initialize(model, make_optimizer(model, options.train), loader)
+        self._take(model, optimizer)
+        self._validation = spread(data.held_out.count(0), options.data.validation_windows)
+
+    def _make_model(self) -> nn.Module:
+        """This rank's part of the model, in training mode."""
+        options, folder = self.options, self._data.folder
+        model = self.strategy.from_pretrained(
+            folder.path,
+            dtype=weights_dtype(options, folder),
+            attention=options.model.attention or None,
+        ).train()
+        if options.model.gradient_checkpointing:
+            for part in model.__dict__["parts"].values() if isinstance(model, Stages) else [model]:
+                compute_again_(part)
+        return model
+
+    @property
+    def context(self) -> int:
+        """Tokens in a row."""
+        return self._data.folder.context
+
+    def about(self, topology: Topology) -> Mapping[str, Sequence[str]]:
+        """The model's folder, the file, and rows."""
+        folder, corpus, batch = self._data.folder, self._data.corpus, self.options.train.batch_size
+        weights = end_of(str(folder.path)) if folder.weights else f"random weights, seed {self.options.seed}"
+        train, held_out = self._data.documents
+        return {
+            "model": [f"{self.title}, {self.parameters:,} parameters", weights],
+            "data": [
+                end_of(self.options.data.path),
+                f"{corpus.format}: {len(corpus.tokens):,} tokens; {train:,} documents, {held_out:,} held out",
+            ],
+            "batch": [f"{batch} rows of {self.context} tokens, {batch // topology.size('data')} a replica"],
+        }
+
+    def _forward_backward(self) -> tuple[Tensor, Tensor]:
+        """The mean over this replica's targets, of which the rows of another one may have more or fewer."""
+        batch = next(iter(self._loader))
+        loss = self.strategy.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
+        return loss, target_count(batch)
+
+    def validate(self) -> float:
+        """The mean over the targets of the validation rows, which the replicas share as evenly as they can."""
+        self.model.eval()
+        mine = share(self._validation, self.replica, self.replicas)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, count
+        most = -(-len(self._validation) // self.replicas)  # all ranks go as often: forward may be collective
+        for start in range(0, most, self._share_size):
+            rows = mine[start : start + self._share_size]
+            # Every batch has the same size, for microbatches; what it is filled up with does not count.
+            filled = np.resize(rows if len(rows) else self._validation[:1], self._share_size)
+            batch = default_collate([self._data.held_out[0, int(row)] for row in filled])
+            batch["labels"][len(rows) :] = IGNORED
+            count = target_count(batch).to(self.device)
+            loss = self.strategy.execute_pipeline(iter([batch]), self.model, None, forward_only=True)
+            total += torch.stack([torch.where(count > 0, loss * count, 0.0), count])
+        self.model.train()
+        dist.all_reduce(total, group=self.groups["data"])  # two numbers; the ranks of a replica have the same ones
+        return float(total[0] / total[1])
+
+    def state(self, seconds: float) -> TrainingState:
+        """Progress, the digests of model and tokens, and what may not change."""
+        return TrainingState(
+            step=self.step,
+            samples=self.samples,
+            seconds=seconds,
+            text=self._data.digest,
+            model=self._data.folder.digest,
+            kept=kept_options(self.options, self.context),
+        )
+
+    def save(self, path: Path, state: TrainingState) -> None:
+        """A folder that transformers opens, with the tokenizer's files and what is written of the model as they are."""
+        folder = self._data.folder
+        names = ["generation_config.json"]
+        stored, written = folder.dtype, precision_of(self.options.precision).weights
+        written = written or weights_dtype(self.options, folder)
+        if stored is None or f"torch.{stored}" == str(written):
+            names.append("config.json")  # else transformers says in it which dtype the weights have now
+        self._save(
+            path, state, [folder.path, *(folder.path / name for name in names if (folder.path / name).is_file())]
+        )
+
+    def _save(self, path: Path, state: TrainingState, assets: Sequence[Path]) -> None:
+        save(
+            path,
+            **self._parts(),
+            extra=asdict(state),
+            assets=assets,
+            step=state.step,
+            overwrite=True,
+        )
+
+    def _parts(self) -> dict[str, Any]:
+        """What is saved and loaded: keywords of par-checkpoint."""
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.optimizer.scaling}
+
+    def _load(self, path: Path, state: TrainingState) -> None:
+        """Also goes to the row after the last one that was trained on.
+
+        Raises:
+            UserError: The position does not lie between two batches of this size.
+        """
+        try:
+            self._loader.load_state_dict({"samples": state.samples})
+        except ValueError as error:
+            raise UserError(f"train.batch_size {self.options.train.batch_size}: {error}") from None
+        load(path, **self._parts())
+
+
+def compute_again_(model: Any) -> None:
+    """Lets a model of transformers compute its layers again in backward, instead of keeping what they compute.
+
+    Raises:
+        UserError: Its code does not do that.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"model.gradient_checkpointing is not for a {type(model).__name__}, whose code has none; drop it"
+        )
+    # The name that it has from version 6 of transformers on, and some before, and the one that all of version 5 have.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def weights_dtype(options: Options, folder: ModelFolder) -> torch.dtype:
+    """The dtype in which weights are read, before the precision is applied.
+
+    Where the precision keeps weights in 16 bits, and so does the folder, reading 32 would only take memory.
+    """
+    if options.model.dtype != "auto":
+        named: torch.dtype = getattr(torch, options.model.dtype)
+        return named
+    wanted = precision_of(options.precision).weights
+    return wanted if wanted is not None and str(wanted) == f"torch.{folder.dtype}" else torch.float32
+
+
+def target_count(batch: Mapping[str, Any]) -> Tensor:
+    """The number of targets in a batch of rows: of labels behind a row's first token that count."""
+    labels: Tensor = batch["labels"]
+    return (labels[:, 1:] != IGNORED).sum()

@@ -1,0 +1,231 @@
+"""The job that trains a model of transformers: whole runs on ranks of a test, and through the command."""
+
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_train._errors import UserError
+from par_train.jobs.job_run import train
+from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions
+from par_train.run.stop import Stop
+
+transformers = pytest.importorskip("transformers")
+
+TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
+SEQUENCE = {"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}
+TOLERANCE = 1e-4  # relative, fp32: sums in another order, which Adam enlarges where a gradient is next to nothing
+RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
+
+
+class StopAt(Stop):
+    """Is asked to leave by SIGTERM while its n-th step is taken."""
+
+    def __init__(self, step):
+        self.left = step
+
+    @property
+    def signal(self):
+        if self.training:
+            self.left -= 1
+        return signal.SIGTERM if self.training and self.left <= 0 else 0
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(folder, name):
+    return [line[name] for line in lines_of(folder) if name in line]
+
+
+def options_of(tiny, output, kind="chat", **changes):
+    model, corpora = tiny
+    data = {"path": str(corpora[kind]), "context": 128, "validation_fraction": 0.2, "validation_windows": 9}
+    training = {"steps": 8, "batch_size": 6, "validate_every": 2, "checkpoint_every": 0, **RATE}
+    made = {
+        "output": str(output),
+        "device": "cpu",
+        "model": ModelOptions(path=str(model)),
+        "data": DataOptions(**data),
+        "train": TrainOptions(**training),
+    }
+    return Options(**{**made, **changes})
+
+
+def check_opens(folder, source):
+    """The folder is one of transformers', with the files beside the weights as they were."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    write = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert write("def ", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("def ")
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in names:
+        assert (folder / name).read_bytes() == (source / name).read_bytes(), name
+    return model
+
+
+@pytest.mark.ranks(2, timeout=240)
+def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopped(tiny, tmp_path):
+    whole, parts = options_of(tiny, tmp_path / "whole"), options_of(tiny, tmp_path / "parts")
+    assert train(whole, Stop()) == 0
+    assert train(replace(parts, parallel=TENSOR, zero=1), StopAt(3)) == signal.SIGTERM
+    again = replace(parts, resume="auto", parallel=SEQUENCE)
+    assert train(again, StopAt(2)) == signal.SIGTERM
+    pipeline = {"parallel": {"pipeline": 2}, "pipeline": ScheduleOptions(microbatches=3)}
+    assert train(replace(parts, resume="auto", **pipeline), Stop()) == 0
+    dist.barrier()
+    if dist.get_rank() > 0:
+        return
+    for name in ("step", "loss", "validation_loss", "perplexity", "gradient_norm", "learning_rate", "tokens"):
+        assert column(tmp_path / "parts", name) == pytest.approx(column(tmp_path / "whole", name), rel=TOLERANCE), name
+    losses, validation = column(tmp_path / "whole", "loss"), column(tmp_path / "whole", "validation_loss")
+    assert column(tmp_path / "whole", "step") == list(range(1, 9))
+    assert losses[-1] < losses[0] == pytest.approx(math.log(512), rel=0.05), "a guess, before the first step"
+    assert len(validation) == 4
+    assert validation == sorted(validation, reverse=True)
+    assert column(tmp_path / "whole", "perplexity") == pytest.approx([math.exp(loss) for loss in validation])
+    source = tiny[0]
+    models = [check_opens(tmp_path / name / "checkpoint", source) for name in ("whole", "parts")]
+    before = transformers.AutoModelForCausalLM.from_pretrained(source)
+    moved = [
+        torch.cat([(a - b).flatten() for a, b in zip(model.parameters(), before.parameters(), strict=True)])
+        for model in models
+    ]
+    assert torch.nn.functional.cosine_similarity(moved[0], moved[1], dim=0) > 0.999, "they went the same way"
+    names = {path.name for path in (tmp_path / "parts").iterdir()}
+    assert {"checkpoint", "data", "loss.png", "metrics.jsonl", "pipeline-measured.png"} <= names
+    assert len(list((tmp_path / "parts" / "data").iterdir())) == 1, "the tokens were made once"
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_gradient_checkpointing_dtypes_and_stage_3_train_the_same_model(tiny, tmp_path):
+    """After 2 steps in bf16: 2 % is some 10 roundings."""
+    short = TrainOptions(steps=2, batch_size=4, validate_every=2, **RATE)
+    found = {}
+    for name, changes in {
+        "plain": {},
+        "again": {"model": ModelOptions(path=str(tiny[0]), gradient_checkpointing=True), "zero": 3},
+        "pipeline": {
+            "model": ModelOptions(path=str(tiny[0]), gradient_checkpointing=True, attention="eager"),
+            "parallel": {"pipeline": 2},
+        },
+        "half": {"precision": "bf16", "parallel": TENSOR},
+    }.items():
+        options = options_of(tiny, tmp_path / name, kind="jsonl", **{"train": short, **changes})
+        assert train(options, Stop()) == 0
+        dist.barrier()
+        found[name] = column(tmp_path / name, "loss") + column(tmp_path / name, "validation_loss")
+    assert found["again"] == pytest.approx(found["plain"], rel=TOLERANCE)
+    assert found["pipeline"] == pytest.approx(found["plain"], rel=TOLERANCE)
+    assert found["half"] == pytest.approx(found["plain"], rel=0.02)
+    if dist.get_rank() == 0:
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half" / "checkpoint")
+        assert opened.dtype == torch.bfloat16
+        assert transformers.AutoConfig.from_pretrained(tmp_path / "half" / "checkpoint").dtype == torch.bfloat16
+
+
+def refused(words, options):
+    with pytest.raises(UserError, match=words):
+        train(options, Stop())
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_written(tiny, tmp_path):
+    model, _ = tiny
+    options = options_of(tiny, tmp_path / "out")
+
+    def with_data(**changes):
+        return replace(options, data=replace(options.data, **changes))
+
+    if dist.get_rank() == 0:
+        (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"text": 3}\n')
+        (tmp_path / "empty.jsonl").write_text("\n\n")
+        (tmp_path / "one.txt").write_text("a line\n")
+        (tmp_path / "plain.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+        small = tmp_path / "small"
+        small.mkdir()
+        for path in model.iterdir():
+            (small / path.name).write_bytes(path.read_bytes())
+        config = json.loads((small / "config.json").read_text())
+        (small / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    dist.barrier()
+    refused(r"bad\.jsonl, line 3 has 3 under 'text'; give a text", with_data(path=str(tmp_path / "bad.jsonl")))
+    refused(r"empty\.jsonl' holds no document", with_data(path=str(tmp_path / "empty.jsonl")))
+    refused(r"the chat template does not say", with_data(template=str(tmp_path / "plain.jinja")))
+    refused(r"has 1 documents, of which", with_data(path=str(tmp_path / "one.txt"), format="text"))
+    refused(r"data\.context is 257, but .*tiny.* has 256 positions", with_data(context=257))
+    many = replace(options, train=replace(options.train, batch_size=2000))
+    refused(r"rows of 128 tokens, less than a batch of train\.batch_size 2000", many)
+    refused(
+        r"knows 512 tokens, and the model's embedding has 300",
+        replace(options, model=ModelOptions(path=str(tmp_path / "small"))),
+    )
+    refused("127 does not divide by 2 tensor ranks", replace(with_data(context=127), parallel=SEQUENCE))
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {"data", ".par-train.lock"}
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_going_on_with_another_model_or_other_data_is_refused(tiny, tmp_path):
+    _, corpora = tiny
+    short = TrainOptions(steps=1, batch_size=4, **RATE)
+    options = options_of(tiny, tmp_path / "out", train=short)
+    assert train(options, Stop()) == 0
+    again = replace(options, resume="auto")
+    refused(
+        r"data\.path .* gives other tokens than the checkpoint",
+        replace(again, data=replace(options.data, path=str(corpora["jsonl"]))),
+    )
+    refused("has data.context 128, but the config says 64", replace(again, data=replace(options.data, context=64)))
+    refused("has seed 0, but the config says 1", replace(again, seed=1))
+    refused("has precision 'fp32', but the config says 'bf16'", replace(again, precision="bf16"))
+    gpt = {"data": DataOptions(folder=str(Path(corpora["text"]).parent)), "train": TrainOptions(batch_size=4)}
+    refused(
+        "is of a model of transformers, and without model.path",
+        Options(output=options.output, device="cpu", resume="auto", **gpt),
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        config = Path(options.model.path, "config.json")
+        other = tmp_path / "other"
+        other.mkdir()
+        for path in config.parent.iterdir():
+            (other / path.name).write_bytes(path.read_bytes())
+        (other / "config.json").write_bytes(config.read_bytes() + b"\n")
+    dist.barrier()
+    refused("was trained from another model than", replace(again, model=ModelOptions(path=str(tmp_path / "other"))))
+
+
+def test_one_command_fine_tunes_on_two_ranks_and_tells_of_a_wrong_line(tiny, tmp_path, command):
+    model, corpora = tiny
+    common = ["run", f"--model.path={model}", "--ranks=2", "--device=cpu", "--data.context=64", "--train.batch_size=4"]
+    common += [
+        "--train.steps=2",
+        f"--output={tmp_path / 'out'}",
+        "--parallel.tensor.size=2",
+        "--parallel.tensor.mode=1d",
+    ]
+    done = command.finish(command.start(*common, f"--data.path={corpora['text']}", ranks=2), timeout=120)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "LlamaForCausalLM, ",
+        "2 ranks",
+        "rows of 64 tokens",
+        "perplexity",
+        f"wrote {tmp_path}/out/checkpoint",
+    ):
+        assert words in done.stdout, done.stdout
+    assert len(lines_of(tmp_path / "out")) == 2
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"no": 3}\n')
+    wrong = [*common, "--overwrite", f"--data.path={tmp_path / 'bad.jsonl'}"]
+    done = command.finish(command.start(*wrong, ranks=2), timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"par-train: error: {tmp_path}/bad.jsonl, line 2 has no 'text', only 'no'; name the field of the text"
+    ]
+    assert len(lines_of(tmp_path / "out")) == 2, "the run in the folder is as it was"
