@@ -9,9 +9,8 @@ from torch import nn
 
 from par_groups import launch
 from par_pipeline import Offload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
-from par_pipeline._program import Message
 from par_pipeline._structure import flatten
-from par_pipeline.wire.message import Header, encode, room_for
+from par_pipeline.wire.message import HEADER, Header, encode_apart
 from par_testing import for_each
 
 pytestmark = [
@@ -58,16 +57,17 @@ def test_one_gpu_runs_all_stages_of_a_v(resident):
         assert [timeline.peak(0)] == [simulate(zb_v(1, 4)).peak(0)]
 
 
-def test_messages_keep_their_header_on_the_cpu_and_their_tensors_on_the_gpu():
+def test_messages_keep_what_hosts_read_on_the_cpu_and_their_tensors_on_the_gpu():
     value = (torch.arange(15.0, device="cuda"), None, torch.ones(3, 5, dtype=torch.bfloat16, device="cuda"))
     tensors, signature = flatten(value)
     device = torch.device("cuda")
     for expected in (None, signature):
-        room = room_for(Message(gradient=False, stage=1, microbatch=0), expected, are_apart=True)
-        header, body = encode(signature, tensors, expected, room, device, are_apart=True)
-        assert (header.device.type, len(header)) == ("cpu", room)
-        assert (body.device.type, len(body)) == ("cuda", Header(header, header[0].item()).second)
-        found, parts = Header(header, header[0].item()).decode(body, expected)
+        ahead = None if expected is None else expected.size
+        first, rest, apart = encode_apart(signature, tensors, expected, ahead, device)
+        assert (first.device.type, len(first)) == ("cpu", HEADER)
+        assert (apart.device.type, len(apart)) == ("cuda", signature.size)
+        assert rest is None if expected is not None else rest.device.type == "cpu"
+        found, parts = Header(first, first[0].item()).decode(expected, rest, apart)
         assert found == signature
         assert all(torch.equal(one, other) for one, other in zip(parts, tensors, strict=True))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from par_pipeline import gpipe, one_f_one_b, zb_h1, zb_v
-from par_pipeline._program import STATUS, Message, compile_program
+from par_pipeline._program import LOSS, STATUS, WELL, Message, compile_program
 
 from .runtime_helpers import SCHEDULES
 
@@ -36,7 +36,7 @@ def test_every_message_is_sent_once_and_expected_in_the_order_in_which_it_is_sen
                 for i, each in enumerate(programs[peer].instructions)
                 if each.target == rank and each.gives
             ]
-            assert [*sent, (STATUS, -1)] == [tuple(each) for each in arrivals]
+            assert [*sent, (STATUS, -1)] == [each[:2] for each in arrivals]
             assert programs[peer].departures[rank] == tuple(each.message for each in arrivals)
         for position, each in enumerate(program.instructions):
             messages += [each.gives] if each.gives else []
@@ -45,6 +45,26 @@ def test_every_message_is_sent_once_and_expected_in_the_order_in_which_it_is_sen
     borders = (schedule.stages - 1) * schedule.microbatches
     assert len(messages) == len(set(messages)) == borders * (1 if forward_only else 2)
     assert set(messages) == {each.takes for program in programs for each in program.instructions if each.takes}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_what_is_taken_next_is_due_with_what_comes_before_it(name, ranks, forward_only):
+    schedule, most = SCHEDULES[name](ranks, 9), set()
+    for rank in range(ranks):
+        program = compile_program(schedule, rank, forward_only=forward_only, broadcasts_loss=True)
+        for peer, arrivals in program.arrivals.items():
+            due = {each.message: each.after for each in arrivals[:-1]}
+            assert list(due.values()) == sorted(due.values())  # in the order in which the peer sends
+            taken = [each.takes for each in program.instructions if each.source == peer and each.takes]
+            taken += [each.message for each in arrivals if each.message in (WELL, LOSS)]
+            for count, message in enumerate(taken):
+                posted = [each for each, after in due.items() if after <= count]
+                assert message in posted
+                most.add(len(set(posted) - set(taken[:count])))
+    in_order = {"gpipe", "1f1b", "looped_bfs", "zb_h1", "zb_h2"}
+    assert max(most) <= (1 if name in in_order else 2)
 
 
 def test_the_last_action_of_a_stage_is_known_for_split_and_for_whole_backwards():

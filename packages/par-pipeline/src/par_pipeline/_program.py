@@ -71,10 +71,12 @@ class Arrival(NamedTuple):
     Args:
         message: Which message it is.
         position: The place, in that rank's actions, of the action that sends it.
+        after: How many messages from that rank this one has taken when it is time to post the receive of its tensors.
     """
 
     message: Message
     position: int
+    after: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +134,17 @@ def compile_program(
         sent = [mine.gives for mine in instructions if mine.gives is not None and mine.target == peer]
         departures[peer] = (*sent, *ends.sent(rank, peer), STATUS)
         consumed.update(dict.fromkeys(ends.sent(rank, peer), _AT_THE_END))
-        coming, position = [], -1
+        coming, position = [], -1  # messages, and the places of what sends them
         for position, theirs in enumerate(_instructions(schedule, peer, forward_only)):
             if theirs.gives is not None and theirs.target == rank:
-                coming.append(Arrival(theirs.gives, position))
+                coming.append((theirs.gives, position))
             if theirs.takes is not None and theirs.source == rank:
                 consumed[theirs.takes] = position
-        coming += [Arrival(message, position) for message in ends.sent(peer, rank)]
-        arrivals[peer] = (*coming, Arrival(STATUS, -1))
+        coming += [(message, position) for message in ends.sent(peer, rank)]
+        taken = [mine.takes for mine in instructions if mine.takes is not None and mine.source == peer]
+        due = _due([message for message, _ in coming], [*taken, *ends.sent(peer, rank)])
+        of_step = (Arrival(*sent, after) for sent, after in zip(coming, due, strict=True))
+        arrivals[peer] = (*of_step, Arrival(STATUS, -1))
     return Program(
         instructions=instructions,
         arrivals=arrivals,
@@ -149,6 +154,19 @@ def compile_program(
         forwards=sum(instruction.action.op == FORWARD for instruction in instructions),
         neighbours=len(neighbours),
     )
+
+
+def _due(coming: Sequence[Message], taken: Sequence[Message]) -> list[int]:
+    """For each message that comes from a peer, how many of them are taken when its receive is due.
+
+    What is taken next is due, and with it what comes before that: receives have the order in which the peer sends. Most
+    schedules take in that order, too, so that one receive is ahead; some take a message before an earlier one.
+    """
+    places = {message: place for place, message in enumerate(coming)}
+    due: list[int] = []
+    for count, message in enumerate(taken):
+        due += [count] * (places[message] + 1 - len(due))
+    return due
 
 
 _AT_THE_END = sys.maxsize  # the place of what takes a message after all actions

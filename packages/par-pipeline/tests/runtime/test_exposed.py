@@ -2,45 +2,48 @@
 
 Stages are alike, and a microbatch's forward F, input gradient and weight gradient take a stage the same time; the first
 stage's first layer has no input gradient. Virtual time depends on the order of issues and waits alone, so these are
-figures, not measurements. The simulator has every transfer begin when its sender is done. A receive of a tensor that
-comes apart, as over NCCL, is posted when its stage needs it, so that in the steady part of a step ranks wait for it.
+figures, not measurements. The simulator has every transfer begin when its sender is done, as here those do whose
+receives are posted by then.
 """
+
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_pipeline import Costs, Shared, one_f_one_b, simulate, zb_h1
-from par_testing import Compute, Links, Strict, strict_time
+from par_pipeline import Costs, Shared, simulate
+from par_testing import Compute, Links, Strict, for_each, strict_time
 
-from ..runtime_helpers import pipeline, strict_apart
+from ..runtime_helpers import SCHEDULES, pipeline, strict_apart
 
-RANKS, MICROBATCHES, LAYERS, WIDTH, ROWS = 4, 8, 4, 32, 16
-FORWARD = 1.0  # seconds
-FLOPS = LAYERS * 2 * ROWS * WIDTH * WIDTH / FORWARD
+RANKS, MICROBATCHES, WIDTH, ROWS = 4, 8, 32, 16
+LAYER, TRANSFER = 0.25, 0.5  # seconds of a layer's forward, and of a message
+LAYERS = {0.1: 20, 0.25: 8, 0.5: 4}  # of a rank, by the share of its forward that a message takes
 MESSAGE = ROWS * WIDTH * 4  # bytes of an output in fp32
-SCHEDULES = {"1f1b": one_f_one_b, "zb_h1": zb_h1}
+VIRTUAL = Strict(
+    links=Links(inside=(0.0, MESSAGE / TRANSFER)),
+    compute=Compute(flops=2 * ROWS * WIDTH * WIDTH / LAYER, memory=1e30),
+)
 
 
-def virtual(share):
-    """Ranks between which a message takes that share of a forward."""
-    return Strict(links=Links(inside=(0.0, MESSAGE / (share * FORWARD))), compute=Compute(flops=FLOPS, memory=1e30))
-
-
-def expected(schedule, share):
-    inputs = [FORWARD * (1 - 1 / LAYERS), *([FORWARD] * (RANKS - 1))]
-    return simulate(schedule, Costs(FORWARD, inputs, FORWARD, share * FORWARD)).makespan
-
-
-def stages():
+def prepared(name, share):
+    """A schedule, its stages, and seconds of a step in the simulator."""
+    schedule = SCHEDULES[name](RANKS, MICROBATCHES)
+    layers = LAYERS[share] * RANKS // schedule.stages
+    forward = layers * LAYER
+    inputs = [forward - LAYER, *([forward] * (schedule.stages - 1))]
     torch.manual_seed(0)
-    return [nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))) for _ in range(RANKS)]
+    stages = [
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))) for _ in range(schedule.stages)
+    ]
+    return schedule, stages, simulate(schedule, Costs(forward, inputs, forward, TRANSFER)).makespan
 
 
-def makespan(run, count=3):
-    """Virtual seconds of the last of some steps, until the last rank is done."""
-    for _ in range(count):
+def makespan(run):
+    """Virtual seconds of a step, until the last rank is done; what messages look like is known from the one before."""
+    for _ in range(2):
         dist.barrier()
         strict_time()
         run.step(torch.ones(MICROBATCHES * ROWS, WIDTH), target=torch.ones(MICROBATCHES * ROWS, WIDTH))
@@ -49,56 +52,43 @@ def makespan(run, count=3):
     return total.item()
 
 
-TAKES = {  # seconds, by the share of a forward that a message takes; the simulator says 34.15, 36.5, 40.5 and ...
-    "1f1b": {0.1: 34.65, 0.25: 37.5, 0.5: 42.25},
-    "zb_h1": {0.1: 28.8, 0.25: 31.5, 0.5: 36.25},  # ... 27.9, 29.5, 32.5
-}
-
-
 def check(name, share):
-    schedule = SCHEDULES[name](RANKS, MICROBATCHES)
-    takes = makespan(pipeline(stages(), schedule, lanes=strict_apart))
-    assert takes == pytest.approx(TAKES[name][share], rel=1e-3)  # losses and barriers are small
-    assert expected(schedule, share) < takes < 1.12 * expected(schedule, share)
+    schedule, stages, expected = prepared(name, share)
+    takes = makespan(pipeline(stages, schedule, lanes=strict_apart))
+    if name == "dualpipe_v":  # whose whole backwards are split, too: gradients leave before those of weights are there
+        expected = min(takes, expected)
+    # Transfers of a lane follow each other here, and the simulator has them overlap.
+    assert takes == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.ranks(RANKS, backend="strict", strict=virtual(0.1))
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_step_waits_for_receives_alone(name):
-    check(name, 0.1)
+TYPICAL = [("gpipe", 0.25), ("interleaved", 0.25), ("zb_v", 0.25), *product(("1f1b", "zb_h1"), LAYERS)]
 
 
-@pytest.mark.ranks(RANKS, backend="strict", strict=virtual(0.25))
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_step_waits_for_longer_receives_alone(name):
-    check(name, 0.25)
+@for_each(case=TYPICAL)
+@pytest.mark.ranks(RANKS, backend="strict", strict=VIRTUAL)
+def test_a_step_takes_what_the_simulator_says(case):
+    check(*case)
 
 
-@pytest.mark.ranks(RANKS, backend="strict", strict=virtual(0.5))
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_step_waits_for_receives_of_half_a_forward_alone(name):
-    check(name, 0.5)
+@for_each(case=[case for case in product(SCHEDULES, LAYERS) if case not in TYPICAL])
+@pytest.mark.storm
+@pytest.mark.ranks(RANKS, backend="strict", strict=VIRTUAL, timeout=180)
+def test_a_step_of_any_schedule_takes_what_the_simulator_says(case):
+    check(*case)
 
 
-@pytest.mark.ranks(RANKS, backend="strict", strict=virtual(0.25))
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_gradient_hook_holds_nothing_up(name):
-    own, heard = stages(), []
-    for parameter in own[dist.get_rank()].parameters():
-        parameter.register_hook(lambda gradient: heard.append(gradient.shape))
-    run = pipeline(own, SCHEDULES[name](RANKS, MICROBATCHES), lanes=strict_apart)
-    assert makespan(run) == pytest.approx(TAKES[name][0.25], rel=1e-3)
-    assert len(heard) == 3 * MICROBATCHES * LAYERS  # in three steps
-
-
-@pytest.mark.ranks(RANKS, backend="strict", strict=virtual(0.25))
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_shared_parameters_add_no_more_than_their_exchange(name):
+@for_each(name=["1f1b", "zb_h1"])
+@pytest.mark.ranks(RANKS, backend="strict", strict=VIRTUAL)
+def test_hooks_hold_nothing_up_and_shared_parameters_add_no_more_than_their_exchange(name):
     """One weight of the first and the last stage, whose gradients are exchanged when both are done."""
-    own, rank = stages(), dist.get_rank()
-    mine = {"0.weight": own[rank][0].weight} if rank in (0, RANKS - 1) else {}
-    shared = [Shared(mine, dist.group.WORLD)]
-    run = pipeline(own, SCHEDULES[name](RANKS, MICROBATCHES), lanes=strict_apart, shared=shared)
-    exchange = 0.25 * FORWARD * WIDTH / ROWS  # in each direction at once
-    before = TAKES[name][0.25]
-    assert before < makespan(run) < before + 1.05 * exchange  # and small numbers: whether there was a gradient
+    schedule, stages, expected = prepared(name, 0.25)
+    heard, rank = [], dist.get_rank()
+    for parameter in stages[rank].parameters():
+        parameter.register_hook(lambda gradient: heard.append(gradient.shape))
+    takes = makespan(pipeline(stages, schedule, lanes=strict_apart))
+    assert takes == pytest.approx(expected, rel=0.01)
+    assert len(heard) == 2 * MICROBATCHES * LAYERS[0.25]  # in two steps
+    mine = {"0.weight": stages[rank][0].weight} if rank in (0, RANKS - 1) else {}
+    shared = makespan(pipeline(stages, schedule, lanes=strict_apart, shared=[Shared(mine, dist.group.WORLD)]))
+    exchange = TRANSFER * WIDTH / ROWS  # in each direction at once
+    assert takes < shared < takes + 1.05 * exchange  # and small numbers: whether there was a gradient

@@ -1,19 +1,35 @@
 """Tensors on strict communicators: order, buffers and slots of the way over NCCL, with the gradients of one device."""
 
+import os
+import time
+
 import pytest
 import torch.distributed as dist
 
-from par_pipeline import one_f_one_b, zb_v
+from par_pipeline import PipelineError, one_f_one_b, zb_v
 from par_testing import Strict, count_collectives, for_each
 
-from ..runtime_helpers import SCHEDULES, assert_gradients, block, check_steps, data, pipeline, stages_of, strict_apart
+from ..runtime_helpers import (
+    SCHEDULES,
+    assert_gradients,
+    block,
+    check_steps,
+    clear,
+    copied,
+    data,
+    pipeline,
+    serial,
+    stages_of,
+    strict_apart,
+    strict_lanes_to_reset,
+)
 from .test_end_of_step import tied
 
 
-def check(name, microbatches=5):
+def check(name, rows=(17, 17, 31), microbatches=5):
     ranks = dist.get_world_size()
     schedule = SCHEDULES[name](ranks, max(microbatches, 2 * ranks) if name == "dualpipe_v" else microbatches)
-    batches = [data(17), data(17, seed=1), data(23)]  # and one of other shapes
+    batches = [data(size, seed=number) for number, size in enumerate(rows)]  # whose microbatches change their shapes
     with count_collectives() as counted:
         check_steps(schedule, lambda number: block(5, number), batches, lanes=strict_apart)
     assert counted.elements("send") > 0  # headers, over gloo, are not seen
@@ -33,8 +49,58 @@ def test_two_communicators_at_a_time_are_enough(name):
 
 @for_each(name=["1f1b", "interleaved", "zb_v"])
 @pytest.mark.ranks(2, backend="strict", strict=Strict(complete="drawn", draw=3), timeout=60)
-def test_it_does_not_matter_when_transfers_end(name):
-    check(name)
+def test_it_does_not_matter_when_transfers_end_nor_whether_a_receive_was_posted_for_more_or_for_less(name):
+    check(name, rows=(17, 17, 31, 31, 17))  # unknown, as known, more, just changed, less
+
+
+def fails_soon(run, words):
+    """A step that fails within seconds, with these words."""
+    x, y = data(12)
+    start = time.monotonic()
+    with pytest.raises(PipelineError, match=words):
+        run.step(x, target=y)
+    assert time.monotonic() - start < 5
+
+
+def stages_at_fault(schedule, fault):
+    """Stages that have run one step, and of which the middle one calls something once, in its next third forward."""
+    stages = stages_of(schedule)
+    run = pipeline(stages, schedule, lanes=strict_lanes_to_reset)
+    x, y = data(12)
+    run.step(x, target=y)  # so that receives are posted in the next one
+    forwards = []
+
+    def act(*_):
+        forwards.append(1)
+        if len(forwards) == 3:
+            fault()
+
+    if dist.get_rank() == 1:
+        stages[1].register_forward_pre_hook(act)
+    return stages, run
+
+
+@for_each(make=[one_f_one_b, zb_v])
+@pytest.mark.ranks(3, backend="strict", timeout=60)
+def test_a_stage_that_raises_while_others_have_posted_receives_is_named_and_reset_makes_good(make):
+    def fault():
+        raise OSError("a fault on purpose")
+
+    schedule = make(3, 6)
+    stages, run = stages_at_fault(schedule, fault)
+    fails_soon(run, r"stage 1, microbatch 2, action 1F2 on rank 1: OSError: a fault on purpose")
+    run.reset()
+    clear(stages)
+    reference, (x, y) = copied(stages), data(12)
+    run.step(x, target=y)
+    serial(reference, x.tensor_split(6), y.tensor_split(6))
+    assert_gradients(stages, reference, schedule, exact=make is one_f_one_b)
+
+
+@pytest.mark.ranks(3, backend="strict", dies=(1,), timeout=60)
+def test_a_rank_that_vanishes_while_others_have_posted_receives_is_named():
+    _, run = stages_at_fault(one_f_one_b(3, 6), lambda: os.kill(os.getpid(), 9))
+    fails_soon(run, "rank 1 is gone")
 
 
 @for_each(make=[one_f_one_b, zb_v])

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from par_pipeline._errors import Failure
-from par_pipeline._program import Message, sum_message
+from par_pipeline._program import STATUS, Message, sum_message
 from par_pipeline._structure import aligned, flatten
 from par_pipeline.schedules.actions import Action
-from par_pipeline.wire.message import HEADER, Header, encode, encode_failure, room_for
+from par_pipeline.wire.message import HEADER, Expectations, Header, encode, encode_apart, encode_failure
 
 CPU = torch.device("cpu")
 OUTPUT = Message(gradient=False, stage=1, microbatch=0)
@@ -24,19 +24,32 @@ VALUES = [
 ]
 
 
-def received(value, expected, room=None, *, are_apart=False):
+def expecting(message, *signatures):
+    """What is known of a message that had these signatures, one after the other."""
+    expectations = Expectations()
+    for signature in signatures:
+        expectations.note(message, signature)
+    return expectations
+
+
+def received(value, expected, room=None):
+    """The value as it arrives in a buffer of so many bytes, and how many parts it had."""
     tensors, signature = flatten(value)
-    room = room_for(OUTPUT, expected, are_apart=are_apart) if room is None else room
-    parts = encode(signature, tensors, expected, room, CPU, are_apart=are_apart)
-    assert len(parts[0]) <= room
+    if room is None:
+        room = HEADER if expected is None else expecting(OUTPUT, expected).room_for(OUTPUT, are_apart=False)
+    first, rest, apart = encode(signature, tensors, expected, room)
+    assert len(first) <= room
+    assert apart is None
     buffer = torch.full((room,), 255, dtype=torch.uint8)
-    buffer[: len(parts[0])] = parts[0]
+    buffer[: len(first)] = first
     header = Header(buffer, buffer[0].item())
     assert header.failure is None
-    assert [len(each) for each in parts[1:]] == ([header.second] if header.second else [])
-    found, tensors = header.decode(parts[1] if header.second else None, expected)
+    assert header.follows == (rest is not None)
+    if rest is not None:
+        assert len(rest) == header.description + header.body
+    found, tensors = header.decode(expected, rest)
     assert found == signature
-    return found.build(tensors), len(parts)
+    return found.build(tensors), 1 if rest is None else 2
 
 
 def assert_same(one, other):
@@ -53,14 +66,38 @@ def test_a_value_arrives_as_it_was_whatever_was_expected(value):
             assert messages == 1
 
 
-def test_tensors_may_come_in_messages_of_their_own():
-    for value in VALUES:
-        signature = flatten(value)[1]
-        for expected in (None, signature, flatten(torch.zeros(1000))[1]):
-            assert room_for(OUTPUT, expected, are_apart=True) == HEADER
-            found, messages = received(value, expected, are_apart=True)
-            assert_same(found, value)
-            assert messages == (1 if expected == signature and signature.size == 0 else 2)
+@pytest.mark.parametrize("value", VALUES)
+def test_tensors_may_come_apart_in_as_many_bytes_as_are_waited_for(value):
+    tensors, signature = flatten(value)
+    for expected in (None, signature, flatten(torch.zeros(1000))[1], flatten(torch.zeros(0))[1]):
+        ahead = None if expected is None else expected.size
+        first, rest, apart = encode_apart(signature, tensors, expected, ahead, CPU)
+        assert len(first) == HEADER == Expectations().room_for(OUTPUT, are_apart=True)
+        assert (0 if apart is None else len(apart)) == (signature.size if ahead is None else ahead)
+        header = Header(first, first[0].item())
+        assert header.follows == (expected != signature) == (rest is not None)
+        too_large = ahead is not None and signature.size > ahead
+        if rest is not None:  # what the host reads, and tensors that have no room elsewhere
+            assert header.body == signature.size
+            assert len(rest) == header.description + (header.body if too_large else 0)
+        found, parts = header.decode(expected, rest, None if too_large else apart)
+        assert_same(found.build(parts), value)
+
+
+def test_a_receive_is_posted_for_what_has_kept_its_size():
+    small, large = (flatten(torch.zeros(size))[1] for size in (10, 1000))
+    other = flatten(torch.zeros(2, 5))[1]
+    for seen, ahead in (
+        ([], None),  # nothing is known
+        ([small], small.size),
+        ([small, other], small.size),
+        ([small, large], None),  # it may change again
+        ([small, large, large], large.size),
+        ([small, large, large, small, small], small.size),
+    ):
+        assert expecting(OUTPUT, *seen).bytes_ahead(OUTPUT) == ahead
+        assert expecting(sum_message(0), *seen).bytes_ahead(sum_message(0)) is None  # which is as large as parameters
+    assert Expectations().bytes_ahead(STATUS) == 0
 
 
 def test_what_is_new_but_fits_comes_in_one_message():
@@ -76,17 +113,17 @@ def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_ow
     tensors, signature = flatten(value, border=torch.bfloat16)
     assert flatten(value, signature, torch.bfloat16)[1] is signature
     assert signature.size == aligned(2 * 123) + aligned(2 * 17) + aligned(8 * 15)
-    room = room_for(OUTPUT, signature, are_apart=False)
-    (message,) = encode(signature, tensors, signature, room, CPU, are_apart=False)
-    assert len(message) == room
-    _, found = Header(message, message[0].item()).decode(None, signature)
+    room = expecting(OUTPUT, signature).room_for(OUTPUT, are_apart=False)
+    message, *others = encode(signature, tensors, signature, room)
+    assert (len(message), others) == (room, [None, None])
+    _, found = Header(message, message[0].item()).decode(signature)
     assert_same(tuple(found), (value[0].bfloat16().float(), *value[1:]))
 
 
 def test_what_was_expected_may_find_a_buffer_that_was_made_for_something_else():
     value = (torch.arange(300.0), torch.ones(17, dtype=torch.bfloat16))
     expected = flatten(value)[1]
-    needed = room_for(OUTPUT, expected, are_apart=False)
+    needed = expecting(OUTPUT, expected).room_for(OUTPUT, are_apart=False)
     for room, messages in ((HEADER, 2), (needed - 1, 2), (needed, 1), (needed + 1, 1), (2 * needed, 1)):
         found, sent = received(value, expected, room)
         assert_same(found, value)
@@ -96,11 +133,11 @@ def test_what_was_expected_may_find_a_buffer_that_was_made_for_something_else():
 def test_a_failure_fits_into_any_buffer_with_its_words():
     failure = Failure.of(ValueError("ä" * 1000), 123456, Action("F", 123456, 123456))
     message = encode_failure(failure)
-    assert len(message) == HEADER == room_for(OUTPUT, None, are_apart=False)
+    assert len(message) == HEADER == Expectations().room_for(OUTPUT, are_apart=False)
     assert Header(message, message[0].item()).failure == failure
 
 
 def test_no_buffer_waits_for_gradients_of_shared_parameters_which_are_as_large_as_they_are():
     signature = flatten((torch.zeros(1000),))[1]
-    assert room_for(sum_message(0), signature, are_apart=False) == HEADER
-    assert room_for(OUTPUT, signature, are_apart=False) > HEADER + 4000
+    for message, room in ((sum_message(0), HEADER), (OUTPUT, HEADER + signature.size)):
+        assert expecting(message, signature).room_for(message, are_apart=False) == room

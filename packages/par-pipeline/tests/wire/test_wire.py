@@ -10,9 +10,10 @@ from par_pipeline._program import STATUS, Arrival, Message
 from par_pipeline.runtime.pipeline import _device_of
 from par_pipeline.wire import inbox as _inbox
 from par_pipeline.wire.inbox import Inbox
-from par_pipeline.wire.lanes import Lane
+from par_pipeline.wire.lanes import Lane, Lanes, make_lanes
 from par_pipeline.wire.message import HEADER, NOTHING, encode
 from par_pipeline.wire.outbox import Outbox
+from par_pipeline.wire.wire import Wire
 
 
 class Communicator:
@@ -74,7 +75,7 @@ def test_a_rank_that_waits_looks_for_a_while_before_it_sleeps(monkeypatch, comes
     inbox.expect()
     inbox.expect()  # which posts no other one
     assert (communicator.begun, communicator.waited) == (["recv"], [])
-    (message,) = encode(NOTHING, [], NOTHING, HEADER, torch.device("cpu"), are_apart=False)
+    message = encode(NOTHING, [], NOTHING, HEADER).first
     looked = []
 
     def write():
@@ -94,6 +95,32 @@ def test_a_rank_that_waits_looks_for_a_while_before_it_sleeps(monkeypatch, comes
     assert inbox.take(STATUS) == (NOTHING, [])
     assert looked == [[]] * looks
     assert communicator.waited == ["recv"]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("looks", "timeout"), [(0, 9.0), (3, 9.0), (1 << 30, 0.1)])
+def test_transfers_of_steps_that_are_over_end_before_the_rest_is_aborted_unless_a_rank_is_gone(looks, timeout):
+    seen = []
+
+    class Event:
+        def query(self):
+            seen.append("looks")
+            return len(seen) > looks
+
+    class Ends(Lanes):
+        def abort(self):
+            seen.append("aborts")
+
+    def lanes(*given):
+        return Ends(*make_lanes(*given))
+
+    wire = Wire(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=timeout), 1, lanes)
+    wire._last_step = Event()
+    wire.close("the test is over", is_idle=False)
+    wire.close("the test is over", is_idle=False)
+    if looks < 9:
+        assert seen == ["looks"] * (looks + 1) + ["aborts"]
+    assert seen.index("aborts") == len(seen) - 1
 
 
 @pytest.mark.ranks(1)

@@ -83,7 +83,8 @@ class Pipeline:
         complete: Called with a stage's number when its gradients are complete, to begin their reduction.
         border_dtype: A dtype such as torch.bfloat16, in which outputs and gradients that are wider travel between
             ranks; they arrive in the dtype that they had. Default: they travel as they are.
-        ahead: Bytes of receives that are posted ahead; their buffers are kept from step to step.
+        ahead: Bytes of receives that are posted ahead, if more than one from each neighbouring rank: of messages over
+            gloo, whose buffers are kept from step to step, and as many of tensors over NCCL, in a step alone.
         timeout: Seconds after which a rank that waits for another one gives up.
         split_backward: What happens to a stage whose weight gradients cannot be put off, under FSDP2, torch.compile or
             in torch's RNNs, if the schedule splits its backward: "required" refuses it; with "where possible" it runs

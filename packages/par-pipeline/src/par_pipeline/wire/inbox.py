@@ -10,6 +10,8 @@ both ranks reckon how large each is: what an evaluation sends may find those of 
 
 A rank that waits looks for a while before it sleeps, and lets others run meanwhile. Waking it up takes longer than a
 tiny action, and as often as not it wakes up on another core, whose caches are cold.
+
+Tensors that come apart are received by `Apart`.
 """
 
 import os
@@ -24,9 +26,10 @@ import torch
 from torch import Tensor
 
 from .._errors import PeerFailed
-from .._program import STATUS, Arrival, Message
-from .lanes import Lane
-from .message import NOTHING, Contents, Header, Kind, room_for
+from .._program import Arrival, Message
+from .apart import Apart
+from .lanes import FIRST, REST, Lane
+from .message import Contents, Expectations, Header, Kind
 
 _AWAKE = 2e-3  # seconds in which a rank that waits does not sleep; other threads of its process need the interpreter
 _let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))  # Windows has no sched_yield
@@ -54,14 +57,15 @@ class Inbox:
         device: Where tensors arrive.
         budget: Bytes of receives that may be posted ahead.
         settle: Called with each place of the peer's actions that it has come to.
-        are_apart: Whether tensors always come in messages of their own.
+        are_apart: Whether tensors come apart.
     """
 
     def __init__(
         self, lane: Lane, device: torch.device, budget: int, settle: Callable[[int], None], *, are_apart: bool
     ) -> None:
-        self._lane, self._device, self._settle, self._are_apart = lane, device, settle, are_apart
-        self._expected = {STATUS: NOTHING}  # what this rank expects of each message: what it was the last time
+        self._lane, self._settle = lane, settle
+        self._expected = Expectations()  # of this rank
+        self._apart = Apart(lane, device, budget) if are_apart else None
         self._coming: deque[Arrival] = deque()
         self._posted: deque[Posted] = deque()  # buffers for what comes first, and ...
         self._planned: deque[int] = deque()  # ... bytes of those for what comes then
@@ -73,9 +77,8 @@ class Inbox:
         have_buffers = len(self._posted) + len(self._planned)
         coming = [arrival.message for arrival in (*self._coming, *arrivals)]
         without_buffer = coming[have_buffers:]
-        self._planned.extend(
-            room_for(message, self._expected.get(message), are_apart=self._are_apart) for message in without_buffer
-        )
+        are_apart = self._apart is not None
+        self._planned.extend(self._expected.room_for(message, are_apart=are_apart) for message in without_buffer)
 
     def begin(self, arrivals: tuple[Arrival, ...]) -> None:
         """Begins a step, in which the peer sends these messages, in this order."""
@@ -83,6 +86,9 @@ class Inbox:
         self._late = len(self._coming)  # a higher rank's status of the last step, which comes before all else
         self._coming.extend(arrivals)
         self._arrived: dict[Message, Contents] = {}
+        if self._apart is not None:
+            plan = ((arrival.after, self._expected.bytes_ahead(arrival.message)) for arrival in arrivals)
+            self._apart.begin((after, ahead) for after, ahead in plan if ahead != 0)  # nothing comes apart of 0 bytes
 
     def prepare(self, arrivals: tuple[Arrival, ...]) -> None:
         """Posts the receives of a step that may come."""
@@ -96,16 +102,16 @@ class Inbox:
             self._post()
 
     def hear(self) -> None:
-        """Takes the word of the last step, if it has come meanwhile.
+        """Takes the word of the last step, if it has come meanwhile, and posts the first receive of tensors apart.
 
         Raises:
             PeerFailed: The peer says that the last step failed.
         """
         while self._late and self._posted and self._posted[0].first.item() != Kind.UNWRITTEN:
-            _, header, _ = self._receive()
-            if header.failure is not None:
-                raise PeerFailed(header.failure)
+            self._receive()
             self._late -= 1
+        if self._apart is not None:
+            self._apart.post()
 
     def take(self, message: Message) -> Contents:
         """Waits for a message, and so for all that were sent before it.
@@ -116,18 +122,15 @@ class Inbox:
         """
         self._post_ahead()  # it would wait anyway
         while message not in self._arrived:
-            arrival, header, second = self._receive()
-            if header.failure is not None:
-                raise PeerFailed(header.failure)
+            arrival, header = self._receive()
             if self._late:
                 self._late -= 1
                 continue
-            expected = self._expected.get(arrival.message)
-            contents = header.decode(second, expected)
-            if contents[0] is not expected:
-                self._expected[arrival.message] = contents[0]
-            self._arrived[arrival.message] = contents
+            contents = self._arrived[arrival.message] = self._contents(arrival.message, header)
+            self._expected.note(arrival.message, contents[0])
             self._settle(arrival.position)
+        if self._apart is not None:
+            self._apart.taken()
         return self._arrived.pop(message)
 
     def drain(self) -> None:
@@ -136,13 +139,18 @@ class Inbox:
         The failure may be that memory has run out. A rank that has none for what still comes stops here, and raises
         what it has to.
         """
-        with suppress(ConnectionError, RuntimeError, MemoryError):
+        with suppress(ConnectionError, RuntimeError, MemoryError, PeerFailed):
             while self._coming and self._posted and not self._knows_failure:
-                self._receive()
+                arrival, header = self._receive()
+                if self._late:
+                    self._late -= 1
+                else:
+                    self._contents(arrival.message, header)
 
     def close(self) -> None:
         """Lets go of the lane, and of the receives that are posted."""
         self._posted.clear()
+        self._apart = None
         self._lane.close()
 
     def _post_ahead(self) -> None:
@@ -155,23 +163,44 @@ class Inbox:
         size = self._planned[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         first = buffer[0].fill_(Kind.UNWRITTEN)
-        self._posted.append(Posted(buffer, first, self._lane.receive(buffer, 0)))
+        self._posted.append(Posted(buffer, first, self._lane.receive(buffer, FIRST)))
         self._planned.popleft()
         self._budget -= size
 
-    def _receive(self) -> tuple[Arrival, Header, Tensor | None]:
-        """The next message that the peer sends: which one it is, its header, and the second message if one follows."""
+    def _receive(self) -> tuple[Arrival, Header]:
+        """The next message that the peer sends: which one it is, and its header.
+
+        Raises:
+            PeerFailed: It says that the step failed.
+        """
         buffer, first, work = self._posted.popleft()
         until = time.perf_counter() + _AWAKE
         while first.item() == Kind.UNWRITTEN and time.perf_counter() < until:
             _let_others_run()
-        self._lane.wait(work, 0)
+        self._lane.wait(work, FIRST)
         self._budget += buffer.nbytes
         header = Header(buffer, first.item())
-        self._knows_failure = header.failure is not None
-        second = None
-        if header.second:
-            second = torch.empty(header.second, dtype=torch.uint8, device=self._device)
-            self._lane.wait(self._lane.receive(second, 1), 1)
+        if header.failure is not None:
+            self._knows_failure = True
+            raise PeerFailed(header.failure)
         self._post_ahead()
-        return self._coming.popleft(), header, second
+        return self._coming.popleft(), header
+
+    def _contents(self, message: Message, header: Header) -> Contents:
+        """What a message brings, once all its parts are there."""
+        expected = self._expected.signatures.get(message)
+        tensors: Tensor | None = None
+        if self._apart is not None and (ahead := self._expected.bytes_ahead(message)) != 0:
+            size = header.body if header.follows or expected is None else expected.size
+            tensors = self._apart.receive(size if ahead is None else ahead)
+        if not header.follows:
+            return header.decode(expected, apart=tensors)
+        if tensors is None or header.body > len(tensors):  # so they are behind the description
+            return header.decode(expected, self._rest(header.description + header.body))
+        return header.decode(expected, self._rest(header.description), tensors)
+
+    def _rest(self, size: int) -> Tensor:
+        """The part that a header announces."""
+        rest = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._lane.wait(self._lane.receive(rest, REST), REST)
+        return rest

@@ -1,7 +1,7 @@
 """The private communicators of a pipeline, one for each direction, so that a send never waits behind a receive.
 
 Headers go over gloo, whatever the group has: the host waits for them, with a timeout, and they bring word of a failure.
-Tensors on GPUs follow over NCCL, for which only streams wait.
+Tensors on GPUs come apart, over NCCL, for which only streams wait.
 
 The groups that par_groups declares (its `Channels`) are something else: all ranks of a world make those together, once.
 A pipeline takes any group, makes its lanes among the ranks of that group alone and again after each failure, and its
@@ -20,25 +20,35 @@ from torch import Tensor
 
 from .._torch_private import default_store, gloo_options, nccl_options
 
+FIRST, REST, APART = range(3)
+"""The parts of a message: its header, with what there is room for behind it; what that announces; and its tensors."""
+
 _FOR_KERNELS = timedelta(minutes=30)  # NCCL counts from when it was asked, and kernels before it take their time
 
 
 class Lane:
     """One direction between this rank and a peer.
 
+    A message has up to three parts, each of which is sent and received by its number: FIRST and REST on the CPU, and
+    APART, its tensors.
+
     Args:
         peer: The other rank.
-        first: The gloo communicator of headers, and of tensors that fit into the same message.
-        second: The communicator of what a header announces.
+        first: The gloo communicator of what is on the CPU.
+        second: The communicator of tensors that come apart.
         timeout: The longest wait for a message.
     """
 
     def __init__(self, peer: int, first: Any, second: Any, timeout: timedelta) -> None:
         self._peer, self._timeout = peer, timeout
-        self._communicators: tuple[Any, ...] = (first, second)
+        self._communicators: tuple[Any, ...] = (first, first, second)
 
     def send(self, part: Tensor, number: int) -> Any:
-        """Begins to send a message (number 0), or a second one that it announces (number 1).
+        """Begins to send a part of a message.
+
+        Args:
+            part: Its bytes, of uint8.
+            number: Which part it is.
 
         Returns:
             What `wait` takes.
@@ -52,7 +62,7 @@ class Lane:
             raise self._lost(error) from error
 
     def receive(self, buffer: Tensor, number: int) -> Any:
-        """Begins to receive a message (number 0), or a second one (number 1); otherwise as `send`."""
+        """Begins to receive a part of a message into a buffer of its size, or a larger one; otherwise as `send`."""
         try:
             return self._communicators[number].recv([buffer], self._peer, number)
         except RuntimeError as error:
@@ -65,10 +75,10 @@ class Lane:
             ConnectionError: The peer is gone, or does not answer within the timeout.
         """
         try:
-            if number == 0:
-                work.wait(self._timeout)
-            else:  # NCCL lets the host wait only if it is given a timeout; the communicator has one
+            if number == APART:  # NCCL lets the host wait only if it is given a timeout; the communicator has one
                 work.wait()
+            else:
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -87,11 +97,11 @@ class Lanes(NamedTuple):
     Args:
         up: The gloo communicator of messages to higher ranks.
         down: The gloo communicator of messages to lower ranks.
-        up_second: The communicator of what a message to a higher rank announces; NCCL where tensors are on GPUs.
-        down_second: The communicator of what a message to a lower rank announces; NCCL where tensors are on GPUs.
+        up_second: The communicator of tensors to higher ranks that come apart; NCCL where they are on GPUs.
+        down_second: The communicator of tensors to lower ranks that come apart; NCCL where they are on GPUs.
         rank: This rank, within the group.
         timeout: The longest wait for a message.
-        are_apart: Whether tensors always come in the second message, for which a host need not wait.
+        are_apart: Whether tensors come apart, so that a host need not wait for them.
     """
 
     up: Any

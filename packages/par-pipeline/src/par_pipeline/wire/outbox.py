@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .._errors import Failure
-from .._program import STATUS, Message
-from .lanes import Lane
-from .message import NOTHING, Contents, encode, encode_failure, room_for
+from .._program import Message
+from .lanes import FIRST, Lane
+from .message import NOTHING, Contents, Expectations, encode, encode_apart, encode_failure
 
 
 class _Sent(NamedTuple):
@@ -21,11 +21,11 @@ class _Sent(NamedTuple):
 
     Args:
         consumed: The place, in the peer's actions, of the action that takes it.
-        parts: The tensors, which must live until they are sent, each with what its lane waits for.
+        parts: Numbers and bytes of its parts, which must live until they are sent, and what the lane waits for.
     """
 
     consumed: int
-    parts: list[tuple[Tensor, Any]]
+    parts: list[tuple[int, Tensor, Any]]
 
 
 class Outbox:
@@ -37,12 +37,12 @@ class Outbox:
     Args:
         lane: The lane to the peer.
         device: Where tensors are sent from.
-        are_apart: Whether tensors always come in messages of their own.
+        are_apart: Whether tensors come apart.
     """
 
     def __init__(self, lane: Lane, device: torch.device, *, are_apart: bool) -> None:
         self._lane, self._device, self._are_apart = lane, device, are_apart
-        self._expected = {STATUS: NOTHING}  # what the peer expects of each message: what it was the last time
+        self._expected = Expectations()  # of the peer
         self._rooms: deque[int] = deque()  # bytes of the peer's buffers, for what it is sent next
         self._unawaited: list[tuple[Tensor, Any]] = []  # statuses of earlier steps
         self._sending: deque[_Sent] = deque()
@@ -51,9 +51,7 @@ class Outbox:
     def plan(self, departures: tuple[Message, ...]) -> None:
         """Reckons which buffers the peer has for a step."""
         without_room = departures[len(self._rooms) :]
-        self._rooms.extend(
-            room_for(message, self._expected.get(message), are_apart=self._are_apart) for message in without_room
-        )
+        self._rooms.extend(self._expected.room_for(message, are_apart=self._are_apart) for message in without_room)
 
     def begin(self, departures: tuple[Message, ...], consumed: Mapping[Message, int]) -> None:
         """Begins a step.
@@ -69,10 +67,14 @@ class Outbox:
     def give(self, message: Message, contents: Contents) -> None:
         """Begins to send a message."""
         signature, tensors = contents
-        expected, room = self._expected.get(message), self._rooms.popleft()
-        parts = encode(signature, tensors, expected, room, self._device, are_apart=self._are_apart)
-        self._expected[message] = signature
-        works = [(part, self._lane.send(part, number)) for number, part in enumerate(parts)]
+        expected, room = self._expected.signatures.get(message), self._rooms.popleft()
+        if self._are_apart:
+            ahead = self._expected.bytes_ahead(message)
+            parts = encode_apart(signature, tensors, expected, ahead, self._device)
+        else:
+            parts = encode(signature, tensors, expected, room)
+        self._expected.note(message, signature)
+        works = [(number, part, self._lane.send(part, number)) for number, part in enumerate(parts) if part is not None]
         self._sending.append(_Sent(self._consumed[message], works))
 
     def settle(self, position: int) -> None:
@@ -83,7 +85,7 @@ class Outbox:
     def finish(self) -> None:
         """Waits until everything is sent."""
         while self._sending:
-            for number, (_, work) in enumerate(self._sending.popleft().parts):
+            for number, _, work in self._sending.popleft().parts:
                 self._lane.wait(work, number)
 
     def give_status(self, *, awaited: bool) -> None:
@@ -97,13 +99,12 @@ class Outbox:
         self.finish()
         with suppress(ConnectionError):  # a rank that is done may have left
             for _, work in self._unawaited:
-                self._lane.wait(work, 0)
+                self._lane.wait(work, FIRST)
             self._unawaited.clear()
-            room = self._rooms.popleft()
-            (part,) = encode(NOTHING, [], NOTHING, room, self._device, are_apart=self._are_apart)
-            work = self._lane.send(part, 0)
+            part = encode(NOTHING, [], NOTHING, self._rooms.popleft()).first
+            work = self._lane.send(part, FIRST)
             if awaited:
-                self._lane.wait(work, 0)
+                self._lane.wait(work, FIRST)
             else:
                 self._unawaited.append((part, work))
 
@@ -112,7 +113,7 @@ class Outbox:
         if self._word is None:
             buffer = encode_failure(failure)
             with suppress(ConnectionError):
-                self._word = buffer, self._lane.send(buffer, 0)
+                self._word = buffer, self._lane.send(buffer, FIRST)
 
     def close(self, until: float) -> None:
         """Lets go of the lane, and of what is under way; word of a failure may leave before.

@@ -18,6 +18,7 @@ from .outbox import Outbox
 WaitFor = Literal["lower", "all", "none"]
 
 _TO_LEAVE = 1.0  # seconds for word of a failure to leave, before a connection ends
+_PAUSE = 1e-3  # seconds between two looks at a GPU
 
 
 class Wire:
@@ -31,7 +32,7 @@ class Wire:
         make_lanes: Makes the communicators.
 
     Attributes:
-        are_apart: Whether tensors always come in messages of their own, for which hosts do not wait.
+        are_apart: Whether tensors come apart, so that hosts do not wait for them.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Wire:
         self._inboxes: dict[int, Inbox] = {}
         self._lanes: Lanes | None = make_lanes(group, device, timeout)
         self.are_apart = self._lanes.are_apart
+        self._last_step: torch.cuda.Event | None = None  # a GPU comes to it when it has done all steps that are over
         self._meeting = Meeting(group)
 
     def reset(self, timeout: timedelta) -> None:
@@ -70,6 +72,7 @@ class Wire:
         """
         if is_idle and self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
+        self._abort()  # before the buffers go into which receives are posted
         failure = Failure(self._rank, f"rank {self._rank}, between two steps", "PipelineError", why)
         for outbox in self._outboxes.values():
             outbox.give_failure(failure)
@@ -79,9 +82,6 @@ class Wire:
         for inbox in self._inboxes.values():
             inbox.close()
         self._outboxes, self._inboxes = {}, {}
-        if self._lanes is not None:
-            self._lanes.abort()
-            self._lanes = None
 
     def who_says_so(self, word: bool, *, waits: bool) -> list[int]:
         """Tells the other ranks yes or no after a failure, which all of them hear of.
@@ -104,6 +104,8 @@ class Wire:
         """
         if self._lanes is None:
             raise ConnectionError("the connections of the pipeline are closed")
+        if self._device.type != "cpu":
+            self._last_step = torch.cuda.current_stream(self._device).record_event()
         for peer, arrivals in program.arrivals.items():
             if peer not in self._inboxes:
                 to_peer, from_peer = self._lanes.to(peer)
@@ -164,8 +166,26 @@ class Wire:
             self._inboxes[peer].prepare(arrivals)
 
     def fail(self, program: Program, failure: Failure) -> None:
-        """Sends word of a failure in place of all that is owed, and waits until the peers know of it."""
+        """Sends word of a failure in place of all that is owed, and waits until the peers know of it.
+
+        Tensors that are owed, and for which receives may be posted, do not come any more: a GPU would wait for them.
+        """
         for peer in program.departures:
             self._outboxes[peer].give_failure(failure)
         for peer in program.arrivals:
             self._inboxes[peer].drain()
+        if program.arrivals:
+            self._abort()
+
+    def _abort(self) -> None:
+        """Ends the transfers of tensors that come apart; the lanes of headers end with what holds them.
+
+        Those of steps that are over come to their end, for which a GPU may be behind its host, unless a rank is gone.
+        """
+        if self._lanes is None:
+            return
+        until = time.monotonic() + self._timeout.total_seconds()
+        while self._last_step is not None and not self._last_step.query() and time.monotonic() < until:
+            time.sleep(_PAUSE)
+        self._lanes.abort()
+        self._lanes = self._last_step = None
