@@ -215,6 +215,13 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
                 strategy.save(plain, tmp_path / "out", plan=plan)
         with pytest.raises(ValueError, match="plan is 'pickle'; it can be one of huggingface, torch, peft, merged"):
             strategy.save(plain, tmp_path / "out", plan="pickle")
+        config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 2})
+        write_base(tmp_path / "less", num_hidden_layers=1)
+        if dist.get_rank() == 0:
+            config.save_pretrained(tmp_path / "less")
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"less' does not fit its config: missing: model\.layers\.1\."):
+            strategy.from_pretrained(tmp_path / "less", adapter=lora())
         adapted = strategy.initialize(strategy.from_pretrained(tmp_path / "base", adapter=lora()))
         with pytest.raises(ValueError, match="has adapters, for which transformers' own folders have no place"):
             strategy.save(adapted, tmp_path / "out")

@@ -1,6 +1,6 @@
 """Models of transformers, as they are: their batches, their loss, and which of them a module holds.
 
-transformers is not imported, but for a model that is made here: who has one of its models has imported it.
+transformers is not imported: who has one of its models has imported it.
 """
 
 import inspect
@@ -8,8 +8,6 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,41 +33,6 @@ def pretrained_of(model: nn.Module) -> Any:
     if modeling is None:
         return None
     return next((each for each in model.modules() if isinstance(each, modeling.PreTrainedModel)), None)
-
-
-def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> Any:
-    """A causal language model without memory, as the config in a folder describes it.
-
-    Args:
-        path: A folder with config.json.
-        dtype: The dtype of its weights; "auto": the config's.
-        attention: The name of transformers' attention, such as "sdpa"; None: its default.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: The folder has no config.
-    """
-    try:
-        transformers: Any = import_module("transformers")
-    except ImportError:
-        raise ImportError(
-            "from_pretrained() makes models of transformers, which is not installed; "
-            "pip install 'par-train[transformers]'"
-        ) from None
-    if not Path(path, "config.json").is_file():
-        raise ValueError(
-            f"{path!r} holds no config.json; give the folder of a model, such as save_pretrained or "
-            "huggingface_hub.snapshot_download leaves it"
-        )
-    config = transformers.AutoConfig.from_pretrained(path)
-    chosen = {} if attention is None else {"attn_implementation": attention}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=config.dtype or torch.float32 if dtype == "auto" else dtype, **chosen
-        )
-    if Path(path, "generation_config.json").is_file():  # which tokens end a text, among others
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return model.eval()  # as transformers' own from_pretrained gives it
 
 
 class CausalModel:

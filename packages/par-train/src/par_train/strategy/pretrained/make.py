@@ -1,6 +1,8 @@
 """A folder that transformers writes becomes this rank's part of a model."""
 
 import os
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from par_checkpoint import load
 from par_groups import together
 from par_layers import parallelize
 
-from ..existing import PathLike, Plan, make_on_meta
+from ..existing import PathLike, Plan
 from ..setup import Setup
 from ..stages import build_model_stages
 from .adapters import base_name, fill_adapters_, put_around_
@@ -30,8 +32,8 @@ def make_part(
     """Makes this rank's part of a causal language model; see `Strategy.from_pretrained`. Collective."""
     groups, schedule = strategy.groups, strategy.schedule
     with together("the model", None):
-        model = make_on_meta(os.fspath(path), dtype, attention)
-        twin = None if weights else make_on_meta(os.fspath(path), dtype, attention)
+        model = _make_on_meta(os.fspath(path), dtype, attention)
+        twin = None if weights else _make_on_meta(os.fspath(path), dtype, attention)
         if adapter is not None:
             put_around_(model, adapter)
     if groups.size("tensor") > 1:
@@ -51,6 +53,41 @@ def make_part(
     else:
         _load_base(path, part, device, model.dtype)
     return part.to(device)
+
+
+def _make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> Any:
+    """A causal language model without memory, as the config in a folder describes it.
+
+    Args:
+        path: A folder with config.json.
+        dtype: The dtype of its weights; "auto": the config's.
+        attention: The name of transformers' attention, such as "sdpa"; None: its default.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: The folder has no config.
+    """
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError:
+        raise ImportError(
+            "from_pretrained() makes models of transformers, which is not installed; "
+            "pip install 'par-train[transformers]'"
+        ) from None
+    if not Path(path, "config.json").is_file():
+        raise ValueError(
+            f"{path!r} holds no config.json; give the folder of a model, such as save_pretrained or "
+            "huggingface_hub.snapshot_download leaves it"
+        )
+    config = transformers.AutoConfig.from_pretrained(path)
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype or torch.float32 if dtype == "auto" else dtype, **chosen
+        )
+    if Path(path, "generation_config.json").is_file():  # which tokens end a text, among others
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model.eval()  # as transformers' own from_pretrained gives it
 
 
 def _load_base(path: PathLike, part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
