@@ -67,13 +67,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the beginning of the names of its classes, and what its config says beside `TEXT`."""
 
+FURTHER = {"gptj": ("GPTJ", {"rotary_dim": 4, "n_inner": 48}), "roberta": ("Roberta", NO_DROPOUT)}
+"""Families whose plans `compare` proves."""
+
 
 def make(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A small model, the same on every rank; every parameter is drawn, biases and norms too."""
     transformers = pytest.importorskip("transformers", minversion="5.4")
-    stem, own = FAMILIES[family]
+    stem, own = {**FAMILIES, **FURTHER}[family]
     config_class = getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")
-    model_class = getattr(transformers, f"{stem}ForMaskedLM" if stem == "Bert" else _causal(stem))
+    model_class = getattr(transformers, f"{stem}ForMaskedLM" if stem in ("Bert", "Roberta") else _causal(stem))
     config = config_class(**{**TEXT, **own, **options})
     config._experts_implementation = "eager"  # the grouped product has no fp64
     torch.manual_seed(0)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from par_layers import parallelize
+from par_layers import compare, parallelize
 
-from .helpers import FAMILIES, assert_steps_equal, live, make, stays_wide, tokens
+from .helpers import FAMILIES, FURTHER, assert_steps_equal, labels, live, make, stays_wide, tokens
 
 pytest.importorskip("transformers", minversion="5.4")
 
@@ -36,3 +36,14 @@ def check(family, groups):
     for cache in caches if family in {"llama", "gemma3"} else caches[:1]:
         options = {"attention_mask": attended, "max_new_tokens": 4, "do_sample": False, **cache}
         assert torch.equal(cut.generate(prompt, **options), whole.generate(prompt, **options)), cache
+
+
+@pytest.mark.ranks([2, 4])
+def test_plans_of_further_families_are_proven():
+    """Of one whose loss is ours, and of one that computes its loss itself, of whole logits."""
+    batch = {"input_ids": tokens(), "labels": labels(2)}
+    for sequence in (False, True):
+        with live(sequence_parallel=sequence) as groups, stays_wide():
+            for family in FURTHER:
+                compared = compare(lambda family=family: make(family), groups, batch)
+                assert compared.worst < 1e-10, (family, sequence, compared)  # fp64 sums in another order

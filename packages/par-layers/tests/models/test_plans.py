@@ -99,6 +99,16 @@ def test_one_rank_cuts_nothing():
         assert all(box.size == each.shape for each in found.values() for box in each.boxes)
 
 
+def packed(width: int) -> nn.Module:
+    """The packed weights of three experts."""
+    model = nn.ModuleDict({"experts": nn.Module()})
+    model["experts"].gate_up = nn.Parameter(torch.zeros(3, 2 * width, 5))
+    model["experts"].down = nn.Parameter(torch.zeros(3, 5, width))
+    return model
+
+
+WIDE = {"experts": Experts(), "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+
 REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
     ("no plan", Mlp, "auto", TypeError, "'auto' is for models of transformers, and this is a Mlp; give a plan"),
     ("no rules", Mlp, {}, TypeError, "has no rules"),
@@ -110,6 +120,8 @@ REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
     ("experts over ranks", Mlp, {"up": "grouped_gemm"}, ValueError, "over the axis 'expert'"),
     ("a size", lambda: Mlp(8, 15), PAIR, ValueError, "'up.weight': 15 units of 1 features do not divide by 2 ranks"),
     ("a row's size", lambda: Mlp(7, 16), {"down": Column()}, ValueError, "'down.weight': 7 units"),
+    ("experts' width", lambda: packed(5), WIDE, ValueError, "'experts.gate_up': 5 units of 1 features do not divide"),
+    ("another's plan", Layered, {"model.layers.*.mlp.up": "colwise"}, ValueError, "matches nothing in the model"),
     ("not a linear", Layered, {"table": "colwise"}, TypeError, "are for an nn.Linear, and this is a Embedding"),
     ("not an embedding", Mlp, {"up": Vocabulary()}, TypeError, "the rule Vocabulary is for an nn.Embedding"),
     ("a parameter", Mlp, {"up.weight": "colwise"}, TypeError, "cannot cut a parameter of shape (16, 8)"),
@@ -183,11 +195,7 @@ def test_a_style_of_ones_own():
 
 
 def test_experts_have_packed_weights():
-    model = nn.ModuleDict({"experts": nn.Module()})
-    model["experts"].gate_up = nn.Parameter(torch.zeros(3, 8, 5))
-    model["experts"].down = nn.Parameter(torch.zeros(3, 5, 4))
-    plan = {"experts": Experts(), "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
-    found = boxes(model, ranks(), plan, rank=1)
+    found = boxes(packed(4), ranks(), WIDE, rank=1)
     assert found["experts.gate_up"] == [((0, 2, 0), (3, 2, 5), ()), ((0, 6, 0), (3, 2, 5), ())]
     assert found["experts.down"] == [((0, 0, 2), (3, 5, 2), ())]
 

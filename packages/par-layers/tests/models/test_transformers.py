@@ -181,15 +181,16 @@ def test_dropout_of_attention_differs_between_ranks_and_is_replayed():
         dist.all_reduce(theirs)
         assert not torch.any(theirs == 2 * mine)
         with stays_wide():
-            cut = parallelize(make("gpt2", **options), groups)
-            checkpoint(cut, reentrant=False)
-            torch.manual_seed(5)
-            del seen[:]
-            loss = cut(input_ids=tokens(), labels=labels(2)).loss
-            close(loss, plain[0])
-            first = list(seen)
-            loss.backward()
-            assert seen[len(first) :] == first[::-1]  # recomputed from the last layer on
+            for reentrant in (False, True):
+                cut = parallelize(make("gpt2", **options), groups)
+                checkpoint(cut, reentrant=reentrant)
+                torch.manual_seed(5)
+                del seen[:]
+                loss = cut(input_ids=tokens(), labels=labels(2)).loss
+                close(loss, plain[0])
+                first = list(seen)
+                loss.backward()
+                assert seen[len(first) :] == first[::-1]  # recomputed from the last layer on
 
 
 # Collectives
@@ -240,8 +241,12 @@ def test_calls_that_would_be_silently_wrong(tmp_path):
         _, cut = pair(groups)
         with pytest.raises(ValueError, match="output_hidden_states=True gives activations that are cut"):
             cut(input_ids=tokens(), output_hidden_states=True)
+        with pytest.raises(ValueError, match=r"has 1 tokens, .* To generate, call model.eval\(\)"):
+            cut.train().generate(tokens(), max_new_tokens=2, do_sample=False, pad_token_id=0)
         with torch.no_grad():
             assert len(cut.eval()(input_ids=tokens(), output_hidden_states=True).hidden_states) == 3
+            with pytest.raises(ValueError, match="output_attentions=True gives the heads of this rank alone"):
+                cut(input_ids=tokens(), output_attentions=True)
         model = transformers.T5ForConditionalGeneration(
             transformers.T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
         )

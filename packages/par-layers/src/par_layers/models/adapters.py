@@ -4,12 +4,12 @@ A wrapper holds `base_layer`, and in `lora_A` and `lora_B` the two linears of ea
 Column, A is whole and B is cut as the base is. Around a Row, A is cut as the base is, and B is whole.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from .plans.plans import names_around
 from .plans.styles import Column, Experts, Partial, Row, Style, Vocabulary, Whole
 
 
@@ -85,13 +85,7 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
 
 def wrapper_around(name: str, wrappers: dict[str, Wrapper]) -> str | None:
     """The name of the wrapper that a module is a part of; None for one outside."""
-    return next((around for around in _around(name) if around in wrappers), None)
-
-
-def _around(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
+    return next((around for around in names_around(name) if around in wrappers), None)
 
 
 def _names(module: nn.Module, attribute: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from par_groups import ProcessGroups, sharding_of
 
 from .._layer_set import LayerSet, layer_set
 from ..layers.partial_gradients import PartialGradients
+from .loss import shifts_labels
 from .parallel import parallel_of
 from .parallelize import parallelize
 from .plans.plans import Plan
@@ -78,7 +79,8 @@ def compare(
         group = layers.grid.group(axes)
         for tensor in (*whole.parameters(), *whole.buffers()):
             dist.broadcast(tensor.data, dist.get_global_rank(group, 0), group=group)
-    cut = parallelize(copy.deepcopy(whole), layers, plan, logits="cut")
+    computes_own = isinstance(batch, Mapping) and "labels" in batch and shifts_labels(whole) is None
+    cut = parallelize(copy.deepcopy(whole), layers, plan, logits="whole" if computes_own else "cut")
     known = parallel_of(cut)
     over = None if known is None else known.over
     loss = logits = 0.0

@@ -97,25 +97,38 @@ class ModelEntry(Hook):
         logits: What the head is told; None where it always does the same.
         labels: The position of `labels` among the arguments of the model; None if it has none.
         sequence: Whether activations between the layers are cut along the sequence.
+        heads: Whether attentions are cut by heads.
     """
 
-    def __init__(self, grid: Grid, axes: Axes, *, logits: Logits | None, labels: int | None, sequence: bool) -> None:
+    def __init__(
+        self, grid: Grid, axes: Axes, *, logits: Logits | None, labels: int | None, sequence: bool, heads: bool
+    ) -> None:
         super().__init__(grid, axes)
-        self.logits, self.labels, self.sequence = logits, labels, sequence
+        self.logits, self.labels, self.sequence, self.heads = logits, labels, sequence, heads
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Says whether logits stay cut: where labels come in training.
 
         Raises:
-            ValueError: Hidden states of all layers are asked for, which are cut along the sequence.
+            ValueError: Hidden states of all layers are asked for, which are cut along the sequence, or the weights of
+                attentions, of which this rank has those of its own heads.
         """
         if self.logits is not None and self.labels is not None:
             given = kwargs.get("labels", args[self.labels] if len(args) > self.labels else None)
             self.logits.cut = module.training and given is not None
-        if self.sequence and is_cut(module):
-            asked = kwargs.get("output_hidden_states")
-            if asked or (asked is None and getattr(getattr(module, "config", None), "output_hidden_states", False)):
-                raise ValueError(
-                    "output_hidden_states=True gives activations that are cut along the sequence; call model.eval() "
-                    "and use torch.no_grad(), or use sequence_parallel=False"
-                )
+        if self.sequence and is_cut(module) and _is_asked("output_hidden_states", module, kwargs):
+            raise ValueError(
+                "output_hidden_states=True gives activations that are cut along the sequence; call model.eval() "
+                "and use torch.no_grad(), or use sequence_parallel=False"
+            )
+        if self.heads and _is_asked("output_attentions", module, kwargs):
+            raise ValueError(
+                f"output_attentions=True gives the heads of this rank alone, one of {self.grid.size(self.axes)} ranks; "
+                "ask the whole model on one device for them"
+            )
+
+
+def _is_asked(output: str, model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a model asks for an output, in its keywords, or else by its config."""
+    asked = kwargs.get(output)
+    return bool(getattr(getattr(model, "config", None), output, False) if asked is None else asked)

@@ -1,11 +1,11 @@
 """The loss of an existing model, over logits that may be cut over the vocabulary."""
 
-from collections.abc import Callable
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from .._collectives import gather_from
@@ -111,12 +111,17 @@ class AdoptedLoss:
         return total / (count if num_items_in_batch is None else num_items_in_batch)
 
 
-def adopted_loss(original: Callable[..., Any], over: VocabularyLoss) -> AdoptedLoss | None:
-    """Our loss in the place of a model's; None where it is another kind than those over a vocabulary.
+def shifts_labels(model: nn.Module) -> bool | None:
+    """Whether the loss that a model asks of its `loss_function` is for the label of the next token.
 
     Args:
-        original: The model's own.
-        over: The vocabulary.
+        model: A model of transformers, or any other.
+
+    Returns:
+        None where `AdoptedLoss` cannot be in its place: the forward computes a loss itself, or it is of another kind.
     """
-    shifts = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(getattr(original, "__name__", ""))
-    return None if shifts is None else AdoptedLoss(over, shifts)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if "loss_function" not in getattr(code, "co_names", ()):
+        return None
+    original = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(original)

@@ -2,12 +2,11 @@
 
 import hashlib
 import inspect
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 
-from par_groups import ProcessGroups, Sharding, Topology, agree, check_alike
+from par_groups import Collective, ProcessGroups, Sharding, Topology, agree, check_alike, check_collectives
 
 from .._layer_set import LayerSet, layer_set
 from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
@@ -19,10 +18,10 @@ from .dropout import adopt_dropout_
 from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
 from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
-from .loss import VocabularyLoss, adopted_loss
+from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
 from .parallel import KEPT_AS, LogitsLayout, Parallel, parallel_of, table_of
 from .plans import families  # noqa: F401 - registers its plans
-from .plans.plans import Plan, resolve
+from .plans.plans import Plan, names_around, resolve
 from .plans.styles import Column, Experts, Latent, Row, Shared, Summed, Vocabulary
 from .proof import Proof
 from .regions import Block, FirstLayer, LastLayer, Region
@@ -60,7 +59,8 @@ def parallelize(
         TypeError: There is no plan, a rule is on a module that it cannot cut, others have cut the model, or its
             sequence cannot be cut.
         ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, the model was
-            cut over other groups, or the ranks were given different plans. Every rank raises, before anything changes.
+            cut over other groups, the ranks were given different plans, or the backend of their group lacks a
+            collective that is needed. Every rank raises, before anything changes.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
@@ -90,11 +90,16 @@ def parallelize(
     axes = tensor_axes(grid)
     if axes:
         check_alike(agree(problem, digest, grid.group(axes)), "plans or models to cut", show=False)
+        if found is not None and grid.groups is not None:
+            needed: list[Collective] = ["all_reduce", "all_gather"]
+            if found.layers is not None:  # activations are cut along the sequence
+                needed.append("reduce_scatter")
+            check_collectives(grid.group(axes), grid.groups.device, needed, "parallelize")
     elif problem is not None:
         raise problem
     if found is not None:
         _Adoption(inner, layers, found, logits, digest).apply()
-        if inner is not model and tensor_axes(grid):
+        if inner is not model and axes:
             guard_(model, cut_logits=logits == "cut")
     return model
 
@@ -171,9 +176,9 @@ class _Adoption:
         for name, parameter in self.model.named_parameters():
             keep_part_(parameter, self.found.parts[name])
         regions = {name: self._region(name, region) for name, region in self.found.regions.items()}
-        told = Logits(self.logits == "cut") if vocabulary is not None else None
+        head = Logits(self.logits == "cut") if vocabulary is not None else None
         if self.axes:
-            self._adopt_modules(regions, told)
+            self._adopt_modules(regions, head)
             self._cut_the_sequence()
             for name, region in self.found.regions.items():
                 self._set_counts(self.modules[name], region)
@@ -182,7 +187,7 @@ class _Adoption:
         for module in self.model.modules():
             if module._parameters and not isinstance(module, ParallelLayer):
                 module.__dict__[RECORDS_OF_MODULE] = Records(module._parameters)
-        self._adopt_ends(vocabulary, told)
+        self._adopt_ends(vocabulary, head)
 
     def _vocabulary(self) -> int | None:
         """Number of classes of the logits: of the output embedding, or of the one Column that is gathered."""
@@ -196,7 +201,7 @@ class _Adoption:
 
     # Modules
 
-    def _adopt_modules(self, regions: dict[str, Region], told: Logits | None) -> None:
+    def _adopt_modules(self, regions: dict[str, Region], head: Logits | None) -> None:
         """Every module that has a rule becomes what the rule says, or gets its hooks."""
         adopted: set[int] = set()
         for name, style in self.found.rules.items():
@@ -215,10 +220,9 @@ class _Adoption:
                     entry=None if region is None else region.entry,
                     region=region,
                     gather=style.gather,
-                    logits=told if style.gather else None,
+                    logits=head if style.gather else None,
                 )
             elif isinstance(style, Row):
-                sequence = self.found.layers is not None and self._is_outside_blocks(name)
                 adopt_linear_(
                     module,
                     AdoptedRow,
@@ -226,7 +230,7 @@ class _Adoption:
                     self.axes,
                     transposed=is_conv1d(module),
                     split=style.split,
-                    sequence=sequence and name.startswith(f"{self.found.layers}."),
+                    sequence=self._is_cut_along_sequence(name),
                     region=region,
                 )
             elif isinstance(style, Vocabulary):
@@ -257,7 +261,7 @@ class _Adoption:
     # Regions
 
     def _region(self, name: str, plan: RegionPlan) -> Region:
-        sequence = self.found.layers is not None and self._is_outside_blocks(name)
+        sequence = self._is_cut_along_sequence(name)
         entry = Entry(self.grid, self.axes) if self.axes and (plan.enters or (plan.closed and sequence)) else None
         inner = plan.heads and _drops(self.modules[name])
         watched = self.axes and (entry is not None or not plan.closed)
@@ -285,7 +289,10 @@ class _Adoption:
                 if isinstance(self.found.rules.get(f"{name}.{child_name}"), Row):
                     child.register_forward_hook(region.after_row)
 
-    def _is_outside_blocks(self, name: str) -> bool:
+    def _is_cut_along_sequence(self, name: str) -> bool:
+        """Whether activations around a module are cut along the sequence: in the layers, outside of their blocks."""
+        if self.found.layers is None or not name.startswith(f"{self.found.layers}."):
+            return False
         return not any(name == block or name.startswith(f"{block}.") for block in self.found.blocks)
 
     def _set_counts(self, module: nn.Module, region: RegionPlan) -> None:
@@ -316,34 +323,34 @@ class _Adoption:
                 layout = Layout(features=self.axes if isinstance(self.found.rules[wrapper], Row) else ())
                 adopt_dropout_(module, self.grid, self.axes, None, layout=layout)
                 continue
-            region = next((regions[around] for around in _around(name) if around in regions), None)
-            cut = self.found.layers is not None and name.startswith(f"{self.found.layers}.")
-            sequence = self.axes if cut and self._is_outside_blocks(name) else ()
-            adopt_dropout_(module, self.grid, self.axes, region, layout=Layout(sequence=sequence))
+            region = next((regions[around] for around in names_around(name) if around in regions), None)
+            layout = Layout(sequence=self.axes if self._is_cut_along_sequence(name) else ())
+            adopt_dropout_(module, self.grid, self.axes, region, layout=layout)
 
     # The ends of the model
 
-    def _adopt_ends(self, vocabulary: int | None, told: Logits | None) -> None:
+    def _adopt_ends(self, vocabulary: int | None, head: Logits | None) -> None:
         """The loss, what the head is told, and what is refused from now on."""
         over = None if vocabulary is None else VocabularyLoss(self.grid, self.axes, vocabulary)
-        forward = inspect.unwrap(type(self.model).forward)
+        shifts = shifts_labels(self.model)
         is_loss_ours = False
-        if over is not None and "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ()):
-            loss = adopted_loss(self.model.loss_function, over)  # type: ignore[arg-type]  # a function
-            if loss is not None and self.axes:
-                self.model.loss_function = loss  # type: ignore[assignment]  # not a module
-                is_loss_ours = True
+        if over is not None and shifts is not None and self.axes:
+            self.model.loss_function = AdoptedLoss(over, shifts)  # type: ignore[assignment]  # not a module
+            is_loss_ours = True
+        forward = inspect.unwrap(type(self.model).forward)
         names = [name for name in inspect.signature(forward).parameters if name != "self"]
         labels = names.index("labels") if "labels" in names and is_loss_ours and self.logits == "auto" else None
-        if self.axes and (labels is not None or self.found.layers is not None):
-            entry = ModelEntry(self.grid, self.axes, logits=told, labels=labels, sequence=self.found.layers is not None)
+        sequence = self.found.layers is not None
+        heads = any(region.heads for region in self.found.regions.values())
+        if self.axes and (labels is not None or sequence or heads):
+            entry = ModelEntry(self.grid, self.axes, logits=head, labels=labels, sequence=sequence, heads=heads)
             self.model.register_forward_pre_hook(entry.before, with_kwargs=True)
         if self.axes:
             guard_(self.model, cut_logits=self.logits == "cut")
         resolved = self.found.resolved
         table = table_of(self.model, self.found.rules)
         self.model.__dict__[KEPT_AS] = Parallel(
-            resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest, told
+            resolved.rules, resolved.unmatched, self.layers, self.logits, vocabulary, table, over, self.digest, head
         )
 
 
@@ -353,9 +360,3 @@ def _drops(module: nn.Module) -> bool:
     return any(rate > 0 for rate in rates) or any(
         isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()
     )
-
-
-def _around(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name

@@ -8,7 +8,6 @@ region every Column copies its input for itself, so that what lies before it has
 
 import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..layers.parameter import Rows
 from ..modes.grid import Axes, Grid
 from .adapters import Wrapper, wrapper_around, wrappers_of
 from .cutting import Part, part_along, part_whole
-from .plans.plans import Plan, Resolved, name_of, output_embedding, resolve
+from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve
 from .plans.styles import Column, Experts, Partial, Row, Style, Vocabulary, Whole, with_unit
 
 
@@ -34,6 +33,7 @@ class RegionPlan:
         counts: Attributes of the module that count heads or features, with this rank's numbers.
         config: What the module reads of its config that counts heads, with this rank's numbers.
         heads: Whether it is an attention, whose Columns are cut by heads.
+        partial: Whether it has a Partial, or an adapter around a Column, whose gradients are partial if it is closed.
     """
 
     closed: bool
@@ -41,13 +41,12 @@ class RegionPlan:
     counts: dict[str, int] = field(default_factory=dict)
     config: dict[str, int] = field(default_factory=dict)
     heads: bool = False
+    partial: bool = False
 
     @property
     def enters(self) -> bool:
         """Whether its input is entered once for all Columns; a single one copies it itself, overlapped."""
         return self.closed and (len(self.columns) > 1 or self.partial)
-
-    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Survey:
     blocks: tuple[str, ...]
 
     def region_around(self, name: str) -> str:
-        """The name of the module that holds a linear, its wrapper left out."""
+        """The name of the module that holds a linear, or the wrapper of adapters around it."""
         return _parent(wrapper_around(name, self.wrappers) or name)
 
 
@@ -242,9 +241,9 @@ class _Surveyor:
         found = [_parent(name) for name, style in self.rules.items() if isinstance(style, Experts)]
         rows = [name for name, style in self.rules.items() if isinstance(style, Row)]
         for name, region in regions.items():
-            if not region.closed and any(name in _around(row) for row in rows):
+            if not region.closed and any(name in names_around(row) for row in rows):
                 found.append(name)
-        outermost = [name for name in found if not any(other in found for other in _around(name))]
+        outermost = [name for name in found if not any(other in found for other in names_around(name))]
         return tuple(dict.fromkeys(outermost))
 
     def _layers(self, regions: dict[str, RegionPlan], blocks: tuple[str, ...]) -> str:
@@ -386,7 +385,7 @@ class _Surveyor:
         Between a Column and a Row it is. Where layers are cut along the sequence, so is everything that sees their
         cut activations: what lies outside the regions, and the biases of Rows.
         """
-        owners = list(_around(name))
+        owners = list(names_around(name))
         for owner in (name, *owners):
             style = self.rules.get(owner)
             if isinstance(style, Partial):
@@ -408,7 +407,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' linear with a weight [in, out], which GPT-2 has."""
+    """Whether its weight is [in, out]: transformers' Conv1D, which GPT-2 has, also once it was adopted."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return (conv1d is not None and type(module) is conv1d) or getattr(module, "transposed", False) is True
 
@@ -456,10 +455,3 @@ def _join(path: str, name: str) -> str:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _around(name: str) -> Iterator[str]:
-    """The names of the modules around, from the innermost."""
-    while name:
-        name = _parent(name)
-        yield name

@@ -17,7 +17,19 @@ def _gpt2(config: Any) -> Plan:
     }
 
 
+@register_plan("gptj")
+def _gptj(config: Any) -> Plan:
+    unit = config.hidden_size // config.num_attention_heads
+    return {
+        **{f"h.*.attn.{name}": Column(unit=unit) for name in ("q_proj", "k_proj", "v_proj")},
+        "h.*.attn.out_proj": Row(),
+        "h.*.mlp.fc_in": Column(),
+        "h.*.mlp.fc_out": Row(),
+    }
+
+
 @register_plan("bert")
+@register_plan("roberta")
 def _bert(config: Any) -> Plan:
     unit = config.hidden_size // config.num_attention_heads
     attention = "encoder.layer.*.attention"

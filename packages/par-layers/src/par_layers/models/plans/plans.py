@@ -3,7 +3,7 @@
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,13 @@ def name_of(module: nn.Module, model: nn.Module) -> str:
     """The name of a module in a model."""
     names: list[str] = [name for name, candidate in model.named_modules() if candidate is module]
     return names[0]
+
+
+def names_around(name: str) -> Iterator[str]:
+    """The names of the modules that hold a module or a parameter, from the innermost to the model's, which is ""."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
