@@ -16,6 +16,7 @@ from ._layer_set import LayerSet, layer_set
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradients
 from .models.compare import Comparison, compare
+from .models.costs import Traffic, costs
 from .models.parallel import Parallel, parallel_of
 from .models.parallelize import cuts, parallelize
 from .models.plans.plans import register_plan
@@ -56,6 +57,7 @@ __all__ = [
     "Rules",
     "Style",
     "TableShape",
+    "Traffic",
     "TransformerShape",
     "Vocabulary",
     "Whole",
@@ -65,6 +67,7 @@ __all__ = [
     "constant",
     "copy_to",
     "cost",
+    "costs",
     "cuts",
     "exchange",
     "gather_from",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import ModelShape, PartialGradients, compare, cost, parallel_of, parallelize
+from par_layers import ModelShape, PartialGradients, compare, cost, costs, parallel_of, parallelize
 from par_testing import assert_equal_to_one_device, count_collectives
 
 from .helpers import (
@@ -207,9 +207,13 @@ def test_collectives_are_what_the_formulas_say():
     for sequence in (False, True):
         with live(sequence_parallel=sequence) as groups, stays_wide():
             for family in ("llama", "phi3", "deepseek", "mixtral", "gpt2"):
-                cut = parallelize(make(family), groups)
+                cut = make(family)
+                parts = costs(cut, groups.topology, m)
+                parallelize(cut, groups)
                 with count_collectives() as counted:
                     cut(input_ids=tokens(), labels=labels(2)).loss.backward()
+                assert counted.received() == sum(part.elements for part in parts.values()), family
+                assert counted.calls() == sum(part.calls for part in parts.values()), family
                 experts = {
                     "mixtral": {"expert_layers": 2},
                     "deepseek": {"expert_layers": 1, "shared_experts": 1, "latent": True},

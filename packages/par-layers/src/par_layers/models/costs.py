@@ -1,0 +1,215 @@
+"""What each module of an existing model communicates once it is cut: from the survey alone, pure, exact.
+
+Counted are elements that a rank receives, as in `par_layers.cost`: an all-reduce of n over p ranks 2(p-1)/p n, an
+all-gather or reduce-scatter (p-1)/p of the full size.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from torch import nn
+
+from par_groups import Topology
+
+from .cutting import PlannedGrid
+from .plans.plans import Plan
+from .plans.styles import Column, Experts, Latent, Partial, Row, Style, Summed, Vocabulary
+from .survey import RegionPlan, Survey, is_conv1d, survey, tensor_axes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one module receives from the other ranks of its tensor group in every forward and backward pass.
+
+    Args:
+        elements: Number of elements that a rank receives.
+        calls: Number of collectives.
+    """
+
+    elements: Fraction = Fraction(0)
+    calls: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.elements + other.elements, self.calls + other.calls)
+
+
+def costs(
+    model: nn.Module,
+    topology: Topology,
+    tokens: int,
+    plan: str | Plan = "auto",
+    *,
+    logits: Literal["cut", "whole"] = "cut",
+    experts_per_token: int | None = None,
+) -> dict[str, Traffic]:
+    """What each module of a model will communicate in mode 1d, as `parallelize` cuts it; pure, without live groups.
+
+    Added up they are everything that a forward with its loss and its backward take, where every parameter is trained.
+    The sums of partial gradients come once a step and are not among them: `cuts` says which these are.
+
+    Args:
+        model: The model, which may be on the meta device.
+        topology: The topology, whose tensor mode is 1d.
+        tokens: Number of tokens, batch x sequence.
+        plan: Rules by pattern, or "auto".
+        logits: "cut": the loss is computed over cut logits, as the model's own is in training; "whole": they are
+            gathered.
+        experts_per_token: Number of experts that a token goes to; None: `num_experts_per_tok` of the model's config.
+
+    Returns:
+        By name of the module. What both ends of the layers gather under sequence parallelism stands under the first and
+        the last layer; "" is the loss over cut logits, whose numbers are fp32.
+
+    Raises:
+        TypeError: There is no plan, a rule is on a module that it cannot cut, or the sequence cannot be cut.
+        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, or the model
+            has experts and nobody says how many a token goes to.
+    """
+    mode, options = topology.modes.get("tensor", (None, {}))
+    if mode not in (None, "1d"):
+        raise ValueError(f"mode {mode!r} cuts activations that this model's code takes whole; use mode='1d'")
+    grid = PlannedGrid(topology, 0)
+    found = survey(model, plan, grid, sequence=bool(options.get("sequence_parallel", False)))
+    if not tensor_axes(grid):
+        return {}
+    made = _Costs(model, found, grid.size(tensor_axes(grid)), tokens, experts_per_token)
+    return made.all(is_cut=logits == "cut")
+
+
+class _Costs:
+    """The costs of a model, style by style.
+
+    Args:
+        model: The model.
+        found: What its plan means.
+        ranks: Number of ranks of a tensor group.
+        tokens: Number of tokens.
+        chosen: Number of experts that a token goes to; None: the config's.
+    """
+
+    def __init__(self, model: nn.Module, found: Survey, ranks: int, tokens: int, chosen: int | None) -> None:
+        self.model, self.found, self.tokens, self.chosen = model, found, tokens, chosen
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.one = Fraction(ranks - 1, ranks)  # of what is gathered, or scattered
+        self.costs: dict[str, Traffic] = {}
+
+    def all(self, *, is_cut: bool) -> dict[str, Traffic]:
+        """The costs by name of the module; whether logits stay cut for the loss."""
+        known: set[int] = set()
+        for name, style in self.found.rules.items():
+            module = self.modules.get(name)
+            if module is not None and id(module) not in known and name not in self.found.wrappers:
+                known.add(id(module))
+                self._module(name, module, style, gathers=not (is_cut and name == self.found.head))
+        for name, region in self.found.regions.items():
+            self._entry(name, region)
+        if self.found.layers is not None:
+            self._ends_of_layers(self.found.layers)
+        if self.found.head is not None and is_cut:
+            self._add("", 2 * self.one * 3 * self.tokens, 2)  # the largest logit; the sum and the target's
+        return self.costs
+
+    def _add(self, name: str, elements: Fraction, calls: int = 1) -> None:
+        self.costs[name] = self.costs.get(name, Traffic()) + Traffic(elements, calls)
+
+    def _module(self, name: str, module: nn.Module, style: Style, *, gathers: bool) -> None:
+        activations = self.one * self.tokens
+        if isinstance(style, Column):
+            out, inner = _features(module)
+            if not self._is_entered(name):
+                self._add(name, 2 * activations * inner)  # backward sums the gradient of the input
+            if style.gather and gathers:
+                self._add(name, activations * out)
+        elif isinstance(style, Row):
+            out, inner = _features(module)
+            cut = self.found.layers is not None and self._is_outside_blocks(name)
+            self._add(name, 2 * activations * out, 2 if cut and name.startswith(f"{self.found.layers}.") else 1)
+            if style.split:
+                self._add(name, activations * inner)
+        elif isinstance(style, Vocabulary):
+            features: int = module.weight.shape[1]  # type: ignore[union-attr,index,assignment]
+            self._add(name, (1 if style.features else 2) * activations * features)
+        elif isinstance(style, Experts):  # their input and its weights are copied in, their output is summed
+            self._add(name, 4 * activations * self._width() + 2 * activations * self._experts_per_token(), 3)
+        elif isinstance(style, Summed):
+            self._add(name, 2 * activations * self._width())
+        elif isinstance(style, Latent):
+            self._add(name, 2 * activations * style.around)
+
+    def _entry(self, name: str, region: RegionPlan) -> None:
+        """What a region takes at its entry, where not each of its Columns takes it."""
+        sequence = self.found.layers is not None and self._is_outside_blocks(name)
+        activations = self.one * self.tokens * self._entering(name, region)
+        if not (region.enters or (region.closed and sequence)):
+            if sequence:
+                self._add(name, activations)  # gathered; the gradient that comes back is whole
+        elif not sequence:
+            self._add(name, 2 * activations)
+        else:  # a gather, a reduce-scatter, and one more gather for the backward of the Columns that take it
+            takes_it = any(self._inner(column) == self._entering(name, region) for column in region.columns)
+            self._add(name, (3 if takes_it else 2) * activations, 3 if takes_it else 2)
+
+    def _ends_of_layers(self, layers: str) -> None:
+        """The sequence is cut before the first layer, gathered after the last, and around blocks in between."""
+        stack: Any = self.modules[layers]
+        width = self.one * self.tokens * self._width()
+        self._add(f"{layers}.0", width)  # backward gathers
+        self._add(f"{layers}.{len(stack) - 1}", width)
+        for block in self.found.blocks:
+            self._add(block, 2 * self.one * self.tokens * self._width(), 2)
+
+    def _is_entered(self, column: str) -> bool:
+        """Whether a Column takes what its region has entered for all of them."""
+        name = self.found.region_around(column)
+        region = self.found.regions.get(name)
+        if region is None:
+            return False
+        return region.enters or (region.closed and self.found.layers is not None and self._is_outside_blocks(name))
+
+    def _entering(self, name: str, region: RegionPlan) -> int:
+        """The number of features that enter a region: where linears lie before its Columns, they take them."""
+        before = [
+            path
+            for path, style in self.found.rules.items()
+            if isinstance(style, Partial) and style.before and path.rpartition(".")[0] == name
+        ]
+        linears = [path for path in before if isinstance(self.modules.get(path), nn.Linear)]
+        return self._inner((linears or region.columns)[0])
+
+    def _inner(self, name: str) -> int:
+        wrapper = self.found.wrappers.get(name)
+        return _features(self.modules[name if wrapper is None else wrapper.base])[1]
+
+    def _width(self) -> int:
+        """The number of features where layers add up: what every Row gives; without one, the config's."""
+        rows = [name for name, style in self.found.rules.items() if isinstance(style, Row) and name in self.modules]
+        for name in rows:
+            if name not in self.found.wrappers and ".lora_" not in name:
+                return _features(self.modules[name])[0]
+        config: Any = getattr(self.model, "config", None)
+        if not isinstance(getattr(config, "hidden_size", None), int):
+            raise ValueError(
+                f"the plan of {type(self.model).__name__} has no Row, and its config no hidden_size, so nobody knows "
+                "how wide its activations are; give the linears that close its regions the rule 'rowwise'"
+            )
+        return int(config.hidden_size)
+
+    def _experts_per_token(self) -> int:
+        chosen = self.chosen or getattr(getattr(self.model, "config", None), "num_experts_per_tok", None)
+        if not isinstance(chosen, int):
+            raise ValueError(
+                f"{type(self.model).__name__} has experts, and its config no num_experts_per_tok; say how many a token "
+                "goes to with experts_per_token="
+            )
+        return chosen
+
+    def _is_outside_blocks(self, name: str) -> bool:
+        return not any(name == block or name.startswith(f"{block}.") for block in self.found.blocks)
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """The output and input features of a linear that is whole."""
+    weight: Any = module.weight
+    out, inner = weight.shape
+    return (inner, out) if is_conv1d(module) else (out, inner)
