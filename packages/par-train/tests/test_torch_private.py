@@ -14,3 +14,9 @@ def test_how_often_a_tensor_was_written():
 def test_the_leaves_of_nested_containers():
     tensor = torch.ones(2)
     assert _torch_private.tree_leaves({"a": [1, (tensor, 2.0)]}) == [1, tensor, 2.0]
+
+
+def test_tensors_that_share_memory_on_the_meta_device():
+    tensor = torch.ones(4, device="meta")
+    assert _torch_private.storage_key(tensor) == _torch_private.storage_key(tensor[1:])
+    assert _torch_private.storage_key(tensor) != _torch_private.storage_key(torch.ones(4, device="meta"))

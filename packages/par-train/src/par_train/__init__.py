@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .jobs.gpt import GPT
     from .plan.inputs import Job, Machine
     from .plan.predict import Prediction, predict
+    from .plan.pretrained import PretrainedShape
     from .plan.shape import Shape
     from .plan.strategy_plan import StrategyPlan
     from .run.run import Run
@@ -36,6 +37,7 @@ __all__ = [
     "PackedRows",
     "Plugin",
     "Prediction",
+    "PretrainedShape",
     "Run",
     "Shape",
     "Stages",
@@ -60,6 +62,7 @@ _LATE = {
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
     "plan.inputs": ("Job", "Machine"),
     "plan.predict": ("Prediction", "predict"),
+    "plan.pretrained": ("PretrainedShape",),
     "plan.shape": ("Shape",),
     "run.run": ("Run",),
     "strategy.plugin": ("Plugin",),

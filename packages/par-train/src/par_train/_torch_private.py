@@ -21,3 +21,12 @@ def version_of(tensor: Tensor) -> int:
     It is needed because only that tells whether somebody else's function has given a tensor its values.
     """
     return tensor._version
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Tells whether tensors share memory, also on the meta device, where no memory has an address.
+
+    `UntypedStorage._cdata` exists since torch 2.0; `data_ptr()` is 0 there, and Python's own objects come and go.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key

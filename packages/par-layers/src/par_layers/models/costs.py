@@ -128,7 +128,7 @@ class _Costs:
             if style.split:
                 self._add(name, activations * inner)
         elif isinstance(style, Vocabulary):
-            features: int = module.weight.shape[1]  # type: ignore[union-attr,index,assignment]
+            features: int = module.weight.shape[1]  # type: ignore[index,assignment]
             self._add(name, (1 if style.features else 2) * activations * features)
         elif isinstance(style, Experts):  # their input and its weights are copied in, their output is summed
             self._add(name, 4 * activations * self._width() + 2 * activations * self._experts_per_token(), 3)

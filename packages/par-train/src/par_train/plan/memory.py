@@ -28,7 +28,8 @@ class Memory:
         gradients: Gradients between their reduction and the optimizer's step.
         optimizer: The optimizer's state, and its own copies of parameters.
         buffers: What gradients are reduced in, and parameters that are gathered.
-        activations: What autograd keeps for backward, of all microbatches that wait.
+        activations: What autograd keeps for backward, of all microbatches that wait; without `logits`.
+        logits: Logits over a large vocabulary, what the loss keeps of them, and their gradient.
         step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
     """
 
@@ -37,6 +38,7 @@ class Memory:
     optimizer: float
     buffers: float = 0.0
     activations: float = 0.0
+    logits: float = 0.0
     step: float = 0.0
 
     @property
@@ -47,7 +49,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Bytes at the fullest moment."""
-        return self.state + max(self.buffers + self.activations, self.step)
+        return self.state + max(self.buffers + self.activations + self.logits, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,13 @@ from functools import lru_cache
 
 from par_groups import Topology
 
+from .gpt import GPTPlan
 from .inputs import Job, Machine
-from .memory import Memory, Replicas, replicas_of, saved_block, saved_ends, state_memory
-from .pipeline import Pipe, Place, pipe, stage_size
-from .shape import Cut, Part, Shape, count, cut_of, misfit
-from .traffic import Move, data_traffic, pipeline_traffic, tensor_traffic
+from .memory import Memory, Replicas, replicas_of, state_memory
+from .model import PlannedModel
+from .pipeline import Pipe, Place, pipe
+from .shape import Cut, Part, Shape, cut_of
+from .traffic import Move, data_traffic, pipeline_traffic
 
 TERMS = ("compute", "tensor", "pipeline", "bubble", "data")
 """The terms of a step's time."""
@@ -35,6 +37,7 @@ class RankPrediction:
         memory: Bytes of its memory.
         moves: What it receives over each axis.
         seconds: Seconds of a step by the names in `TERMS`.
+        numbers: The ranks of the pipeline that it stands for.
     """
 
     place: str
@@ -42,6 +45,7 @@ class RankPrediction:
     memory: Memory
     moves: tuple[Move, ...]
     seconds: Mapping[str, float]
+    numbers: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +96,11 @@ class Prediction:
         return self.memory.total <= (1 - MARGIN) * machine.memory
 
 
-def predict(shape: Shape, topology: Topology, job: Job, machine: Machine | None = None) -> Prediction:
+def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine | None = None) -> Prediction:
     """Predicts memory, traffic, bubble and time of a training step. Pure; no process and no device is asked.
 
     Args:
-        shape: The model's sizes.
+        shape: The sizes of a GPT, or a `PretrainedShape`, those of a model of transformers.
         topology: Sizes of the axes data, pipeline and tensor, the last with a mode.
         job: Batch, ZeRO stage, precision, schedule and microbatches.
         machine: What the job runs on; None: `Machine()`, nodes of eight H100.
@@ -104,42 +108,46 @@ def predict(shape: Shape, topology: Topology, job: Job, machine: Machine | None 
     Raises:
         ValueError: Sizes that do not go together; the message names them.
     """
-    machine = machine or Machine()
+    machine, model = machine or Machine(), planned(shape)
     cut, data = cut_of(topology), topology.size("data")
-    pipeline = _check(shape, topology, cut, job)
+    pipeline = _check(model, topology, cut, job)
     numbers, accumulates = job.numbers, job.microbatches > 1 or pipeline.ranks > 1
     # Rows of microbatches differ by one at most; the larger ones come first.
     rows, larger = divmod(job.batch // data, job.microbatches)
     pieces = {rows + 1: larger, rows: job.microbatches - larger} if larger else {rows: job.microbatches}
-    microbatches = {size * shape.context: times for size, times in pieces.items()}
+    microbatches = {size * model.context: times for size, times in pieces.items()}
     ranks = []
-    for place in _kinds_of_places(pipeline, shape.layers):
-        part = pipeline.part(place, shape.layers)
-        parameters = count(shape, cut, part)
+    for place, part, numbers_of_ranks in _kinds_of_places(model, pipeline):
+        parameters = model.count(cut, part)
         replicas = replicas_of(
             parameters, numbers, zero=job.zero, ranks=data, accumulates=accumulates, gloo=machine.gloo
         )
         table = parameters.table * numbers.master / (data if job.zero else 1)
         moves = (
             *data_traffic(replicas, numbers),
-            *pipeline_traffic(shape, cut, place, part, microbatches, table),
-            *tensor_traffic(shape, cut, numbers, part, microbatches, replicas),
+            *pipeline_traffic(model, cut, place, part, microbatches, table),
+            *model.tensor_traffic(cut, numbers, part, microbatches, replicas),
         )
-        tokens = max(microbatches)
-        stage = max(stage_size(shape.layers, pipeline.stages, number) for number in place.stages)
-        first_end = saved_ends(shape, cut, numbers, replace(part, last=False), tokens)
-        last_end = saved_ends(shape, cut, numbers, replace(part, first=False), tokens)
-        activations = place.kept * (stage * saved_block(shape, cut, numbers, tokens) + first_end)
-        activations += place.kept_last * last_end
+        activations, logits = model.activations(cut, numbers, pipeline, place, max(microbatches))
         rank = RankPrediction(
             place=place.name,
             parameters=parameters.total,
-            memory=replace(state_memory(replicas, numbers), activations=activations),
+            memory=replace(state_memory(replicas, numbers), activations=activations, logits=logits),
             moves=moves,
-            seconds=_seconds(shape, topology, job, machine, pipeline, part=part, moves=moves),
+            seconds=_seconds(model, topology, job, machine, pipeline, part=part, moves=moves),
+            numbers=numbers_of_ranks,
         )
         ranks.append(rank)
     return Prediction(topology=topology, job=job, bubble=pipeline.bubble(job.microbatches), ranks=tuple(ranks))
+
+
+def planned(shape: Shape | PlannedModel) -> PlannedModel:
+    """A model as the planner sees it.
+
+    Args:
+        shape: The sizes of a GPT, or what is a model already.
+    """
+    return GPTPlan(shape) if isinstance(shape, Shape) else shape
 
 
 def predict_parameters(
@@ -168,7 +176,7 @@ def predict_parameters(
     return state_memory(replicas, job.numbers), data_traffic(replicas, job.numbers)
 
 
-def _check(shape: Shape, topology: Topology, cut: Cut, job: Job) -> Pipe:
+def _check(model: PlannedModel, topology: Topology, cut: Cut, job: Job) -> Pipe:
     """The pipeline of a configuration that makes sense.
 
     Raises:
@@ -183,17 +191,19 @@ def _check(shape: Shape, topology: Topology, cut: Cut, job: Job) -> Pipe:
             "change one of them"
         )
     for rows in {job.batch // data // job.microbatches, -(-job.batch // data // job.microbatches)}:
-        problem = misfit(shape, cut, rows)
+        problem = model.misfit(cut, rows)
         if problem is not None:
-            raise ValueError(f"{problem}; change one of the two")
+            raise ValueError(problem)
     if job.precision == "fp8" and cut.mode not in (None, "1d"):
         raise ValueError(
             f"precision 'fp8' multiplies on one device or in tensor mode 1d, not in {cut.mode}; use 'bf16', or mode 1d"
         )
     pipeline = pipe(job.schedule, ranks, job.microbatches)
-    if pipeline.stages > shape.layers:
+    if ranks > 1 and (problem := model.not_staged()) is not None:
+        raise ValueError(problem)
+    if pipeline.stages > model.layers:
         raise ValueError(
-            f"{shape.layers} layers cannot be cut into the {pipeline.stages} stages of {job.schedule}; take fewer "
+            f"{model.layers} layers cannot be cut into the {pipeline.stages} stages of {job.schedule}; take fewer "
             "pipeline ranks, or more layers"
         )
     if pipeline.splits and job.zero == 3:
@@ -202,18 +212,30 @@ def _check(shape: Shape, topology: Topology, cut: Cut, job: Job) -> Pipe:
 
 
 @lru_cache(maxsize=4096)
-def _kinds_of_places(pipeline: Pipe, layers: int) -> tuple[Place, ...]:
-    """The first rank, the last, and of those between that have as many blocks the one that keeps most."""
-    kinds: dict[tuple[str, Part], Place] = {}
-    for place in pipeline.places:
-        kind = place.name, pipeline.part(place, layers)
-        if kind not in kinds or place.kept > kinds[kind].kept:
-            kinds[kind] = place
-    return tuple(kinds.values())
+def _kinds_of_places(model: PlannedModel, pipeline: Pipe) -> tuple[tuple[Place, Part, tuple[int, ...]], ...]:
+    """The first rank, the last, and of those between that have as much of the model the one that keeps most.
+
+    Each with what it has of the model, and the ranks that it stands for.
+    """
+    kinds: dict[tuple[str, Part], list[int]] = {}
+    for number, place in enumerate(pipeline.places):
+        kinds.setdefault((place.name, model.part(pipeline, place)), []).append(number)
+    fullest = [max(numbers, key=lambda number: pipeline.places[number].kept) for numbers in kinds.values()]
+    return tuple(
+        (pipeline.places[one], part, tuple(numbers))
+        for one, ((_, part), numbers) in zip(fullest, kinds.items(), strict=True)
+    )
 
 
 def _seconds(
-    shape: Shape, topology: Topology, job: Job, machine: Machine, pipeline: Pipe, *, part: Part, moves: Sequence[Move]
+    model: PlannedModel,
+    topology: Topology,
+    job: Job,
+    machine: Machine,
+    pipeline: Pipe,
+    *,
+    part: Part,
+    moves: Sequence[Move],
 ) -> dict[str, float]:
     """Seconds of a step on one rank, by the names in `TERMS`."""
 
@@ -227,8 +249,8 @@ def _seconds(
         chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
         return sum(move.bytes / rate + move.operations * machine.latency * hops for move in chosen)
 
-    tokens = job.batch // topology.size("data") * shape.context
-    compute = tokens * shape.flops(part) / (machine.flops * machine.efficiency * topology.size("tensor"))
+    tokens = job.batch // topology.size("data") * model.context
+    compute = tokens * model.flops(part) / (machine.flops * machine.efficiency * topology.size("tensor"))
     tensor, pipe_messages = time_of("tensor"), time_of("pipeline")
     one_microbatch = compute / job.microbatches  # two thirds of it backward
     gradients, flags, parameters = (time_of("data", what) for what in ("gradients", "flags", "parameters"))

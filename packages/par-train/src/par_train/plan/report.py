@@ -6,7 +6,8 @@ from typing import Any
 
 from .._units import format_bytes, format_seconds
 from .inputs import Job, Machine
-from .predict import MARGIN, TERMS, Prediction
+from .model import PlannedModel
+from .predict import MARGIN, TERMS, Prediction, planned
 from .search import Ranking
 from .shape import Shape, cut_of
 
@@ -34,7 +35,7 @@ class Report:
         ranking: What the search found.
     """
 
-    shape: Shape
+    shape: Shape | PlannedModel
     world: int
     job: Job
     machine: Machine
@@ -43,16 +44,19 @@ class Report:
 
     def text(self) -> str:
         """The report for people: what was given, tables, and sentences."""
-        shape, machine, ranking = self.shape, self.machine, self.ranking
+        machine, ranking = self.machine, self.ranking
         given = [
-            f"model    {shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, "
-            f"{shape.heads} heads, context {shape.context}, vocabulary {shape.vocabulary}",
+            f"model    {planned(self.shape).describe()}",
             f"job      batch {self.job.batch:,} windows, precision {self.job.precision}, AdamW",
             f"world    {self.world:,} devices of {format_bytes(machine.memory)}, of which {MARGIN:.0%} is left free, "
             f"{machine.devices_per_node} a node; {ranking.frames:,} ways to divide it",
             f"machine  {machine.flops:.4g} FLOP/s x {machine.efficiency:g}; {format_bytes(machine.bandwidth)}/s within "
             f"a node, {format_bytes(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
         ]
+        model = planned(self.shape)
+        for what, reason in (("tensor", model.not_cut()), ("stages", model.not_staged())):
+            if reason is not None:
+                given.append(f"{what:8} none are planned: {reason}")
         parts = [given]
         if self.configured is not None:
             parts.append(["Configured", *table([self.configured]), *moves(self.configured)])
@@ -86,7 +90,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The report for programs: plain values, in bytes and seconds."""
         return {
-            "model": {**vars(self.shape), "parameters": self.shape.parameters},
+            "model": planned(self.shape).as_dict(),
             "world": self.world,
             "batch": self.job.batch,
             "machine": {name: value for name, value in vars(self.machine).items() if name != "gloo"},
@@ -99,16 +103,17 @@ class Report:
 
     def _remedies(self) -> list[str]:
         """What to change where nothing fits."""
-        nearest = self.ranking.nearest
+        nearest, keys = self.ranking.nearest, planned(self.shape).keys
         if nearest is None:
             return [
                 f"No configuration of {self.world:,} devices divides this model and a batch of {self.job.batch:,}: "
-                "change train.batch_size, model.heads, or the number of devices, to multiples of each other."
+                f"change train.batch_size, {keys['heads']}, or the number of devices, to multiples of each other."
             ]
         needs = f"{describe(nearest)} comes nearest, with {_memory_in_words(nearest)}."
         if nearest.memory.state > nearest.memory.total / 2:
-            return [needs, "Most are parameters and the optimizer's state: take more devices, or fewer model.layers."]
-        return [needs, "Most are activations: shorten model.context, or take more devices to cut them over."]
+            remedy = f"take more devices, or fewer {keys['layers']}"
+            return [needs, f"Most are parameters and the optimizer's state: {remedy}."]
+        return [needs, f"Most are activations: shorten {keys['context']}, or take more devices to cut them over."]
 
 
 def table(predictions: Sequence[Prediction]) -> list[str]:
@@ -198,6 +203,6 @@ def _behind(prediction: Prediction, best: Prediction) -> str:
 
 def _memory_in_words(prediction: Prediction) -> str:
     memory = prediction.memory
-    kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
+    kinds = ["parameters", "gradients", "optimizer", "buffers", "activations"] + ["logits"] * (memory.logits > 0)
     parts = ", ".join(f"{format_bytes(getattr(memory, kind))} {kind}" for kind in kinds)
     return f"{format_bytes(memory.total)} ({parts})"

@@ -14,9 +14,10 @@ from typing import Any
 from par_groups import Topology
 
 from .inputs import NUMBERS, Job, Machine
+from .model import PlannedModel
 from .pipeline import SCHEDULES
-from .predict import Prediction, predict
-from .shape import Shape, cut_of, make_cut, misfit
+from .predict import Prediction, planned, predict
+from .shape import Shape, cut_of
 
 _LEAST_KEPT = 3
 """No schedule keeps fewer activations than 1F1B divided by this."""
@@ -37,7 +38,7 @@ class Ranking:
     frames: int
 
 
-def rank(shape: Shape, world: int, job: Job, machine: Machine, top: int = 10) -> Ranking:
+def rank(shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, top: int = 10) -> Ranking:
     """Finds the fastest configurations that fit a machine.
 
     Args:
@@ -46,6 +47,9 @@ def rank(shape: Shape, world: int, job: Job, machine: Machine, top: int = 10) ->
         job: The job, of which batch and precision are kept.
         machine: What the job runs on.
         top: Number of topologies to find.
+
+    Raises:
+        ValueError: The model's activations cannot be known.
     """
     best: dict[str, Prediction] = {}
     nearest: Prediction | None = None
@@ -87,7 +91,7 @@ def rank(shape: Shape, world: int, job: Job, machine: Machine, top: int = 10) ->
     return Ranking(best=tuple(found()), nearest=None if best else nearest, frames=len(frames))
 
 
-def configurations(shape: Shape, world: int, job: Job) -> Iterator[tuple[Topology, Job]]:
+def configurations(shape: Shape | PlannedModel, world: int, job: Job) -> Iterator[tuple[Topology, Job]]:
     """Every frame of a world that a model and its batch divide over, as a topology and a job.
 
     Args:
@@ -95,48 +99,36 @@ def configurations(shape: Shape, world: int, job: Job) -> Iterator[tuple[Topolog
         world: Number of ranks.
         job: The job, of which batch and precision are kept; the schedule becomes "1f1b", and the stage 0.
     """
-    for tensor in tensor_configs(shape, world, job.precision):
+    model = planned(shape)
+    for tensor in tensor_configs(model, world, job.precision):
         left = world // tensor.get("size", 1)
         for pipeline in _divisors(left):
             data = left // pipeline
-            if pipeline > shape.layers or job.batch % data:
+            if pipeline > model.layers or job.batch % data or (pipeline > 1 and model.not_staged() is not None):
                 continue
             topology = Topology.from_config({"pipeline": pipeline, **({"tensor": tensor} if tensor else {})}, world)
             cut, rows = cut_of(topology), job.batch // data
             for microbatches in _divisors(rows):
                 enough = microbatches >= min(pipeline, rows)
-                if enough and misfit(shape, cut, rows // microbatches) is None:
+                if enough and model.misfit(cut, rows // microbatches) is None:
                     yield topology, replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
 
 
-def tensor_configs(shape: Shape, world: int, precision: str) -> Iterator[dict[str, Any]]:
-    """The tensor modes and sizes that a model allows, as a config writes them; {} stands for none."""
+def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> Iterator[dict[str, Any]]:
+    """The tensor modes and sizes that a model allows, as a config writes them; {} stands for none.
+
+    Args:
+        shape: The model's sizes.
+        world: Number of ranks.
+        precision: Name of a precision.
+    """
+    model = planned(shape)
     yield {}
     for size in _divisors(world):
-        if size == 1:
-            continue
-        options: list[tuple[dict[str, Any], dict[str, int]]] = [
-            ({"mode": "1d"}, {"tensor": size}),
-            ({"mode": "1d", "sequence_parallel": True}, {"tensor": size}),
-        ]
-        if precision != "fp8":  # which multiplies in mode 1d alone
-            options += _grids(size)
-        for config, axes in options:
-            cut = make_cut(config["mode"], size, axes, sequence="sequence_parallel" in config)
-            if misfit(shape, cut) is None:
-                yield {"size": size, **config}
-
-
-def _grids(size: int) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """Squares, up to as many of them side by side as one has sides, and cubes: their configs and their axes."""
-    for q in range(2, math.isqrt(size) + 1):
-        depth, rest = divmod(size, q * q)
-        if rest == 0 and depth == 1:
-            yield {"mode": "2d"}, {"row": q, "col": q}
-        elif rest == 0 and depth <= q:
-            yield {"mode": "2.5d", "depth": depth}, {"depth": depth, "row": q, "col": q}
-        if q**3 == size:
-            yield {"mode": "3d"}, {"output": q, "input": q, "weight": q}
+        for options in model.tensor_configs(size, precision) if size > 1 else ():
+            config = {"size": size, **options}
+            if model.misfit(cut_of(Topology.from_config({"tensor": config}, size))) is None:
+                yield config
 
 
 def variants(topology: Topology, job: Job) -> Iterator[Job]:

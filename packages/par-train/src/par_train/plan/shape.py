@@ -89,11 +89,13 @@ class Part:
         blocks: Number of its blocks.
         first: Whether it has the embeddings.
         last: Whether it has the last norm and the classifier.
+        runs: Of blocks that differ: for each of its stages, the kinds in it and how many blocks are of each.
     """
 
     blocks: int
     first: bool
     last: bool
+    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,7 @@ class Cut:
         """The cut in a table's cell, such as "1d 8 sp" with sequence parallelism, "2.5d 2x4x4", or "-" without one."""
         if self.mode is None:
             return "-"
-        sizes = "x".join(str(size) for _, size in self.axes)
+        sizes = self.ranks if self.mode == "1d" else "x".join(str(size) for _, size in self.axes)
         return f"{self.mode} {sizes}{' sp' if self.sequence else ''}"
 
 
@@ -205,7 +207,8 @@ class Count:
     """How many parameters a rank has; all but `blocks` and `tensors` are numbers of elements.
 
     Args:
-        block: Elements of one block.
+        total: Elements of all parameters of the rank.
+        block: Elements of one block, the largest if they differ.
         blocks: Number of blocks.
         ends: Elements of the embeddings, the last norm and the classifier, as far as the rank has them.
         table: Elements of the embedding's table, if the rank has it.
@@ -213,17 +216,13 @@ class Count:
         tensors: Number of tensors.
     """
 
+    total: int
     block: int
     blocks: int
     ends: int
     table: int
     largest: int
     tensors: int
-
-    @property
-    def total(self) -> int:
-        """Elements of all parameters of the rank."""
-        return self.block * self.blocks + self.ends
 
 
 def count(shape: Shape, cut: Cut, part: Part) -> Count:
@@ -246,8 +245,10 @@ def count(shape: Shape, cut: Cut, part: Part) -> Count:
         "head": head if own_head else 0,
     }
     largest_matrix = h * max(shape.mlp, shape.attended) // cut.matrix if part.blocks else 0
+    block = matrices + biases_and_norms
     return Count(
-        block=matrices + biases_and_norms,
+        total=block * part.blocks + sum(ends.values()),
+        block=block,
         blocks=part.blocks,
         ends=sum(ends.values()),
         table=table,

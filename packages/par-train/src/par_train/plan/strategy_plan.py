@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from par_groups import Topology
 from par_pipeline import Schedule, simulate
 
 from .._units import format_bytes
-from .inputs import Job
+from .inputs import Job, Machine
 from .memory import BUCKET, Memory
-from .predict import predict_parameters
+from .model import PlannedModel
+from .predict import predict, predict_parameters
 from .traffic import Move
 
 
@@ -29,11 +31,13 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
-    """What a step takes; printed, a table. Activations depend on the batch and are not in it: see `par-train plan`.
+    """What a step takes; printed, a table.
+
+    Activations depend on the batch: of models that were initialized they are not in it, of a whole model they are.
 
     Args:
         memory: Bytes on this rank, for each model in the order of `initialize`.
-        moves: What this rank receives over the data axis in a step.
+        moves: What this rank receives in a step: for initialized models over the data axis, for a whole one over all.
         bubble: The part of a step in which a pipeline rank waits, if forward, input gradient and weight gradient take
             the same time; None without a pipeline.
     """
@@ -43,7 +47,8 @@ class StrategyPlan:
     bubble: float | None
 
     def __str__(self) -> str:
-        kinds = ("parameters", "gradients", "optimizer", "buffers", "total")
+        kinds = ["parameters", "gradients", "optimizer", "buffers", "total"]
+        kinds[-1:-1] = [kind for kind in ("activations", "logits") if any(vars(each)[kind] for each in self.memory)]
         rows: list[tuple[object, ...]] = [("model", *kinds)]
         for number, memory in enumerate(self.memory):
             rows.append((number, *(format_bytes(getattr(memory, kind)) for kind in kinds)))
@@ -92,3 +97,22 @@ def plan_of(models: Sequence[Sizes], job: Job, schedule: Schedule | None, *, ran
         moves=tuple(move for _, moves in predicted for move in moves),
         bubble=None if schedule is None else simulate(schedule).bubble,
     )
+
+
+def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: int, gloo: bool) -> StrategyPlan:
+    """The plan of one model that is still whole, as it will be cut.
+
+    Args:
+        shape: The model.
+        topology: The topology of the strategy.
+        job: The job.
+        rank: This rank's place in its pipeline.
+        gloo: Whether a reduce-scatter receives as much as it sends.
+
+    Raises:
+        ValueError: The model cannot be cut so, or the batch does not divide.
+    """
+    made = predict(shape, topology, job, Machine(gloo=gloo))
+    mine = next(each for each in made.ranks if rank in each.numbers)
+    has_stages = topology.size("pipeline") > 1
+    return StrategyPlan(memory=(mine.memory,), moves=mine.moves, bubble=made.bubble if has_stages else None)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Protocol
 
 from par_layers import Cost, LinearShape, NormShape, TableShape, cost
 from par_zero import traffic
@@ -95,8 +96,20 @@ def tensor_traffic(
     return moves
 
 
+class Residual(Protocol):
+    """What adds up between the layers of a model, and is sent from stage to stage."""
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the table of the embedding is the classifier's weight, too."""
+
+
 def pipeline_traffic(
-    shape: Shape, cut: Cut, place: Place, part: Part, microbatches: Mapping[int, int], table: float
+    shape: Residual, cut: Cut, place: Place, part: Part, microbatches: Mapping[int, int], table: float
 ) -> list[Move]:
     """Activations and their gradients from neighbouring stages; at the end each neighbour says that it is done.
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -20,7 +21,8 @@ from ..data.loader import GlobalDataLoader, Position
 from ..data.place import placed
 from ..data.randomness import seed_number
 from ..plan.inputs import Job
-from ..plan.strategy_plan import StrategyPlan, plan_of
+from ..plan.pretrained import PretrainedShape
+from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
 from .execute import Criterion, Execution
 from .existing import PathLike as Path
 from .existing import Plan
@@ -205,18 +207,43 @@ class Strategy(Setup):
         """
         return make_part(self, path, plan=plan, dtype=dtype, adapter=adapter, attention=attention, weights=weights)
 
-    def plan(self) -> StrategyPlan:
-        """Predicts what a step takes on this rank: memory, traffic over data ranks, the bubble of the pipeline."""
-        options, schedule = self.options, self.schedule
+    def plan(
+        self, model: nn.Module | None = None, *, batch: int | None = None, context: int | None = None
+    ) -> StrategyPlan:
+        """Predicts what a step takes on this rank: memory, traffic, the bubble of the pipeline.
+
+        Of what was initialized, that is state and traffic over data ranks; of a model of transformers that is still
+        whole also its activations and traffic over tensor ranks and stages, which depend on the batch.
+
+        Args:
+            model: A model of transformers as it was before it is initialized, perhaps on the meta device; None: what
+                was initialized.
+            batch: Rows of a step of `model` over all ranks together; None: one for each microbatch of each data rank.
+            context: Tokens in a row of `model`; None: as many as it has positions.
+
+        Raises:
+            ValueError: The model cannot be cut over these ranks, or the batch does not divide.
+        """
+        options, schedule, replicas = self.options, self.schedule, self.groups.size("data")
+        gloo = self.device.type == "cpu"
         job = Job(
             batch=1,
             zero=options.stage,
             precision=options.precision,
             microbatches=1 if schedule is None else schedule.microbatches,
         )
-        gloo = self.device.type == "cpu"
+        if model is not None:
+            pieces = self.make_schedule().microbatches
+            job = replace(
+                job,
+                batch=pieces * replicas if batch is None else batch,
+                schedule=options.pipeline.get("schedule", "1f1b"),
+                microbatches=pieces,
+            )
+            shape, rank = PretrainedShape(model, context=context), self.groups.rank("pipeline")
+            return plan_of_whole(shape, self.groups.topology, job, rank=rank, gloo=gloo)
         sizes = [pair.sizes for pair in self._pairs if pair.sizes is not None]
-        return plan_of(sizes, job, schedule, ranks=self.groups.size("data"), gloo=gloo)
+        return plan_of(sizes, job, schedule, ranks=replicas, gloo=gloo)
 
     # What is done once
 

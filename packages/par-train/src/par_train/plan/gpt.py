@@ -1,0 +1,115 @@
+"""A GPT of par-layers' own layers, in every tensor mode: its formulas, as the planner asks for them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .inputs import Numbers
+from .memory import Replicas, saved_block, saved_ends
+from .pipeline import Pipe, Place, stage_size
+from .shape import Count, Cut, Part, Shape, count, misfit
+from .traffic import Move, tensor_traffic
+
+
+@dataclass(frozen=True)
+class GPTPlan:
+    """A GPT as the planner sees it; see `PlannedModel`.
+
+    Args:
+        shape: Its sizes.
+    """
+
+    shape: Shape
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return self.shape.layers
+
+    @property
+    def context(self) -> int:
+        """Number of tokens in a window."""
+        return self.shape.context
+
+    @property
+    def width(self) -> int:
+        """Number of features of the residual stream."""
+        return self.shape.width
+
+    @property
+    def tied(self) -> bool:
+        """Whether the table of the embedding is the classifier's weight, too."""
+        return self.shape.tied
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What the config calls the sizes that a remedy may name."""
+        return {"heads": "model.heads", "layers": "model.layers", "context": "model.context"}
+
+    def describe(self) -> str:
+        """The line of a report."""
+        shape = self.shape
+        return (
+            f"{shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, {shape.heads} heads, "
+            f"context {shape.context}, vocabulary {shape.vocabulary}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sizes as plain values."""
+        return {**vars(self.shape), "parameters": self.shape.parameters}
+
+    def part(self, pipeline: Pipe, place: Place) -> Part:
+        """What a rank of a pipeline has."""
+        return pipeline.part(place, self.layers)
+
+    def misfit(self, cut: Cut, rows: int = 0) -> str | None:
+        """Why a tensor mode cannot cut the model, or a microbatch of so many rows, and what to change."""
+        problem = misfit(self.shape, cut, rows)
+        return None if problem is None else f"{problem}; change one of the two"
+
+    def not_staged(self) -> None:
+        """It is made of blocks, which stages share out."""
+        return
+
+    def not_cut(self) -> None:
+        """Its layers are those of every mode."""
+        return
+
+    def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
+        """Every mode that takes some ranks, and that a precision multiplies in."""
+        yield {"mode": "1d"}
+        yield {"mode": "1d", "sequence_parallel": True}
+        if precision == "fp8":  # which multiplies in mode 1d alone
+            return
+        for q in range(2, math.isqrt(size) + 1):  # squares, as many of them side by side as one has sides, and cubes
+            depth, rest = divmod(size, q * q)
+            if rest == 0 and depth == 1:
+                yield {"mode": "2d"}
+            elif rest == 0 and depth <= q:
+                yield {"mode": "2.5d", "depth": depth}
+            if q**3 == size:
+                yield {"mode": "3d"}
+
+    def count(self, cut: Cut, part: Part) -> Count:
+        """The parameters of a rank."""
+        return count(self.shape, cut, part)
+
+    def activations(self, cut: Cut, numbers: Numbers, pipeline: Pipe, place: Place, tokens: int) -> tuple[float, float]:
+        """Bytes that wait for backward; the few logits over a byte's values are among the activations."""
+        shape, part = self.shape, self.part(pipeline, place)
+        stage = max(stage_size(shape.layers, pipeline.stages, number) for number in place.stages)
+        first = saved_ends(shape, cut, numbers, replace(part, last=False), tokens)
+        last = saved_ends(shape, cut, numbers, replace(part, first=False), tokens)
+        kept = place.kept * (stage * saved_block(shape, cut, numbers, tokens) + first) + place.kept_last * last
+        return kept, 0.0
+
+    def tensor_traffic(
+        self, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
+    ) -> list[Move]:
+        """What comes over the tensor axis."""
+        return tensor_traffic(self.shape, cut, numbers, part, microbatches, replicas)
+
+    def flops(self, part: Part) -> float:
+        """Floating-point operations for one token in forward and backward."""
+        return self.shape.flops(part)

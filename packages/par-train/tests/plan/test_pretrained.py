@@ -1,0 +1,245 @@
+"""Plans of models of transformers: what is predicted is what a rank has, receives and keeps."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_groups import Topology
+from par_layers import cuts
+from par_testing import count_collectives
+from par_train import Job, Machine, PretrainedShape, Strategy, predict
+from par_train.plan.report import Report
+from par_train.plan.search import configurations, rank
+
+from .measured_runs import SavedPeak
+
+transformers = pytest.importorskip("transformers", minversion="5.4")
+
+TEXT = {
+    "vocab_size": 101,  # divides by neither 2 nor 4
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+CONTEXT, ROWS = 16, 4
+GLOO = Machine(gloo=True)
+IN_1D = {"size": 2, "mode": "1d"}
+IN_SEQUENCE = {**IN_1D, "sequence_parallel": True}
+
+
+OWN = {
+    "Phi3": {"pad_token_id": 0, "eos_token_id": 1},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    "OPT": {"word_embed_proj_dim": 64, "ffn_dim": 96},
+    "GPT2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "num_key_value_heads": None},
+}
+
+
+def make(family="Llama", **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**TEXT, **OWN.get(family, {}), **options})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def on_meta(family="Llama", **options):
+    with torch.device("meta"):
+        return make(family, **options)
+
+
+def shape(family="Llama", **options):
+    return PretrainedShape(on_meta(family, **options), context=CONTEXT)
+
+
+def topology(world, **parallel):
+    return Topology.from_config(parallel, world)
+
+
+JOB = Job(batch=ROWS)
+
+
+# Parameters
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3", "Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parameters_of_every_tensor_rank_are_those_that_cuts_gives(family, tied):
+    planned = shape(family, tie_word_embeddings=tied)
+    assert planned.parameters == sum(each.numel() for each in on_meta(family, tie_word_embeddings=tied).parameters())
+    for tensor in (IN_1D, IN_SEQUENCE, {**IN_1D, "size": 4, "kv_heads": 2}):
+        world = topology(tensor["size"], tensor=tensor)
+        made = predict(planned, world, JOB)
+        records = cuts(on_meta(family, tie_word_embeddings=tied), world, 0)
+        elements = sum(torch.Size(box.size).numel() for record in records.values() for box in record.boxes)
+        assert made.memory.parameters == 4 * elements
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_each_rank_has_as_many_bytes_as_predicted(tmp_path):
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        if dist.get_rank() == 0:
+            make(tie_word_embeddings=tied).save_pretrained(folder)
+        dist.barrier()
+        planned = shape(tie_word_embeddings=tied)
+        with Strategy(parallel={"pipeline": 2, "tensor": IN_1D}, pipeline={"microbatches": 2}) as strategy:
+            model = strategy.from_pretrained(folder)
+            made = predict(planned, strategy.groups.topology, replace(JOB, microbatches=2))
+            mine = made.ranks[-1 if strategy.groups.rank("pipeline") else 0]
+            assert mine.memory.parameters == sum(each.nbytes for each in model.parameters())
+            mine = strategy.plan(on_meta(tie_word_embeddings=tied), batch=ROWS)  # the same question, of the strategy
+            assert mine.memory[0].parameters == sum(each.nbytes for each in model.parameters())
+            assert {move.axis for move in mine.moves} == {"pipeline", "tensor"}
+            assert ("logits" in str(mine)) == (strategy.groups.rank("pipeline") == 1)
+            assert ("bubble" in str(mine)) == (mine.bubble == pytest.approx(1 / 3))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_add_up_to_the_model(tied):
+    planned = shape("Qwen3Moe", tie_word_embeddings=tied)
+    for schedule, ranks in (("1f1b", 3), ("interleaved", 2), ("zb_v", 2)):
+        job = Job(batch=8, schedule=schedule, microbatches=4)
+        made = predict(planned, topology(ranks, pipeline=ranks), job)
+        twice = tied and schedule != "zb_v"  # whose first rank has both ends
+        assert sum(each.parameters for each in made.ranks) == planned.parameters + twice * 101 * 64, schedule
+
+
+# Traffic and activations of steps
+
+
+def received(events):
+    """Bytes over the tensor axis, what ranks agree on left out, which is in fp64; and operations."""
+    sums = Counter()
+    for event in events:
+        if event.dtype != torch.float64 and len(event.ranks) > 1:
+            part = Fraction(len(event.ranks) - 1, len(event.ranks))
+            whole = 2 * part if event.op == "all_reduce" else part
+            sums.update({"bytes": whole * event.elements * event.dtype.itemsize, "calls": 1})
+    return sums["bytes"], sums["calls"]
+
+
+def batch():
+    ids = torch.randint(101, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+CUT = (("Llama", {}), ("Qwen3", {"tie_word_embeddings": True}), ("Phi3", {}))
+CLOSE = 0.02  # masks of labels and numbers of rows, which no formula counts
+
+
+def steps(parallel, family="Llama", **options):
+    """The bytes and operations of a step, the most that autograd kept, and what was predicted."""
+    with Strategy(parallel=parallel) as strategy:
+        planned = shape(family, **options)
+        made = predict(planned, strategy.groups.topology, JOB, GLOO)
+        model = make(family, **options)
+        model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
+        model.train()
+        for _ in range(2):
+            with SavedPeak(model.parameters()) as saved, count_collectives() as counted:
+                strategy.execute_pipeline(iter([batch()]), model, None, optimizer)
+                optimizer.step()
+            optimizer.zero_grad()
+        return counted.events, saved.peak, made.ranks[0]
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_step_receives_and_keeps_what_was_predicted():
+    for parallel in ({"tensor": IN_1D}, {"tensor": IN_SEQUENCE}):
+        for family, options in CUT:
+            events, peak, made = steps(parallel, family, **options)
+            moves = [move for move in made.moves if move.axis == "tensor"]
+            assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), family
+            saved = made.memory.activations + 4 * ROWS * CONTEXT * 51  # logits, of which a rank has 51 for each token
+            assert saved == pytest.approx(peak, rel=CLOSE), (parallel, family)
+
+
+@pytest.mark.ranks(1)
+def test_what_one_device_keeps():
+    for family, options in (("Llama", {}), ("GPT2", {})):
+        _, peak, made = steps({}, family, **options)
+        saved = made.memory.activations + 4 * ROWS * CONTEXT * 101
+        assert saved == pytest.approx(peak, rel=CLOSE), family
+
+
+# What does not go
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "parallel", "message"),
+    [
+        (
+            "OPT",
+            {},
+            {"tensor": IN_1D},
+            "no plan .* register it with register_plan",
+        ),
+        ("GPT2", {}, {"pipeline": 2}, "no _pp_plan with one list of layers.* give a list of layers"),
+        ("Llama", {}, {"tensor": {"size": 4, "mode": "2d"}}, "takes whole; use mode 1d"),
+        ("Llama", {}, {"tensor": {"size": 3, "mode": "1d"}}, "do not divide by 3 ranks"),
+        ("Llama", {"max_position_embeddings": 15}, {"tensor": IN_SEQUENCE}, "context is 15 tokens"),
+        ("Llama", {}, {"pipeline": 6}, "5 layers cannot be cut into the 6 stages"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_a_remedy(family, options, parallel, message):
+    sizes = {axis: one if isinstance(one, int) else one["size"] for axis, one in parallel.items()}
+    (world,) = sizes.values()
+    context = min(CONTEXT, options.get("max_position_embeddings", CONTEXT))
+    planned = PretrainedShape(on_meta(family, **options), context=context)
+    with pytest.raises(ValueError, match=message):
+        predict(planned, topology(world, **parallel), replace(JOB, microbatches=ROWS, batch=8))
+
+
+def test_configurations_are_those_that_the_model_allows():
+    found = [(each.size("pipeline"), each.size("tensor")) for each, _ in configurations(shape(), 4, JOB)]
+    assert {pipeline for pipeline, _ in found} == {1, 2, 4}
+    assert {tensor for _, tensor in found} == {1, 2, 4}  # of four, two have a copy of a head of keys each
+    alone = [(each.size("pipeline"), each.size("tensor")) for each, _ in configurations(shape("GPT2"), 4, JOB)]
+    assert {pipeline for pipeline, _ in alone} == {1}
+
+
+def test_a_model_that_was_cut_and_a_context_without_tokens_are_refused():
+    model = make()
+    model.lm_head.weight.par_sharding = None
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' was cut over ranks already; plan the whole model"):
+        PretrainedShape(model)
+    with pytest.raises(ValueError, match="context is 0; it"):
+        PretrainedShape(on_meta(), context=0)
+
+
+# Large worlds
+
+
+def test_70_billion_parameters_on_512_devices_in_seconds():
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    start = time.process_time()
+    planned = PretrainedShape(on_meta(**sizes, **heads, tie_word_embeddings=False), context=8192)
+    assert planned.parameters == 70_553_706_496
+    machine, job = Machine(memory=80e9), Job(batch=512, precision="bf16")
+    found = rank(planned, 512, job, machine, top=3)
+    assert time.process_time() - start < 40  # of CPU time; an idle core takes a quarter
+    said = Report(shape=planned, world=512, job=job, machine=machine, configured=None, ranking=found).text()
+    assert "7.055e+10 parameters: LlamaForCausalLM, 80 layers, width 8192, 64 heads, context 8192" in said
+    assert {each.topology.modes.get("tensor", ("none",))[0] for each in found.best} <= {"1d", "none"}
+    best = found.best[0].busiest.seconds["compute"]
+    flops = 6 * 70e9 * 512 * 8192  # attention beside
+    assert best == pytest.approx(flops / 512 / (989e12 * 0.5), rel=0.35)
+
+
+def test_recomputed_layers_keep_their_input():
+    options = {"context": 4096}
+    model = on_meta(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, max_position_embeddings=4096)
+    shapes = [PretrainedShape(model, checkpointing=each, **options) for each in (False, True)]
+    plain, again = (predict(each, topology(1), JOB).memory for each in shapes)
+    inputs = 5 * ROWS * 4096 * 1024 * 4
+    layer = (plain.activations - again.activations + inputs) / 4  # of five, one is kept whole in either case
+    assert 0.9 * plain.activations < 5 * layer < plain.activations  # beside them there are the last norm and the head
+    assert plain.logits == again.logits
