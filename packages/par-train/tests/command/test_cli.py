@@ -127,6 +127,7 @@ TINY = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
         (["--sample.prompts=a"], ["sample.prompts is for a model of transformers"]),
         (["--model.path=tiny", "--model.config=tiny"], ["model.path is 'tiny'", "model.config is 'tiny'", "give one"]),
         (["--model.path=tiny", "--adapter.alpha=4"], ["adapter.alpha is given, but adapter.rank is 0"]),
+        (["--model.config=tiny", "--adapter.rank=4"], ["adapter.rank is 4 with model.config", "use model.path"]),
         (["--model.path=tiny", "--sample.tokens=4"], ["sample.prompts is empty", "give a prompt"]),
         (["--model.path=tiny", "--parallel.tensor.mode=2d", "--ranks=4"], ["'2d', which cuts activations", "'1d'"]),
         (["--model.path=tiny"], ["data.path is missing", "name the file"]),
@@ -137,6 +138,7 @@ TINY = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
         (["--model.path=broken", "--data.path=corpus.jsonl"], ["broken/config.json' cannot be read", "mend it"]),
         (["--model.path=list", "--data.path=corpus.jsonl"], ["list/config.json' holds a list", "must hold a table"]),
         (["--model.path=bare", "--data.path=corpus.jsonl"], ["'bare' holds no weights", "model.config"]),
+        (["--model.config=bare", "--data.path=corpus.jsonl"], ["'bare' holds no tokenizer"]),
         (["--model.path=tiny", "--data.path=nowhere"], ["data.path is 'nowhere', where there is no file"]),
         (["--model.path=tiny", "--data.path=corpus.jsonl", "--data.template=no"], ["data.template is 'no'"]),
         (["--model.path=tiny", "--data.path=corpus.jsonl", "--data.context=65"], ["65", "has 64 positions", "at most"]),
@@ -168,6 +170,7 @@ sys.exit(main(sys.argv[2:]))
     ("absent", "flags", "remedy"),
     [
         ("transformers", [], "needs transformers, which is not installed; pip install 'par-train[transformers]'"),
+        ("peft", ["--adapter.rank=4"], "needs peft, which is not installed; pip install 'par-train[peft]'"),
     ],
 )
 def test_packages_that_are_not_installed_are_named_with_their_extra(tmp_path, absent, flags, remedy):

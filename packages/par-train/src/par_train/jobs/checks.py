@@ -94,9 +94,6 @@ def check_kind(options: Options) -> None:
         raise UserError(
             f"{given} is for the byte-level GPT, and {key} {model.folder!r} is a model of transformers; leave one out"
         )
-    later = _first_given(options, defaults, ["model.config", "adapter.rank", "sample.prompts"])
-    if later is not None:
-        raise UserError(f"{later} is given, and this version trains the weights of model.path alone; leave it out")
     given = _first_given(options, defaults, [name for name in _OF_EXISTING if name.startswith("adapter.")])
     if options.adapter.rank == 0 and given is not None:
         raise UserError(f"{given} is given, but adapter.rank is 0, which trains the model; give the adapter's rank")

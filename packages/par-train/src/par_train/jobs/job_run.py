@@ -29,6 +29,9 @@ from .text import Text
 from .trainer import Trainer
 from .training import StepResult, Training
 
+_REFUSE_TYPES = ("par_layers.", "par_pipeline.", "par_train.strategy.")
+"""Modules whose TypeErrors are about a model that was given; those of others are bugs."""
+
 
 def train(options: Options, stop: Stop) -> int:
     """Trains as one of the ranks that a launcher started.
@@ -172,7 +175,7 @@ def _set_threads(environment: Environment) -> None:
 
 
 def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device: torch.device) -> Training:
-    """The trainer. What a package of ours refuses in words is the user's mistake, such as sizes that cannot be cut.
+    """The trainer. What a package of ours, or peft, refuses in words is the user's mistake, such as sizes to be cut.
 
     Any other error, such as a ValueError of a plugin, keeps its traceback.
     """
@@ -184,8 +187,8 @@ def _make_trainer(options: Options, start: Start, groups: ProcessGroups, device:
         return ModelTrainer(options, start.data, groups, device)
     except (ValueError, TypeError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        package = frames[-1].f_globals["__name__"].partition(".")[0]
-        if not package.startswith("par_") or (isinstance(error, TypeError) and package == "par_train"):
+        where = frames[-1].f_globals["__name__"]
+        if not where.startswith(_REFUSE_TYPES if isinstance(error, TypeError) else ("par_", "peft.")):
             raise
         raise UserError(str(error)) from None
 

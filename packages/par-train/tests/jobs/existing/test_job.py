@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 from par_train._errors import UserError
 from par_train.jobs.job_run import train
-from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions
+from par_train.jobs.options import (
+    AdapterOptions,
+    DataOptions,
+    ModelOptions,
+    Options,
+    SampleOptions,
+    ScheduleOptions,
+    TrainOptions,
+)
 from par_train.run.stop import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -72,7 +80,8 @@ def check_opens(folder, source):
 
 @pytest.mark.ranks(2, timeout=240)
 def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopped(tiny, tmp_path):
-    whole, parts = options_of(tiny, tmp_path / "whole"), options_of(tiny, tmp_path / "parts")
+    sample = SampleOptions(prompts=("What does shlex.quote do?", "Say nothing."), tokens=4)
+    whole, parts = (options_of(tiny, tmp_path / name, sample=sample) for name in ("whole", "parts"))
     assert train(whole, Stop()) == 0
     assert train(replace(parts, parallel=TENSOR, zero=1), StopAt(3)) == signal.SIGTERM
     again = replace(parts, resume="auto", parallel=SEQUENCE)
@@ -90,6 +99,12 @@ def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopp
     assert len(validation) == 4
     assert validation == sorted(validation, reverse=True)
     assert column(tmp_path / "whole", "perplexity") == pytest.approx([math.exp(loss) for loss in validation])
+    for name in ("whole", "parts"):
+        samples = column(tmp_path / name, "samples")
+        assert len(samples) == 4
+        assert [[one["prompt"] for one in each] for each in samples] == [list(sample.prompts)] * 4
+        assert all(one.keys() == {"prompt", "text"} for each in samples for one in each)
+    assert any(one["text"] for each in samples for one in each)
     source = tiny[0]
     models = [check_opens(tmp_path / name / "checkpoint", source) for name in ("whole", "parts")]
     before = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -130,6 +145,49 @@ def test_gradient_checkpointing_dtypes_and_stage_3_train_the_same_model(tiny, tm
         assert transformers.AutoConfig.from_pretrained(tmp_path / "half" / "checkpoint").dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft asks it of a model
+@pytest.mark.ranks(2, timeout=120)
+def test_adapters_and_random_weights_are_the_same_under_every_topology(tiny, tmp_path):
+    pytest.importorskip("peft")
+    from peft import PeftModel
+
+    source = tiny[0]
+    short = TrainOptions(steps=3, batch_size=4, validate_every=3, **{**RATE, "learning_rate": 1e-2})
+    pipeline = {"parallel": {"pipeline": 2}, "pipeline": ScheduleOptions(microbatches=2)}
+
+    def run(name, stop, **changes):
+        options = options_of(tiny, tmp_path / name, **{"train": short, **changes})
+        ended = train(options, stop)
+        dist.barrier()
+        return ended
+
+    adapter = {"adapter": AdapterOptions(rank=4, dropout=0.0)}
+    assert run("whole", Stop(), **adapter) == 0
+    assert run("parts", StopAt(1), **adapter, parallel=TENSOR, zero=1) == signal.SIGTERM
+    assert run("parts", Stop(), **adapter, **pipeline, resume="auto") == 0
+    random = {"model": ModelOptions(config=str(source))}
+    assert run("random", Stop(), **random, zero=1) == 0
+    assert run("random tensor", Stop(), **random, parallel=SEQUENCE) == 0
+    if dist.get_rank() > 0:
+        return
+    for one, other in (("whole", "parts"), ("random", "random tensor")):
+        for name in ("loss", "validation_loss"):
+            assert column(tmp_path / one, name) == pytest.approx(column(tmp_path / other, name), rel=TOLERANCE), name
+    assert column(tmp_path / "whole", "loss")[-1] < column(tmp_path / "whole", "loss")[0]
+    assert column(tmp_path / "random", "loss")[0] != column(tmp_path / "whole", "loss")[0]
+    checkpoint = tmp_path / "parts" / "checkpoint"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "optimizer"} <= names
+    assert "model.safetensors" not in names, "the model that it is of is where it was"
+    ids = transformers.AutoTokenizer.from_pretrained(checkpoint)("def ", return_tensors="pt")
+    base = transformers.AutoModelForCausalLM.from_pretrained(source)
+    before = base(**ids).logits
+    through_peft = PeftModel.from_pretrained(base, checkpoint)(**ids).logits
+    assert not torch.allclose(through_peft, before, atol=1e-3)
+    through_transformers = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)(**ids).logits
+    torch.testing.assert_close(through_transformers, through_peft)
+
+
 def refused(words, options):
     with pytest.raises(UserError, match=words):
         train(options, Stop())
@@ -137,12 +195,16 @@ def refused(words, options):
 
 @pytest.mark.ranks(2, timeout=120)
 def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_written(tiny, tmp_path):
-    model, _ = tiny
+    model, corpora = tiny
     options = options_of(tiny, tmp_path / "out")
 
     def with_data(**changes):
         return replace(options, data=replace(options.data, **changes))
 
+    def with_samples(prompt, tokens):
+        return replace(options, sample=SampleOptions(prompts=(prompt,), tokens=tokens))
+
+    jsonl = replace(options.data, path=str(corpora["jsonl"]))
     if dist.get_rank() == 0:
         (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"text": 3}\n')
         (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -166,6 +228,10 @@ def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_w
         r"knows 512 tokens, and the model's embedding has 300",
         replace(options, model=ModelOptions(path=str(tmp_path / "small"))),
     )
+    refused("Say.* tokens, which with sample.tokens 256 are more than the model's 256", with_samples("Say", 256))
+    refused("'', of which the tokenizer makes no token", replace(with_samples("", 4), data=jsonl))
+    adapter = AdapterOptions(rank=4, targets=("q_prj",))
+    refused("q_prj", replace(options, adapter=adapter))
     refused("127 does not divide by 2 tensor ranks", replace(with_data(context=127), parallel=SEQUENCE))
     assert {path.name for path in (tmp_path / "out").iterdir()} <= {"data", ".par-train.lock"}
 

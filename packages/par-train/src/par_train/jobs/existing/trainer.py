@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from par_checkpoint import load, save
-from par_groups import ProcessGroups, Topology
+from par_groups import ProcessGroups, Topology, together
 from par_precision import precision_of
 
 from ..._errors import UserError
@@ -25,8 +26,10 @@ from ..options import Options
 from ..order import spread
 from ..report import end_of
 from ..training import Training, make_optimizer
+from .adapter import adapter_parts, lora_config, write_adapter_config
 from .data import ModelData, kept_options
 from .folder import ModelFolder
+from .prompts import Prompts
 
 
 class ModelTrainer(Training):
@@ -56,6 +59,7 @@ class ModelTrainer(Training):
                 f"under sequence_parallel; use {self.context - self.context % cut}"
             )
         loader = DataLoader(data.train, batch_size=options.train.batch_size, sampler=data.train.sampler, drop_last=True)
+        self._prompts = Prompts(options, data)
         model = self._make_model()
         model, optimizer, self._loader = self.strategy.initialize(model, make_optimizer(model, options.train), loader)
         self._take(model, optimizer)
@@ -68,6 +72,8 @@ class ModelTrainer(Training):
             folder.path,
             dtype=weights_dtype(options, folder),
             attention=options.model.attention or None,
+            adapter=lora_config(options, folder),
+            weights=bool(folder.weights),
         ).train()
         if options.model.gradient_checkpointing:
             for part in model.__dict__["parts"].values() if isinstance(model, Stages) else [model]:
@@ -118,6 +124,13 @@ class ModelTrainer(Training):
         dist.all_reduce(total, group=self.groups["data"])  # two numbers; the ranks of a replica have the same ones
         return float(total[0] / total[1])
 
+    def write_samples(self) -> list[dict[str, str]]:
+        """What the model goes on with after each prompt, always by its most likely token. Collective."""
+        if not self._prompts.tokens:
+            return []
+        texts = self.strategy.sample(self.model, self._prompts.tokens, self.options.sample.tokens)
+        return self._prompts.written(texts)
+
     def state(self, seconds: float) -> TrainingState:
         """Progress, the digests of model and tokens, and what may not change."""
         return TrainingState(
@@ -130,8 +143,17 @@ class ModelTrainer(Training):
         )
 
     def save(self, path: Path, state: TrainingState) -> None:
-        """A folder that transformers opens, with the tokenizer's files and what is written of the model as they are."""
+        """A folder that transformers opens, with the tokenizer's files and what is written of the model as they are.
+
+        Of a model with an adapter, the adapter alone: peft opens it, and transformers where the model is still there.
+        """
         folder = self._data.folder
+        if self.options.adapter.rank:
+            with TemporaryDirectory() as made:
+                with together("the adapter's config", None):
+                    write_adapter_config(self.model, Path(made))
+                self._save(path, state, [folder.path, *Path(made).iterdir()])
+            return
         names = ["generation_config.json"]
         stored, written = folder.dtype, precision_of(self.options.precision).weights
         written = written or weights_dtype(self.options, folder)
@@ -153,7 +175,8 @@ class ModelTrainer(Training):
 
     def _parts(self) -> dict[str, Any]:
         """What is saved and loaded: keywords of par-checkpoint."""
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.optimizer.scaling}
+        of_model = adapter_parts(self.model) if self.options.adapter.rank else {"model": self.model}
+        return {**of_model, "optimizer": self.optimizer, "scheduler": self.optimizer.scaling}
 
     def _load(self, path: Path, state: TrainingState) -> None:
         """Also goes to the row after the last one that was trained on.

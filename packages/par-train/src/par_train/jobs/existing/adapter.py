@@ -1,0 +1,51 @@
+"""The adapter of a run: made from options, and what a checkpoint holds of it."""
+
+import copy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...strategy.pretrained.adapters import FILE, adapter_tensors, config_of
+from ..options import Options
+from .folder import ModelFolder
+
+
+def lora_config(options: Options, folder: ModelFolder) -> Any:
+    """The `LoraConfig` of peft that the options describe; None: no adapter is trained.
+
+    Args:
+        options: The options of the run.
+        folder: The model, whose place the config notes.
+    """
+    adapter = options.adapter
+    if not adapter.rank:
+        return None
+    return import_module("peft").LoraConfig(
+        r=adapter.rank,
+        lora_alpha=2 * adapter.rank if adapter.alpha == "auto" else adapter.alpha,
+        target_modules=list(adapter.targets) or "all-linear",
+        lora_dropout=adapter.dropout,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(folder.path.resolve()),
+    )
+
+
+def adapter_parts(model: nn.Module) -> dict[str, Any]:
+    """What is saved and loaded of a model with an adapter: keywords of par-checkpoint. Files have the names of peft's.
+
+    Args:
+        model: What this rank has of the model.
+    """
+    in_files = {id(tensor): name for name, tensor in adapter_tensors(model).items()}
+    named = model.state_dict(keep_vars=True).items()
+    own = {name: tensor for name, tensor in named if id(tensor) in in_files}
+    return {"model": own, "names": {name: in_files[id(tensor)] for name, tensor in own.items()}, "stem": FILE}
+
+
+def write_adapter_config(model: nn.Module, folder: Path) -> None:
+    """Writes adapter_config.json as peft does, so that who opens it does not train it by accident."""
+    config = copy.copy(config_of(model))
+    config.inference_mode = True
+    config.save_pretrained(folder)

@@ -1,0 +1,70 @@
+"""Prompts as tokens, and what a model goes on with as text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._errors import UserError
+from ...data.tokenize import load_tokenizer
+from ..options import Options
+from .data import ModelData
+from .folder import positions_of
+
+
+class Prompts:
+    """The prompts of `sample.prompts` by the model's tokenizer.
+
+    Args:
+        options: The options of the run.
+        data: The model and its tokens; where these are conversations, a prompt is what a user says.
+
+    Attributes:
+        tokens: The ids of each prompt, int64 [time].
+
+    Raises:
+        UserError: A prompt without tokens, or one that leaves too few of the model's positions for the tokens to come.
+    """
+
+    def __init__(self, options: Options, data: ModelData) -> None:
+        self._texts = options.sample.prompts
+        self._tokenizer: Any = load_tokenizer(data.folder.path) if self._texts else None
+        template = options.data.template
+        self._template = Path(template).expanduser().read_text(encoding="utf-8") if template else None
+        self.tokens = [self._encoded(text, chat=data.corpus.format == "chat") for text in self._texts]
+        positions, new = positions_of(data.folder.config), options.sample.tokens
+        for text, ids in zip(self._texts, self.tokens, strict=True):
+            if not len(ids):
+                raise UserError(f"sample.prompts has {text!r}, of which the tokenizer makes no token; give a text")
+            if positions is not None and len(ids) + new > positions:
+                raise UserError(
+                    f"sample.prompts has {text!r:.60} of {len(ids)} tokens, which with sample.tokens {new} are more "
+                    f"than the model's {positions} positions; shorten one of them"
+                )
+
+    def _encoded(self, text: str, *, chat: bool) -> Tensor:
+        if chat:
+            said = [{"role": "user", "content": text}]
+            encoded = self._tokenizer.apply_chat_template(
+                said, chat_template=self._template, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        else:
+            encoded = self._tokenizer(text)
+        ids = list(encoded["input_ids"])
+        if not chat and len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id:
+            ids.pop()  # some tokenizers end each text, and this one is to go on
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def written(self, texts: Sequence[Tensor]) -> list[dict[str, str]]:
+        """Each prompt, and the text behind it, as "prompt" and "text".
+
+        Args:
+            texts: The ids of each prompt with what follows, int64 [time].
+        """
+        behind = [ids[len(prompt) :].tolist() for prompt, ids in zip(self.tokens, texts, strict=True)]
+        return [
+            {"prompt": prompt, "text": self._tokenizer.decode(ids, skip_special_tokens=True)}
+            for prompt, ids in zip(self._texts, behind, strict=True)
+        ]
