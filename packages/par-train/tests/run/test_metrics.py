@@ -7,6 +7,7 @@ import pytest
 
 from par_train.run.files import RunFiles
 from par_train.run.metrics import MetricsFile, draw_loss, read_metrics, truncate_metrics
+from par_train.run.progress import Lines
 from par_train.run.records import Records
 
 
@@ -150,10 +151,12 @@ def test_samples_are_kept_beside_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(Writer, "made", ())
     told = []
     tracker = SimpleNamespace(log=lambda values, step: told.append((values, step)))
-    records = Records(RunFiles(tmp_path), None, [tracker])
+    records = Records(RunFiles(tmp_path), Lines(9), [tracker])
     samples = [{"prompt": "import ", "text": "os \u00e9"}]
     records.write({"step": 3, "loss": 2.5, "samples": samples})
+    records.write({"step": 4, "samples": 32})  # a number that a loop of one's own counts
     records.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3, "loss": 2.5, "samples": samples}]
-    assert told == [({"loss": 2.5}, 3)]
+    lines = [{"step": 3, "loss": 2.5, "samples": samples}, {"step": 4, "samples": 32}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == lines
+    assert told == [({"loss": 2.5}, 3), ({"samples": 32}, 4)]
     assert Writer.made[0].texts == [("sample 0", "import **os \u00e9**", 3)]

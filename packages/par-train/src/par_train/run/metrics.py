@@ -13,7 +13,7 @@ from .files import write_file, writing
 Line = Mapping[str, Any]
 """What is written at once: `step`, and values by name; None is left out of the file.
 
-Values are numbers; but `samples` is a list of texts, each with the prompt that it goes on from.
+Values are numbers; but `samples` may be a list of texts, each with the prompt that it goes on from.
 """
 
 
@@ -31,7 +31,7 @@ class MetricsFile:
 
     def append(self, line: Line) -> None:
         """Writes a line, so that a reader sees it at once. A number that is not finite, which JSON lacks, is null."""
-        samples = {} if line.get("samples") is None else {"samples": line["samples"]}
+        samples = {"samples": texts} if (texts := texts_of(line)) else {}
         measured = numbers_of(line)
         finite = {name: value if math.isfinite(value) else None for name, value in measured.items()}
         with writing(self._path):
@@ -41,7 +41,7 @@ class MetricsFile:
             for name, value in measured.items():
                 if name != "step":
                     self._events.add_scalar(name, value, line["step"])
-            for number, sample in enumerate(samples.get("samples", ())):
+            for number, sample in enumerate(texts):
                 self._events.add_text(f"sample {number}", f"{sample['prompt']}**{sample['text']}**", line["step"])
 
     def close(self) -> None:
@@ -52,8 +52,14 @@ class MetricsFile:
 
 
 def numbers_of(line: Line) -> dict[str, Any]:
-    """The numbers of a line by name, `step` among them; what is None, and samples, are left out."""
-    return {name: value for name, value in line.items() if value is not None and name != "samples"}
+    """The numbers of a line by name, `step` among them; what is None, and texts, are left out."""
+    return {name: value for name, value in line.items() if value is not None and not isinstance(value, list)}
+
+
+def texts_of(line: Line) -> list[dict[str, str]]:
+    """The texts of a line, each as "prompt" and "text"; there may be a number of that name, which somebody counts."""
+    texts = line.get("samples")
+    return texts if isinstance(texts, list) else []
 
 
 def _tensorboard(path: Path) -> Any:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
-from .metrics import Line
+from .metrics import Line, texts_of
 from .output import say
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -132,7 +132,7 @@ class _Recent:
 def samples_of(line: Line) -> list[str]:
     """The texts that a model wrote at a step, a line each, in letters that the standard error has."""
     letters = sys.stderr.encoding or "ascii"
-    texts = [f"    {one['prompt']!r} -> {one['text']!r}" for one in line.get("samples") or ()]
+    texts = [f"    {one['prompt']!r} -> {one['text']!r}" for one in texts_of(line)]
     return [text.encode(letters, "backslashreplace").decode(letters) for text in texts]
 
 
