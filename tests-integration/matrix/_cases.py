@@ -31,12 +31,16 @@ class Case:
         ranks: Of the world.
         options: Of the strategy, but for precision.
         tied: Whether the logits share the embedding's table.
+        model: "GPT", of the strategy's layers, or "Llama", of transformers, as it is.
+        muon: Whether matrices are stepped as wholes.
     """
 
     name: str
     ranks: int
     options: dict[str, Any] = field(hash=False)
     tied: bool = False
+    model: str = "GPT"
+    muon: bool = False
 
 
 Cell = tuple[Case, str]
@@ -44,7 +48,14 @@ Cell = tuple[Case, str]
 
 
 def case(
-    data: int = 1, pipeline: str | None = None, tensor: str | None = None, *, zero: int = 0, tied: bool = False
+    data: int = 1,
+    pipeline: str | None = None,
+    tensor: str | None = None,
+    *,
+    zero: int = 0,
+    tied: bool = False,
+    model: str = "GPT",
+    muon: bool = False,
 ) -> Case:
     """One configuration.
 
@@ -54,23 +65,33 @@ def case(
         tensor: A name in `TENSOR`; None without.
         zero: The ZeRO stage.
         tied: Whether the logits share the embedding's table.
+        model: What is trained.
+        muon: Whether matrices are stepped as wholes.
     """
     mode, ranks = TENSOR.get(tensor or "", {}), 1 if pipeline is None else 2
     axes = [f"DP{data}" if data > 1 else "", "PP2" if pipeline else "", tensor or ""]
-    further = [pipeline or "", f"ZeRO {zero}" if zero else "", "tied" if tied else ""]
+    further = [pipeline or "", f"ZeRO {zero}" if zero else "", "tied" if tied else "", "Muon" if muon else ""]
     options: dict[str, Any] = {
         "parallel": {"data": data, "pipeline": ranks, **({"tensor": mode} if tensor else {})},
-        "zero": {"stage": zero, "bucket": BUCKET},
+        "zero": {"stage": zero, "bucket": BUCKET, **({"atomic": is_of_matrices} if muon else {})},
         "pipeline": {"schedule": pipeline, "microbatches": MICROBATCHES} if pipeline else {},
     }
-    name = ", ".join(filter(None, [" x ".join(filter(None, axes)) or "one rank", *further]))
-    return Case(name=name, ranks=data * ranks * mode.get("size", 1), options=options, tied=tied)
+    first = [model if model != "GPT" else "", " x ".join(filter(None, axes)) or "one rank"]
+    name = ", ".join(filter(None, [*first, *further]))
+    ranks = data * ranks * mode.get("size", 1)
+    return Case(name=name, ranks=ranks, options=options, tied=tied, model=model, muon=muon)
+
+
+def is_of_matrices(group: dict[str, Any]) -> bool:
+    """Whether the parameters of a group are stepped as whole matrices."""
+    return bool(group["matrices"])
 
 
 def every_cell() -> list[Cell]:
     """All of them, in the order of the table.
 
-    Under autocast, weights and gradients stay in fp32: what par-zero moves is the same, and is not tried again.
+    Under autocast, weights and gradients stay in fp32: what par-zero moves is the same, and is not tried again. Whole
+    matrices are stepped in fp32 alone, where a wrong one shows best.
     """
     plain = [case(), case(2), *(case(tensor=name) for name in TENSOR)]
     plain += [case(pipeline=name) for name in SCHEDULES] + [case(pipeline="1f1b", tied=True)]
@@ -80,13 +101,23 @@ def every_cell() -> list[Cell]:
     zero += [case(2, tensor=tensor, zero=stage) for tensor in ("TP2", "SP2", "2D4") for stage in (1, 2, 3)]
     zero += [case(2, name, zero=stage) for name in SCHEDULES for stage in zero_stages(name)]
     zero += [case(2, "1f1b", "TP2", zero=stage) for stage in (1, 2, 3)]
-    return [*_in(plain, PRECISIONS), *_in(zero, ("fp32", "bf16", "fp16"))]
+    existing = [case(pipeline=pipeline, tensor="SP2", model="Llama") for pipeline in (None, "1f1b")]
+    sharded = [case(2, tensor="TP2", zero=2, model="Llama"), case(2, "1f1b", zero=1, tied=True, model="Llama")]
+    matrices = [case(2, zero=3, muon=True), case(2, tensor="SP2", zero=2, muon=True), case(tensor="2D4", muon=True)]
+    return [
+        *_in(plain, PRECISIONS),
+        *_in(zero, ("fp32", "bf16", "fp16")),
+        *_in(existing, PRECISIONS),
+        *_in(sharded, ("fp32", "bf16", "fp16")),
+        *_in(matrices, ("fp32",)),
+    ]
 
 
 def cover() -> list[Cell]:
     """Every axis, tensor mode, schedule and ZeRO stage once in fp32, and every precision somewhere."""
     fp32 = [case(), case(2, zero=1), case(2, zero=3), *(case(tensor=name) for name in TENSOR)]
     fp32 += [case(pipeline=name) for name in SCHEDULES] + [case(2, "1f1b", "SP2", zero=2, tied=True)]
+    fp32 += [case(pipeline="1f1b", tensor="SP2", model="Llama"), case(2, tensor="SP2", zero=2, muon=True)]
     return [
         *_in(fp32, ("fp32",)),
         (case(2, zero=2), "bf16"),

@@ -17,7 +17,13 @@ from par_layers.examples import GPT
 from par_precision import DynamicScale, MixedOptimizer, mixed
 from par_train import GlobalDataLoader, Strategy
 
-from ._cases import Case
+from ._cases import Case, case
+from ._muon import MuonAndMomentum
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError:  # the cells of a Llama are left out
+    LlamaForCausalLM = None
 
 VOCABULARY, WIDTH, HEADS, CONTEXT = 29, 32, 4, 16  # the vocabulary is padded wherever it is cut
 BATCH, SAMPLES = 8, 44  # the last batch of an epoch is left out
@@ -81,6 +87,28 @@ def gpt(layers: LayerSet, blocks: int, *, tied: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Sequential(first), *parts.blocks, nn.Sequential(last))
 
 
+def llama(blocks: int, *, tied: bool = False) -> nn.Module:
+    """As transformers has it; each rank makes the whole one, with the same weights."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=blocks,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def as_batch(samples: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Tokens and targets, as a model of transformers under a strategy is given them."""
+    inputs, targets = samples
+    return {"input_ids": inputs, "shift_labels": targets}
+
+
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     """With an eps above the rounding of gradients: those of key biases are nothing else."""
     return torch.optim.AdamW(model.parameters(), lr=6e-3, eps=1e-6, weight_decay=0.1, fused=True)
@@ -109,16 +137,28 @@ def precision_options(precision: str) -> dict[str, Any]:
 
 
 @functools.cache
-def one_process(precision: str, steps: int, blocks: int, device: str, *, tied: bool) -> Curve:
-    """What all others follow. To be left as it is."""
-    return train_alone(precision, steps, blocks, device, tied=tied)[0]
+def one_process(
+    precision: str, steps: int, blocks: int, device: str, *, tied: bool, model: str = "GPT", muon: bool = False
+) -> Curve:
+    """What all others follow. To be left as it is.
+
+    Where matrices are stepped as wholes, it is a strategy of one rank: only there are q, k and v, which lie in one
+    weight, matrices of their own.
+    """
+    if not muon:
+        return train_alone(precision, steps, blocks, device, tied=tied, kind=model)[0]
+    with strategy_of(case(tied=tied, model=model, muon=True), precision, device) as strategy:
+        return Run(strategy, blocks, tied=tied, model=model, muon=True).train(steps)
 
 
-def train_alone(precision: str, steps: int, blocks: int, device: str, *, tied: bool) -> tuple[Curve, nn.Module]:
+def train_alone(
+    precision: str, steps: int, blocks: int, device: str, *, tied: bool, kind: str = "GPT"
+) -> tuple[Curve, nn.Module]:
     """Trains without a strategy: in fp32 in torch's own way, else with par-precision."""
     layers = layer_set(None)
-    model: Any = gpt(layers, blocks, tied=tied)
-    initialize(model, SEED)
+    model: Any = gpt(layers, blocks, tied=tied) if kind == "GPT" else llama(blocks, tied=tied)
+    if kind == "GPT":
+        initialize(model, SEED)
     model.to(device)
     optimizer: Any = adamw(model)
     scheduler: Any = warm_up(optimizer)
@@ -131,7 +171,8 @@ def train_alone(precision: str, steps: int, blocks: int, device: str, *, tied: b
     curve = Curve([], [])
     for _ in range(steps):
         inputs, targets = next(batches)
-        loss = layers.cross_entropy(model(inputs), targets, classes=VOCABULARY)
+        logits = model(inputs) if kind == "GPT" else model(input_ids=inputs, use_cache=False).logits
+        loss = layers.cross_entropy(logits, targets, classes=VOCABULARY)
         norm = step_alone(model, optimizer, loss)
         scheduler.step()
         optimizer.zero_grad()
@@ -161,14 +202,16 @@ def strategy_of(case: Case, precision: str, device: str, **further: Any) -> Stra
 class Run:
     """Training under a strategy, as its README shows it."""
 
-    def __init__(self, strategy: Strategy, blocks: int, *, tied: bool = False) -> None:
-        self.strategy = strategy
-        model = gpt(strategy.layers, blocks, tied=tied)
-        optimizer = adamw(model)
+    def __init__(
+        self, strategy: Strategy, blocks: int, *, tied: bool = False, model: str = "GPT", muon: bool = False
+    ) -> None:
+        self.strategy, self.kind = strategy, model
+        whole = gpt(strategy.layers, blocks, tied=tied) if model == "GPT" else llama(blocks, tied=tied)
+        optimizer = MuonAndMomentum(whole) if muon else adamw(whole)
         self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
-            model, optimizer, loader(), warm_up(optimizer)
+            whole, optimizer, loader(), warm_up(optimizer)
         )
-        self.batches = endless(batches)
+        self.batches = endless(batches) if model == "GPT" else map(as_batch, endless(batches))
 
     def train(self, steps: int) -> Curve:
         curve = Curve([], [])
@@ -184,8 +227,9 @@ class Run:
     def backward(self) -> Tensor:
         """Forward and backward of the next batch; its loss on this data rank."""
         strategy = self.strategy
-        if strategy.schedule is not None:
-            return strategy.execute_pipeline(self.batches, self.model, self.criterion, self.optimizer)
+        if strategy.schedule is not None or self.kind != "GPT":
+            criterion = self.criterion if self.kind == "GPT" else None  # a model of transformers has its own
+            return strategy.execute_pipeline(self.batches, self.model, criterion, self.optimizer)
         inputs, targets = next(self.batches)
         loss = self.criterion(self.model(inputs), targets)
         strategy.backward(loss, self.optimizer)

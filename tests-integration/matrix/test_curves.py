@@ -6,7 +6,7 @@ import pytest
 
 from ._cases import SCHEDULES, case, cover, every_cell, zero_stages
 from ._results import note
-from ._training import Run, one_process, strategy_of, tolerance
+from ._training import LlamaForCausalLM, Run, one_process, strategy_of, tolerance
 
 
 def pytest_generate_tests(metafunc):
@@ -16,21 +16,24 @@ def pytest_generate_tests(metafunc):
 
 
 def in_a_world_of_its_size(case, precision):
-    return pytest.param(
-        case, precision, id=f"{case.name}, {precision}", marks=pytest.mark.ranks(case.ranks, timeout=120)
-    )
+    marks = [pytest.mark.ranks(case.ranks, timeout=120)]
+    if case.model == "Llama":
+        marks.append(pytest.mark.skipif(LlamaForCausalLM is None, reason="transformers is not installed"))
+    return pytest.param(case, precision, id=f"{case.name}, {precision}", marks=marks)
 
 
 @pytest.fixture
 def expected(case, precision, extent, device):
     """The curve of one process in this precision, and in fp32."""
-    return [one_process(each, extent.steps, extent.blocks, device, tied=case.tied) for each in (precision, "fp32")]
+    kind = {"tied": case.tied, "model": case.model, "muon": case.muon}
+    return [one_process(each, extent.steps, extent.blocks, device, **kind) for each in (precision, "fp32")]
 
 
 def test_a_configuration_follows_one_process(case, precision, extent, device, expected, results):
     start = time.perf_counter()
     with strategy_of(case, precision, device) as strategy:
-        curve = Run(strategy, extent.blocks, tied=case.tied).train(extent.steps)
+        run = Run(strategy, extent.blocks, tied=case.tied, model=case.model, muon=case.muon)
+        curve = run.train(extent.steps)
         seconds = time.perf_counter() - start
         (loss, norm), (loss_fp32, norm_fp32) = (curve.distance(each) for each in expected)
         row = {"loss": loss, "norm": norm, "loss to fp32": loss_fp32, "norm to fp32": norm_fp32, "seconds": seconds}
