@@ -153,10 +153,10 @@ def test_samples_are_kept_beside_the_numbers(tmp_path, monkeypatch):
     tracker = SimpleNamespace(log=lambda values, step: told.append((values, step)))
     records = Records(RunFiles(tmp_path), Lines(9), [tracker])
     samples = [{"prompt": "import ", "text": "os \u00e9"}]
-    records.write({"step": 3, "loss": 2.5, "samples": samples})
-    records.write({"step": 4, "samples": 32})  # a number that a loop of one's own counts
+    records.write({"step": 3, "loss": 2.5, "seconds": 1.0, "samples": samples})
+    records.write({"step": 4, "seconds": 2.0, "samples": 32})  # a number that a loop of one's own counts
     records.close()
-    lines = [{"step": 3, "loss": 2.5, "samples": samples}, {"step": 4, "samples": 32}]
+    lines = [{"step": 3, "loss": 2.5, "seconds": 1.0, "samples": samples}, {"step": 4, "seconds": 2.0, "samples": 32}]
     assert read_metrics(tmp_path / "metrics.jsonl") == lines
-    assert told == [({"loss": 2.5}, 3), ({"samples": 32}, 4)]
+    assert told == [({"loss": 2.5, "seconds": 1.0}, 3), ({"seconds": 2.0, "samples": 32}, 4)]
     assert Writer.made[0].texts == [("sample 0", "import **os \u00e9**", 3)]
