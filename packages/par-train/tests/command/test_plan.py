@@ -1,10 +1,14 @@
 """`par-train plan`, from a config file to what it prints. In this process: it starts no other."""
 
 import json
+import shutil
 
 import pytest
 
+from par_train._errors import UserError
 from par_train.command.cli import main
+from par_train.command.plan import pretrained_shape
+from par_train.jobs.options import AdapterOptions, ModelOptions, Options
 
 CONFIG = """
 precision = "bf16"
@@ -76,3 +80,75 @@ def test_a_file_that_cannot_be_written_is_a_mistake(config, tmp_path, capsys):
     code, _, err = planned(capsys, config, "--world=8", "--device-memory=80GB", f"--json={tmp_path}/none/plan.json")
     assert code == 2
     assert "name another file with --json" in err
+
+
+@pytest.fixture
+def llama(tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5.4")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1001}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    transformers.LlamaConfig(**sizes, **heads).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_model_of_transformers_is_planned_from_its_config(llama, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    flags = ["--world=16", "--device-memory=80GB", "--precision=bf16", "--train.batch_size=64", f"--json={path}"]
+    own = [
+        "--parallel.pipeline=2",
+        "--parallel.tensor.mode=1d",
+        "--parallel.tensor.size=4",
+        "--parallel.tensor.kv_heads=2",
+    ]
+    for folder in (llama, llama / "config.json"):
+        code, out, err = planned(capsys, f"--model.path={folder}", "--data.context=256", *flags, *own)
+        assert (code, err) == (0, "")
+        assert "LlamaForCausalLM, 8 layers, width 256, 8 heads, context 256, vocabulary 1001" in out
+        assert out[out.index("Configured") :].splitlines()[2].split()[:4] == ["2", "2", "1d", "4"]
+    found = json.loads(path.read_text())
+    assert found["model"]["class"] == "LlamaForCausalLM"
+    assert found["configured"]["memory"]["activations"] > 0
+    assert {each["parallel"].get("tensor", {}).get("mode") for each in found["best"]} <= {None, "1d"}
+    assert not (llama / "model.safetensors").exists()  # there was nothing to read
+
+
+def test_a_family_without_a_plan_is_planned_without_tensor_ranks_and_stages(llama, capsys):
+    transformers = pytest.importorskip("transformers", minversion="5.4")
+    shutil.rmtree(llama)
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_hidden_layers": 2, "vocab_size": 101}
+    config = transformers.OPTConfig(num_attention_heads=4, max_position_embeddings=64, **sizes)
+    config.save_pretrained(llama)
+    flags = [f"--model.path={llama}", "--world=4", "--device-memory=80GB", "--train.batch_size=16"]
+    code, out, _ = planned(capsys, *flags)
+    assert code == 0
+    assert "tensor   none are planned: OPTForCausalLM has no plan for tensor parallelism" in out
+    assert "stages   none are planned: OPTForCausalLM has no _pp_plan" in out
+    for wanted, remedy in (
+        ("pipeline=2", "give a list of layers"),
+        ("tensor.mode=1d", "register it with register_plan"),
+    ):
+        code, out, err = planned(capsys, *flags, f"--parallel.{wanted}")
+        assert (code, out) == (2, "")
+        assert remedy in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model.path=nowhere"], "'nowhere' holds no config.json; give the folder of a model"),
+        (["--model.path={llama}", "--data.context=513"], "has 512 positions; use at most as many"),
+        (["--model.path={llama}", "--parallel.tensor.mode=2d"], "use mode '1d'"),
+        (["--model.path={llama}", "--parallel.tensor.mode=1d"], "2 units of 32 features do not divide by 4 ranks"),
+    ],
+)
+def test_what_cannot_be_planned_of_a_model_of_transformers(flags, words, llama, capsys):
+    flags = [flag.format(llama=llama) for flag in flags]
+    code, out, err = planned(capsys, *flags, "--world=4", "--device-memory=80GB")
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_an_adapter_is_not_planned(llama):
+    options = Options(model=ModelOptions(path=str(llama)), adapter=AdapterOptions(rank=8))
+    with pytest.raises(UserError, match=r"adapter\.rank is 8, and par-train plan knows .* leave \[adapter\] out"):
+        pretrained_shape(options)

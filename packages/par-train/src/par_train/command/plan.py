@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import torch
+
 from par_groups import Topology
 
 from .._errors import UserError
-from ..jobs.checks import check_config
+from ..jobs.checks import check_config, check_kind
+from ..jobs.existing.folder import read_config, row_length
 from ..jobs.options import Options, PlanOptions
 from ..plan.inputs import PEAKS, Job, Machine
+from ..plan.model import PlannedModel
 from ..plan.predict import predict
 from ..plan.report import Report
 from ..plan.schedules import microbatches_of
@@ -30,11 +34,7 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
         UserError: A configuration that the devices, the model or the batch do not divide, or a file that cannot be
             written.
     """
-    if options.model.folder:
-        raise UserError(
-            f"model.path is {options.model.folder!r}, and par-train plan knows the byte-level GPT alone; give sizes as "
-            "--model.width, --model.layers and so on"
-        )
+    check_kind(options)
     flops = plan_options.flops
     machine = Machine(
         memory=plan_options.device_memory,
@@ -45,7 +45,7 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
         latency=plan_options.latency,
         devices_per_node=plan_options.devices_per_node,
     )
-    shape = shape_of(options)
+    shape = pretrained_shape(options) if options.model.folder else shape_of(options)
     configured = None
     if options.parallel:
         topology = check_config(options, plan_options.world)
@@ -54,13 +54,12 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
         except ValueError as error:
             raise UserError(str(error)) from None
     job = Job(batch=options.train.batch_size, precision=options.precision)
+    try:
+        ranking = rank(shape, plan_options.world, job, machine, plan_options.top)
+    except ValueError as error:  # of a model whose forward cannot be followed
+        raise UserError(str(error)) from None
     report = Report(
-        shape=shape,
-        world=plan_options.world,
-        job=job,
-        machine=machine,
-        configured=configured,
-        ranking=rank(shape, plan_options.world, job, machine, plan_options.top),
+        shape=shape, world=plan_options.world, job=job, machine=machine, configured=configured, ranking=ranking
     )
     if plan_options.json:
         try:
@@ -71,6 +70,31 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
             ) from None
     print(report.text())
     return 0
+
+
+def pretrained_shape(options: Options) -> PlannedModel:
+    """The sizes of the model of transformers that these options train, from its config alone.
+
+    Raises:
+        UserError: There is no config of such a model, transformers is not installed, or an adapter is trained.
+    """
+    from ..plan.pretrained import PretrainedShape  # noqa: PLC0415 - other plans do without what it imports
+    from ..strategy.pretrained.make import make_on_meta  # noqa: PLC0415 - as above
+
+    model, key = options.model, "model.path" if options.model.path else "model.config"
+    if options.adapter.rank:
+        raise UserError(
+            f"adapter.rank is {options.adapter.rank}, and par-train plan knows the training of all weights alone; "
+            "leave [adapter] out"
+        )
+    folder = Path(model.folder).expanduser()
+    folder = folder.parent if folder.name == "config.json" else folder
+    context = row_length(options, read_config(folder, key))
+    try:
+        made = make_on_meta(str(folder), torch.float32, model.attention or None)
+        return PretrainedShape(made, context=context, checkpointing=model.gradient_checkpointing)
+    except (ImportError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{key} {str(folder)!r}: {error}") from None
 
 
 def shape_of(options: Options) -> Shape:

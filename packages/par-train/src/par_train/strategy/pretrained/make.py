@@ -32,8 +32,8 @@ def make_part(
     """Makes this rank's part of a causal language model; see `Strategy.from_pretrained`. Collective."""
     groups, schedule = strategy.groups, strategy.schedule
     with together("the model", None):
-        model = _make_on_meta(os.fspath(path), dtype, attention)
-        twin = None if weights else _make_on_meta(os.fspath(path), dtype, attention)
+        model = make_on_meta(os.fspath(path), dtype, attention)
+        twin = None if weights else make_on_meta(os.fspath(path), dtype, attention)
         if adapter is not None:
             put_around_(model, adapter)
     if groups.size("tensor") > 1:
@@ -55,7 +55,7 @@ def make_part(
     return part.to(device)
 
 
-def _make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> Any:
+def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> Any:
     """A causal language model without memory, as the config in a folder describes it.
 
     Args:
