@@ -10,6 +10,7 @@ from torch import nn
 from par_groups import launch
 from par_pipeline import Offload, Pipeline, Shared, one_f_one_b, simulate, zb_h1, zb_v
 from par_pipeline._structure import flatten
+from par_pipeline.wire.lanes import APART, FIRST, REST
 from par_pipeline.wire.message import HEADER, Header, encode_apart
 from par_testing import for_each
 
@@ -63,13 +64,14 @@ def test_messages_keep_what_hosts_read_on_the_cpu_and_their_tensors_on_the_gpu()
     device = torch.device("cuda")
     for expected in (None, signature):
         ahead = None if expected is None else expected.size
-        first, rest, apart = encode_apart(signature, tensors, expected, ahead, device)
+        parts = dict(encode_apart(signature, tensors, expected, ahead, device))
+        first, rest, apart = parts[FIRST], parts.get(REST), parts[APART]
         assert (first.device.type, len(first)) == ("cpu", HEADER)
         assert (apart.device.type, len(apart)) == ("cuda", signature.size)
         assert rest is None if expected is not None else rest.device.type == "cpu"
-        found, parts = Header(first, first[0].item()).decode(expected, rest, apart)
+        found, arrived = Header(first, first[0].item()).decode(expected, rest, apart)
         assert found == signature
-        assert all(torch.equal(one, other) for one, other in zip(parts, tensors, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(arrived, tensors, strict=True))
 
 
 @for_each(make=[one_f_one_b, zb_h1, zb_v])

@@ -7,6 +7,7 @@ from par_pipeline._errors import Failure
 from par_pipeline._program import STATUS, Message, sum_message
 from par_pipeline._structure import aligned, flatten
 from par_pipeline.schedules.actions import Action
+from par_pipeline.wire.lanes import APART, FIRST, REST
 from par_pipeline.wire.message import HEADER, Expectations, Header, encode, encode_apart, encode_failure
 
 CPU = torch.device("cpu")
@@ -37,9 +38,10 @@ def received(value, expected, room=None):
     tensors, signature = flatten(value)
     if room is None:
         room = HEADER if expected is None else expecting(OUTPUT, expected).room_for(OUTPUT, are_apart=False)
-    first, rest, apart = encode(signature, tensors, expected, room)
+    parts = dict(encode(signature, tensors, expected, room))
+    first, rest = parts.pop(FIRST), parts.pop(REST, None)
     assert len(first) <= room
-    assert apart is None
+    assert not parts
     buffer = torch.full((room,), 255, dtype=torch.uint8)
     buffer[: len(first)] = first
     header = Header(buffer, buffer[0].item())
@@ -71,7 +73,8 @@ def test_tensors_may_come_apart_in_as_many_bytes_as_are_waited_for(value):
     tensors, signature = flatten(value)
     for expected in (None, signature, flatten(torch.zeros(1000))[1], flatten(torch.zeros(0))[1]):
         ahead = None if expected is None else expected.size
-        first, rest, apart = encode_apart(signature, tensors, expected, ahead, CPU)
+        parts = dict(encode_apart(signature, tensors, expected, ahead, CPU))
+        first, rest, apart = parts[FIRST], parts.get(REST), parts.get(APART)
         assert len(first) == HEADER == Expectations().room_for(OUTPUT, are_apart=True)
         assert (0 if apart is None else len(apart)) == (signature.size if ahead is None else ahead)
         header = Header(first, first[0].item())
@@ -80,8 +83,8 @@ def test_tensors_may_come_apart_in_as_many_bytes_as_are_waited_for(value):
         if rest is not None:  # what the host reads, and tensors that have no room elsewhere
             assert header.body == signature.size
             assert len(rest) == header.description + (header.body if too_large else 0)
-        found, parts = header.decode(expected, rest, None if too_large else apart)
-        assert_same(found.build(parts), value)
+        found, arrived = header.decode(expected, rest, None if too_large else apart)
+        assert_same(found.build(arrived), value)
 
 
 def test_a_receive_is_posted_for_what_has_kept_its_size():
@@ -114,8 +117,8 @@ def test_what_is_wider_than_the_border_dtype_is_sent_in_it_and_arrives_in_its_ow
     assert flatten(value, signature, torch.bfloat16)[1] is signature
     assert signature.size == aligned(2 * 123) + aligned(2 * 17) + aligned(8 * 15)
     room = expecting(OUTPUT, signature).room_for(OUTPUT, are_apart=False)
-    message, *others = encode(signature, tensors, signature, room)
-    assert (len(message), others) == (room, [None, None])
+    ((_, message),) = encode(signature, tensors, signature, room)
+    assert len(message) == room
     _, found = Header(message, message[0].item()).decode(signature)
     assert_same(tuple(found), (value[0].bfloat16().float(), *value[1:]))
 

@@ -75,7 +75,7 @@ def test_a_rank_that_waits_looks_for_a_while_before_it_sleeps(monkeypatch, comes
     inbox.expect()
     inbox.expect()  # which posts no other one
     assert (communicator.begun, communicator.waited) == (["recv"], [])
-    message = encode(NOTHING, [], NOTHING, HEADER).first
+    ((_, message),) = encode(NOTHING, [], NOTHING, HEADER)
     looked = []
 
     def write():

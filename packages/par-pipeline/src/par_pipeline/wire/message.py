@@ -17,7 +17,7 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from .._errors import Failure
 from .._program import STATUS, Message, is_sum
 from .._structure import ALIGNMENT, Signature, TensorSpec, aligned, flatten
+from .lanes import APART, FIRST, REST
 
 HEADER = 512  # bytes
 NOTHING = flatten(())[1]
@@ -66,11 +67,12 @@ class Expectations:
     def note(self, message: Message, signature: Signature) -> None:
         """A message has come, or is sent."""
         before = self.signatures.get(message)
-        if before is not signature:
-            self.signatures[message] = signature
+        if before is signature and not self._unsteady:  # as in most steps
+            return
+        self.signatures[message] = signature
         if before is not None and before.size != signature.size:
             self._unsteady.add(message)
-        elif self._unsteady:
+        else:
             self._unsteady.discard(message)
 
     def room_for(self, message: Message, *, are_apart: bool) -> int:
@@ -95,18 +97,8 @@ class Expectations:
         return None if signature is None or is_sum(message) or message in self._unsteady else signature.size
 
 
-class Parts(NamedTuple):
-    """A message as it is sent; each part [bytes] of uint8.
-
-    Args:
-        first: The header, on the CPU, with as much behind it as there is room for.
-        rest: What the header announces, on the CPU; None: nothing.
-        apart: Tensors that come apart, on their device; None: none.
-    """
-
-    first: Tensor
-    rest: Tensor | None = None
-    apart: Tensor | None = None
+Parts = list[tuple[int, Tensor]]
+"""A message as it is sent: number and bytes of each part that it has, [bytes] of uint8, in the order of sending."""
 
 
 def encode(signature: Signature, tensors: Sequence[Tensor], expected: Signature | None, room: int) -> Parts:
@@ -121,13 +113,13 @@ def encode(signature: Signature, tensors: Sequence[Tensor], expected: Signature 
     parts = _parts(signature, tensors, _CPU)
     as_expected = signature is expected or signature == expected
     if as_expected and HEADER + signature.size <= room:
-        return Parts(torch.cat([_nothing_new(), *parts]))
+        return [(FIRST, torch.cat([_nothing_new(), *parts]))]
     description = b"" if as_expected else pickle.dumps(signature)
     if description:
         parts.insert(0, _padded(description))
     if HEADER + aligned(len(description)) + signature.size > room:
-        return Parts(_header(Kind.FOLLOWED, len(description), signature.size), torch.cat(parts))
-    return Parts(torch.cat([_header(Kind.WHOLE, len(description), signature.size), *parts]))
+        return [(FIRST, _header(Kind.FOLLOWED, len(description), signature.size)), (REST, torch.cat(parts))]
+    return [(FIRST, torch.cat([_header(Kind.WHOLE, len(description), signature.size), *parts]))]
 
 
 def encode_apart(
@@ -152,12 +144,12 @@ def encode_apart(
     body = _parts(signature, tensors, device if fits else _CPU)
     behind = [] if fits else body  # the description
     unused = torch.zeros(size - signature.size if fits else size, dtype=torch.uint8, device=device)
-    apart = torch.cat([*(body if fits else []), unused]) if size else None
+    apart = [(APART, torch.cat([*(body if fits else []), unused]))] if size else []
     if as_expected:
-        return Parts(_nothing_new(), None, apart)
+        return [(FIRST, _nothing_new()), *apart]
     description = pickle.dumps(signature)
-    rest = torch.cat([_padded(description), *behind])
-    return Parts(_header(Kind.FOLLOWED, len(description), signature.size), rest, apart)
+    header = _header(Kind.FOLLOWED, len(description), signature.size)
+    return [(FIRST, header), (REST, torch.cat([_padded(description), *behind])), *apart]
 
 
 def encode_failure(failure: Failure) -> Tensor:

@@ -74,7 +74,7 @@ class Outbox:
         else:
             parts = encode(signature, tensors, expected, room)
         self._expected.note(message, signature)
-        works = [(number, part, self._lane.send(part, number)) for number, part in enumerate(parts) if part is not None]
+        works = [(number, part, self._lane.send(part, number)) for number, part in parts]
         self._sending.append(_Sent(self._consumed[message], works))
 
     def settle(self, position: int) -> None:
@@ -101,7 +101,7 @@ class Outbox:
             for _, work in self._unawaited:
                 self._lane.wait(work, FIRST)
             self._unawaited.clear()
-            part = encode(NOTHING, [], NOTHING, self._rooms.popleft()).first
+            ((_, part),) = encode(NOTHING, [], NOTHING, self._rooms.popleft())
             work = self._lane.send(part, FIRST)
             if awaited:
                 self._lane.wait(work, FIRST)
