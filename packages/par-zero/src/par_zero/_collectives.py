@@ -196,20 +196,24 @@ def all_gather(flat: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup
     return Handle([gather(flat, share, group=group, async_op=True)])
 
 
-def exchange(sent: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+def exchange(
+    sent: Sequence[Sequence[torch.Tensor]], counts: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
     """Gives every rank what each of them has for it. Waits for all of it.
 
     Args:
-        sent: For each rank of the group a flat tensor, all of one dtype.
+        sent: For each rank of the group what this one has for it, in flat pieces.
         counts: Number of elements that each rank has for this one.
+        like: A tensor of the dtype and device of all of them.
         group: The ranks.
 
     Returns:
         For each rank what it has sent, flat.
     """
-    received = sent[0].new_empty(sum(counts))
-    sizes = [each.numel() for each in sent]
-    dist.all_to_all_single(received, torch.cat(list(sent)), list(counts), sizes, group=group)
+    received = like.new_empty(sum(counts))
+    sizes = [sum(piece.numel() for piece in pieces) for pieces in sent]
+    flat = torch.cat([like.new_empty(0), *(piece for pieces in sent for piece in pieces)])
+    dist.all_to_all_single(received, flat, list(counts), sizes, group=group)
     return list(received.split(list(counts)))
 
 

@@ -90,6 +90,14 @@ def test_atomic_parameters_are_dealt_out_fairly(items, ranks):
     assert layout.shard <= sum(aligned) / ranks + max(aligned)
 
 
+def test_a_rank_that_has_little_of_other_buffers_is_chosen_before_one_that_has_much():
+    items = [Item(numel=16 * size, group=0) for size in (4, 4, 1, 1, 1, 1)]
+    first = pack_atomic(items, 4).loads(items)
+    assert first == [64, 64, 32, 32]
+    second = pack_atomic(items, 4, first).loads(items)
+    assert [one + other for one, other in zip(first, second, strict=True)] == [96] * 4
+
+
 def test_packing_as_an_example():
     layout = pack([Item(numel=20, group=1), Item(numel=5, group=0), Item(numel=3, group=0)], 2)
     assert layout.slots == ((16, 36), (0, 5), (5, 8))

@@ -126,11 +126,16 @@ def plan_chunks(
         for kind in kinds.values()
         for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket_of(ranks), numel, wastes))
     ]
-    plans, dealt = [], 0
+    plans = []
+    # Elements of each rank so far. What is assembled counts by itself, as tensor ranks deal it out alike.
+    dealt = {assembled: [0] * ranks for assembled in (False, True)}
     for part in parts:
         items = [item(member) for member in part]
-        layout = pack_atomic(items, ranks, dealt % ranks) if part[0].atomic else pack(items, ranks)
-        dealt += part[0].atomic  # another rank begins in the next one, so that none has the largest of all
+        layout = pack(items, ranks)
+        if part[0].atomic:
+            before = dealt[part[0].assembled]
+            layout = pack_atomic(items, ranks, before)
+            dealt[part[0].assembled] = [own + more for own, more in zip(before, layout.loads(items), strict=True)]
         plans.append(Plan(members=tuple(part), place=place_of[part[0].parameter], layout=layout))
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.

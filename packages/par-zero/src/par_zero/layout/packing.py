@@ -67,6 +67,17 @@ class Layout:
         """Number of elements that belong to no parameter."""
         return self.size - sum(stop - start for start, stop in self.slots)
 
+    def loads(self, items: Sequence[Item]) -> list[int]:
+        """Where no parameter is cut: by how many elements each rank has parameters, counted by their weights.
+
+        Args:
+            items: The parameters that were packed.
+        """
+        loads = [0] * self.ranks
+        for item, owner in zip(items, self.owners, strict=True):
+            loads[owner] += item.weight or item.numel
+        return loads
+
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """Where the padding lies: first elements, and ones past the last."""
@@ -106,18 +117,19 @@ def pack(items: Sequence[Item], ranks: int) -> Layout:
     return Layout(slots=tuple(slots), regions=tuple(regions), shard=_aligned(-(-end // ranks)), ranks=ranks)
 
 
-def pack_atomic(items: Sequence[Item], ranks: int, first: int = 0) -> Layout:
+def pack_atomic(items: Sequence[Item], ranks: int, dealt: Sequence[int] = ()) -> Layout:
     """Gives every parameter to one rank as a whole: the largest first, to the rank that has the least so far.
 
     Args:
         items: The parameters.
         ranks: Number of ranks.
-        first: The rank that is chosen first of several that have as much.
+        dealt: Number of elements that each rank has of other buffers, none by default: of several ranks that have as
+            much of this one, that is chosen which has the least of those.
     """
     loads, ends = [0] * ranks, [0] * ranks
     places: list[tuple[int, int]] = [(0, 0)] * len(items)
     for number in sorted(range(len(items)), key=lambda n: -(items[n].weight or items[n].numel)):
-        rank = min(range(ranks), key=lambda r: (loads[r], (r - first) % ranks))
+        rank = min(range(ranks), key=lambda r: (loads[r], dealt[r] if dealt else 0, r))
         places[number] = rank, ends[rank]
         loads[rank] += _aligned(items[number].weight or items[number].numel)
         ends[rank] += _aligned(items[number].numel)

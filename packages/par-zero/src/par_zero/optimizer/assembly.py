@@ -116,13 +116,11 @@ class Assembly:
             unused: For each chunk the members that had no gradient, which the optimizer passes over.
         """
         for kind in self._kinds:
-            for one, value in self._put_together(kind, [one.chunk.own for one in kind]):
+            for one, value in self._put_together(kind, [one.chunk.own for one in kind], in_place=True):
                 whole = one.whole
                 if whole is None:
                     continue
-                if whole.dtype == value.dtype:
-                    whole.copy_(value)
-                else:
+                if whole.dtype != value.dtype:
                     whole.copy_(torch.where(whole.to(value.dtype) == value, whole, value.to(whole.dtype)))
                 if one.member in unused[one.chunk]:
                     whole.grad = None
@@ -150,7 +148,12 @@ class Assembly:
                     place.copy_(value.view(place.shape))
 
     def _put_together(
-        self, kind: Sequence[Assembled], parts: Sequence[torch.Tensor], *, partial: bool = False
+        self,
+        kind: Sequence[Assembled],
+        parts: Sequence[torch.Tensor],
+        *,
+        partial: bool = False,
+        in_place: bool = False,
     ) -> Iterator[tuple[Assembled, torch.Tensor]]:
         """The blocks that this rank steps, whole.
 
@@ -158,6 +161,8 @@ class Assembly:
             kind: Blocks of one dtype.
             parts: For each block, elements `updated` of its chunk.
             partial: Whether copies that are partial sums are added up; else one of several copies is taken.
+            in_place: Whether the optimizer's tensors are overwritten, where they have the dtype of the parts; else each
+                block gets memory of its own.
         """
 
         def sends(piece: Piece) -> bool:
@@ -175,11 +180,19 @@ class Assembly:
         received = self._exchange(sent, counts, parts[0])
         taken = [0] * self._ranks
         for one in mine:
-            whole = received[0].new_zeros(one.block.size)
-            for piece in filter(sends, one.block.pieces):
+            if in_place and one.whole is not None and one.whole.dtype == received[0].dtype:
+                whole = one.whole.detach()
+            else:
+                whole = received[0].new_empty(one.block.size)
+            pieces = [piece for piece in one.block.pieces if sends(piece)]
+            overlap = sum(piece.box.numel for piece in pieces) > one.block.numel
+            if overlap:
+                whole.zero_()
+            for piece in pieces:
                 start, taken[piece.rank] = taken[piece.rank], taken[piece.rank] + piece.box.numel
                 value = received[piece.rank][start : taken[piece.rank]].view(piece.box.size)
-                whole[one.block.slices(piece.box)] += value
+                place = whole[one.block.slices(piece.box)]
+                place.add_(value) if overlap else place.copy_(value)
             yield one, whole
 
     def _exchange(
@@ -192,8 +205,9 @@ class Assembly:
             counts: Number of elements that each rank has for this one.
             like: A tensor of the dtype and device.
         """
-        flat = [torch.cat(pieces) if pieces else like.new_empty(0) for pieces in sent]
-        return flat if self._group is None else exchange(flat, counts, self._group)
+        if self._group is None:
+            return [torch.cat(pieces) if pieces else like.new_empty(0) for pieces in sent]
+        return exchange(sent, counts, like, self._group)
 
 
 def assemble(
