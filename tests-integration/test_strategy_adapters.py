@@ -271,8 +271,9 @@ def test_weights_are_drawn_alike_under_every_topology(tmp_path):
     )
     assert torch.equal(llama["model.norm.weight"], torch.ones(32))
     assert torch.equal(llama["model.layers.3.self_attn.q_proj.bias"], torch.zeros(32))
-    scaled = gpt2["transformer.h.0.mlp.c_proj.weight"].std().item()
-    assert scaled == pytest.approx(0.1 / 8**0.5, rel=0.1)  # two of each of four layers add to the residual stream
+    name = "transformer.h.0.mlp.c_proj.weight"  # which newer releases draw smaller, from the module around it
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**TEXT, **families["GPT2"]})).state_dict()
+    assert gpt2[name].std().item() == pytest.approx(theirs[name].std().item(), rel=0.1)
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -99,6 +99,14 @@ def test_names_are_those_of_the_whole_and_a_copy_is_one_of_its_own():
     assert torch.equal(chained(again, tokens), expected)
 
 
+def test_a_head_that_only_the_class_has_a_plan_for_is_on_the_last_stage_alone():
+    """As transformers 5.4 has it: the plan of an instance is that of the model inside."""
+    model = Scaling()
+    model._pp_plan = {name: plan for name, plan in Scaling._pp_plan.items() if name != "lm_head"}
+    heads = [[name for name, _ in stage.named_parameters() if "lm_head" in name] for stage in stages_of(model, 3)]
+    assert heads == [[], [], ["lm_head.weight"]]
+
+
 def test_a_stage_keeps_nothing_of_what_went_through_it_even_if_it_raises():
     first, second, _ = stages_of(Scaling(), 3)
     given = torch.ones(2, 5, WIDTH, dtype=torch.float64)

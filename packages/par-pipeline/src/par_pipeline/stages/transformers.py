@@ -125,8 +125,12 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _plan(model: nn.Module) -> tuple[dict[str, tuple[list[str], list[str]]], str]:
-    """The model's plan, and the name of the list of layers in it."""
-    plan: dict[str, tuple[list[str], list[str]]] = getattr(model, "_pp_plan", None) or {}
+    """The model's plan, and the name of the list of layers in it.
+
+    In releases of transformers up to 5.4 or so the model's own lacks what its class says, such as of the head.
+    """
+    of_class = getattr(type(model), "_pp_plan", None) or {}
+    plan: dict[str, tuple[list[str], list[str]]] = {**of_class, **(getattr(model, "_pp_plan", None) or {})}
     lists = [name for name in plan if isinstance(model.get_submodule(name), nn.ModuleList)]
     if len(lists) != 1:
         raise TypeError(
