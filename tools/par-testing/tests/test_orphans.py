@@ -9,7 +9,10 @@ from .helpers import is_running, pids_below
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.storm), pytest.param(signal.SIGKILL, id="kill")],
+)
 def test_no_process_outlives_pytest(number, start_inner, tmp_path, monkeypatch, eventually):
     monkeypatch.setenv("PIDS", str(tmp_path))
     expected = 3  # two ranks and the forkserver
