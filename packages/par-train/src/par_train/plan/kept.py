@@ -267,7 +267,7 @@ class _Trace:
 
 
 class _Attention(torch.autograd.Function):
-    """The shape of what attention gives, [B, heads, S, features]; what it keeps is counted apart."""
+    """The shape of what attention gives, [B, heads, S, features]. What it keeps is counted apart; nobody goes back."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -275,11 +275,6 @@ class _Attention(torch.autograd.Function):
         if value.shape[-1] == query.shape[-1]:
             return torch.empty_like(query)
         return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        del ctx, gradient
-        raise RuntimeError("nobody goes back through the forward of a plan")
 
 
 class _Products(TorchFunctionMode):
@@ -312,14 +307,9 @@ class _Products(TorchFunctionMode):
 
 
 class _Product(torch.autograd.Function):
-    """The shape of what a linear gives; kept is its input in a width of its own."""
+    """The shape of what a linear gives; kept is its input in a width of its own. Nobody goes back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, features: int, product: torch.dtype, saved: torch.dtype) -> Tensor:
         ctx.save_for_backward(x.to(saved))
         return x.new_empty((*x.shape[:-1], features), dtype=product)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        del ctx, gradient
-        raise RuntimeError("nobody goes back through the forward of a plan")

@@ -211,28 +211,28 @@ class PretrainedShape:
             rows * kept[sample].on_rank(cut.ranks, sequence=cut.sequence) + numbers.cast * share.matrices
             for sample, share in zip(self._samples, rank.kinds, strict=True)
         ]
+        logits = self._logits(cut, numbers, place, tokens) if part.last else 0.0
         once = 0.0
-        if self.checkpointing:  # every layer keeps its input; one of them at a time is computed again
-            once = max(layers)
+        if self.checkpointing:  # every layer keeps its input; one of them at a time is computed again, after the loss
+            once = max(0.0, max(layers) - logits)
             layers = [tokens / cut.tokens * self.width * numbers.residual] * len(layers)
         total = once + place.kept * max(sum(layers[kind] * times for kind, times in run) for run in part.runs)
         if part.first:
             of_ids = tokens if cut.ranks > 1 else 0  # which of them are a cut table's own
             total += place.kept * (rows * kept[-1].whole + of_ids)
-        total += kept[-1].fixed
-        if not part.last:
-            return total, 0.0
-        total += place.kept_last * rows * kept[self.layers].whole
-        return total, self._logits(cut, numbers, place, tokens)
+        if part.last:
+            total += place.kept_last * rows * kept[self.layers].whole
+        return total + kept[-1].fixed, logits
 
     def _logits(self, cut: Cut, numbers: Numbers, place: Place, tokens: int) -> float:
         """Bytes of logits at the beginning of backward.
 
         Cut ones are kept as they are; the loss goes back through one gradient in fp32, which it makes of a copy of
-        logits in less. Of whole ones a log-softmax in fp32 is kept too, and its gradient is another tensor than theirs.
+        logits in less. Of whole ones a log-softmax in fp32 is kept, and goes back through two gradients, its own and
+        theirs.
         """
         copied = 0 if numbers.product == 4 else 4
-        kept, gradient = (numbers.product, 4 + copied) if cut.ranks > 1 else (numbers.product + 4, 8)
+        kept, gradient = (numbers.product, 4 + copied) if cut.ranks > 1 else (4, 8)
         return tokens * math.ceil(self.vocabulary / cut.ranks) * (place.kept_last * kept + gradient)
 
     def tensor_traffic(
