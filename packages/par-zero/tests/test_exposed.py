@@ -1,8 +1,9 @@
 """What a step waits for, in virtual time: how well communication hides behind what is computed.
 
-A rank computes 400e12 operations and communicates 2e12 bytes a second, so that a unit's gradients are reduced in less
-time than its backward pass takes. Virtual time depends on the order of issues and waits alone, so these are figures,
-not measurements: a wait that comes too early shows here, on any machine.
+A rank computes 6.25e12 operations and communicates 125e9 bytes a second, so that the gradients of a small unit are
+reduced in less time than its backward pass takes, as those of a large one are on a GPU. Virtual time depends on the
+order of issues and waits alone, so these are figures, not measurements: a wait that comes too early shows here, on any
+machine.
 """
 
 from contextlib import nullcontext
@@ -17,8 +18,8 @@ from par_zero import no_sync, shard
 
 from .helpers import STAGES, batch, mlp, sgd, train
 
-WIDTH, BLOCKS, ROWS = 256, 8, 256
-BANDWIDTH, FLOPS = 2e12, 400e12
+WIDTH, BLOCKS, ROWS = 64, 8, 64
+BANDWIDTH, FLOPS = 125e9, 6.25e12
 BLOCK = 3 * WIDTH * WIDTH * 4  # bytes of three linears in fp32
 FORWARD = 3 * 2 * ROWS * WIDTH * WIDTH / FLOPS  # seconds of a block
 GATHER = BLOCK / 2 / BANDWIDTH  # seconds of an all-gather or a reduce-scatter of a block between two ranks

@@ -87,8 +87,8 @@ def trained(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def data(steps=3):
-    return [[batch(step, width=11)] for step in range(steps)]
+def data():
+    return [[batch(step, width=11)] for step in range(2)]
 
 
 def buffers(model):
@@ -104,7 +104,7 @@ UNITS = {
 
 
 @for_each(stage=STAGES, units=UNITS)
-@pytest.mark.ranks([2, 3], timeout=120)
+@pytest.mark.ranks(3, timeout=120)
 def test_units_that_are_filled_are_those_of_the_whole_model(stage, units):
     model, reference = on_meta(), filled()
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -119,8 +119,8 @@ def test_units_that_are_filled_are_those_of_the_whole_model(stage, units):
         assert sharding_of(mine) == sharding_of(parameter)
         assert mine.requires_grad == parameter.requires_grad
     assert segments(optimizer) == segments(its)
-    train(model, optimizer, data(10))
-    train(reference, its, data(10))
+    train(model, optimizer, data())
+    train(reference, its, data())
     assert_same(whole(model), whole(reference))
 
 
@@ -133,7 +133,7 @@ def segments(optimizer):
     }
 
 
-@for_each(stage=STAGES, make=OPTIMIZERS)
+@for_each(stage=(0, 3), make=OPTIMIZERS)
 @pytest.mark.ranks(2, timeout=120)
 def test_any_optimizer_may_be_made_of_a_model_on_meta(stage, make):
     model, reference = on_meta(), filled()
@@ -174,7 +174,7 @@ def test_units_are_filled_under_hybrid_sharding():
     rank = dist.get_rank()
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    for stage in STAGES:
+    for stage in (1, 3):  # as on one group, of which the others are proven above
         model, reference = on_meta(), filled()
         optimizer, its = sgd(trained(model)), sgd(trained(reference))
         options = {"stage": stage, "group": shards, "replicas": replicas, "bucket": 300}
