@@ -82,7 +82,7 @@ def test_under_no_sync_the_stages_are_bit_equal():
 
 
 @for_each(reduce=("mean", "sum"))
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(4)
 def test_several_backwards_add_up(reduce):
     results = []
     for stage in STAGES:
