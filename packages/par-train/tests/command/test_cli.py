@@ -1,5 +1,6 @@
 """Mistakes in the input: one line, exit code 2, and no torch imported for it."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,10 @@ import pytest
 from par_train.command.cli import main
 from par_train.config.settings import settings
 from par_train.jobs.options import Options, PlanOptions
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers, which is looked for, is not installed"
+)
 
 # Runs one command line after another in a Python in which importing torch is an error.
 NO_TORCH = """
@@ -144,8 +149,8 @@ TINY = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
         (["--model.path=tiny", "--data.path=corpus.jsonl", "--data.context=65"], ["65", "has 64 positions", "at most"]),
     ],
 )
+@needs_transformers
 def test_mistakes_with_a_model_of_transformers(without_torch, folder, flags, words):
-    pytest.importorskip("transformers")  # found, and not imported
     configs = {"tiny": json.dumps(TINY), "bare": json.dumps(TINY), "broken": "{", "list": "[]"}
     for name, text in configs.items():
         (folder / name).mkdir()
@@ -173,8 +178,8 @@ sys.exit(main(sys.argv[2:]))
         ("peft", ["--adapter.rank=4"], "needs peft, which is not installed; pip install 'par-train[peft]'"),
     ],
 )
+@needs_transformers
 def test_packages_that_are_not_installed_are_named_with_their_extra(tmp_path, absent, flags, remedy):
-    pytest.importorskip("transformers")
     words = [absent, "run", "--model.path=tiny", "--data.path=corpus.jsonl", *flags]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRANSFORMERS, *words],

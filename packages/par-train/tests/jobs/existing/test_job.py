@@ -24,6 +24,7 @@ from par_train.jobs.options import (
 from par_train.run.stop import Stop
 
 transformers = pytest.importorskip("transformers")
+FAMILY, TOKENIZER = transformers.LlamaForCausalLM, transformers.AutoTokenizer  # imported once, where ranks are forked
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 SEQUENCE = {"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}
