@@ -51,13 +51,13 @@ def split_stages(
     for number, obstacle in obstacles.items():
         if obstacle is None:
             continue
-        told = f"the schedule splits the backward of stage {number}, which cannot be split: {obstacle}"
+        problem = f"the schedule splits the backward of stage {number}, which cannot be split: {obstacle}"
         if where == "required":
             raise ValueError(
-                f"{told}; use a schedule of whole backwards, such as '1f1b', or split_backward='where possible', with "
-                "which this stage runs its backward whole"
+                f"{problem}; use a schedule of whole backwards, such as '1f1b', or split_backward='where possible', "
+                "with which this stage runs its backward whole"
             )
-        warnings.warn(f"{told}; its weight gradients are computed in the first half", stacklevel=3)
+        warnings.warn(f"{problem}; its weight gradients are computed in the first half", stacklevel=3)
     return {number: stages[number] for number in asked if obstacles[number] is None}
 
 
@@ -67,8 +67,8 @@ def digest(schedule: Schedule) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Said(NamedTuple):
-    """What the ranks of a pipeline tell each other when it is made.
+class Terms(NamedTuple):
+    """What a rank tells the others of a pipeline when it is made, for them to agree on.
 
     Args:
         digest: The schedule, in a few characters.
@@ -83,19 +83,24 @@ class Said(NamedTuple):
     holders: tuple[tuple[int, ...], ...]
 
 
-def agree_on_loss(problem: Exception | None, said: Said, group: dist.ProcessGroup) -> list[bool]:
+def agree_on(terms: Terms, problem: Exception | None, group: dist.ProcessGroup) -> list[bool]:
     """Raises on every rank if any has a problem, or if they differ. All-gather of small objects.
+
+    Args:
+        terms: What this rank brings.
+        problem: What is wrong with it, if anything is.
+        group: The ranks of the pipeline.
 
     Returns:
         For each rank, whether it has a loss function.
     """
-    by_rank = agree(problem, said, group)
+    by_rank = agree(problem, terms, group)
     first = next(iter(by_rank))
     different = [rank for rank, theirs in by_rank.items() if theirs.digest != by_rank[first].digest]
     if different:
         raise ValueError(f"ranks {different} have another schedule than rank {first}; make the same one on all ranks")
-    shown = {rank: theirs.broadcasts_loss for rank, theirs in by_rank.items()}
-    check_alike(shown, "values of broadcast_loss", remedy="give all ranks the same")
-    held = {rank: theirs.holders for rank, theirs in by_rank.items()}
-    check_alike(held, "shared parameters (the ranks that hold each)", remedy="give shared=[...] on all ranks")
+    broadcasts = {rank: theirs.broadcasts_loss for rank, theirs in by_rank.items()}
+    check_alike(broadcasts, "values of broadcast_loss", remedy="give all ranks the same")
+    holders = {rank: theirs.holders for rank, theirs in by_rank.items()}
+    check_alike(holders, "shared parameters (the ranks that hold each)", remedy="give shared=[...] on all ranks")
     return [theirs.has_loss for theirs in by_rank.values()]

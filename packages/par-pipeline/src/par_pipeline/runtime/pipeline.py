@@ -23,7 +23,7 @@ from ..schedules.walk import Event
 from ..wire.lanes import MakeLanes, make_lanes
 from ..wire.message import NOTHING
 from ..wire.wire import WaitFor, Wire
-from .agreement import Said, agree_on_loss, check, digest, split_stages
+from .agreement import Terms, agree_on, check, digest, split_stages
 from .clock import clock_of
 from .feed import Weight, make_feed, shares
 from .gradient_sync import GradientSync
@@ -124,7 +124,7 @@ class Pipeline:
         self.schedule, self.group = schedule, group
         self.rank = dist.get_rank(group)
         problem: Exception | None = None
-        said = Said("", has_loss=False, broadcasts_loss=False, holders=())
+        terms = Terms("", has_loss=False, broadcasts_loss=False, holders=())
         try:
             self.options = PipelineOptions(
                 loss_fn=loss_fn,
@@ -145,7 +145,7 @@ class Pipeline:
             self.stages = dict(zip(check(modules, schedule, group, self.rank), modules, strict=True))
             splittable = split_stages(self.stages, schedule, self.rank, split_backward)
             syncs = {number: GradientSync(module) for number, module in self.stages.items()}
-            said = Said(
+            terms = Terms(
                 digest=digest(schedule),
                 has_loss=loss_fn is not None,
                 broadcasts_loss=broadcast_loss,
@@ -153,7 +153,7 @@ class Pipeline:
             )
         except Exception as error:  # of any type: the others wait for this rank
             problem = error
-        have_loss = agree_on_loss(problem, said, group)
+        have_loss = agree_on(terms, problem, group)
         last = schedule.stages - 1
         self._has_loss = have_loss[schedule.rank_of(last)]
         self._equipment = Equipment(
@@ -172,7 +172,7 @@ class Pipeline:
             border=border_dtype,
             clock=clock_of(self.stages.values()),
         )
-        self._holders = said.holders
+        self._holders = terms.holders
         self._programs: dict[bool, Program] = {}
         self._recorded: list[Recorded] = []
         self._failed = self._closed = False
