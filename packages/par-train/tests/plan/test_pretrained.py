@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from par_groups import Topology
 from par_layers import cuts
+from par_pipeline.wire.lanes import Lane
 from par_testing import count_collectives
 from par_train import Job, Machine, PretrainedShape, Strategy, predict
 from par_train.plan.report import Report
@@ -169,6 +170,39 @@ def test_what_one_device_keeps():
         _, peak, made = steps({}, family, **options)
         saved = made.memory.activations + 4 * ROWS * CONTEXT * 101
         assert saved == pytest.approx(peak, rel=CLOSE), family
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_stages_send_and_keep_what_was_predicted():
+    """Messages are not collectives, and are seen where they leave; what this rank sends, the other one receives."""
+    sent = []
+    send = Lane.send
+
+    def counting(lane, part, number):
+        sent.append(part.nbytes)
+        return send(lane, part, number)
+
+    Lane.send = counting  # of this rank's process alone
+    for precision in ("fp32", "bf16"):
+        job = replace(JOB, precision=precision, microbatches=2)
+        with Strategy(parallel={"pipeline": 2}, precision=precision, pipeline={"microbatches": 2}) as strategy:
+            planned = shape(tie_word_embeddings=True)
+            made = predict(planned, strategy.groups.topology, job, GLOO)
+            mine = made.ranks[-strategy.groups.rank("pipeline")]
+            model = make(tie_word_embeddings=True)
+            model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
+            model.train()
+            for _ in range(2):
+                sent.clear()
+                with SavedPeak(model.parameters()) as saved, count_collectives() as counted:
+                    strategy.execute_pipeline(iter([batch()]), model, None, optimizer)
+                    optimizer.step()
+                optimizer.zero_grad()
+            moves = {move.what: move.bytes for move in mine.moves}
+            assert sum(sent) == moves["activations"], precision
+            assert received(counted.events)[0] == moves["tied table"], precision
+            logits = 4 * ROWS // 2 * CONTEXT * 101 if strategy.groups.rank("pipeline") else 0
+            assert mine.memory.activations + logits == pytest.approx(saved.peak, rel=CLOSE), precision
 
 
 def one_step(strategy, model, optimizer):

@@ -198,7 +198,7 @@ class PretrainedShape:
             block=max(share.elements for share, _ in shares),
             blocks=part.blocks,
             ends=ends.elements,
-            table=rank.table if part.first else 0,
+            table=rank.table if part.first or (self.tied and part.last) else 0,
             largest=max(ends.largest, *(share.largest for share, _ in shares)),
             tensors=ends.tensors + sum(share.tensors * times for share, times in shares),
         )
