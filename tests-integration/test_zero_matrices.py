@@ -101,13 +101,18 @@ def trained_alone(model, loss, clip, steps=3):
     return model
 
 
+STAGES = {"1d": (0, 1, 2, 3), "by sequence": (2,), "copied keys and values": (0,), "2d and data": (3,), "3d": (0,)}
+"""Those that always run; a storm has every stage in every mode."""
+
+
 def cases():
-    found = []
     for name, (ranks, parallel, key_heads) in LAYOUTS.items():
-        stages = (0, 1, 2, 3) if "data" in parallel else (0,)
-        marks = pytest.mark.ranks(ranks, timeout=180)
-        found.append(pytest.param(parallel, key_heads, stages, id=name, marks=marks))
-    return found
+        marks = [pytest.mark.ranks(ranks, timeout=180)]
+        if name in STAGES:
+            yield pytest.param(parallel, key_heads, STAGES[name], id=name, marks=marks)
+        others = (0, 1, 2, 3) if "data" in parallel else (0,)
+        if others != STAGES.get(name):
+            yield pytest.param(parallel, key_heads, others, id=f"{name}, all", marks=[*marks, pytest.mark.storm])
 
 
 @pytest.mark.parametrize(("parallel", "key_heads", "stages"), cases())
@@ -164,7 +169,9 @@ def three_steps(strategy, model):
     return model
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.storm), pytest.param(2, marks=pytest.mark.storm), 3]
+)
 @pytest.mark.ranks(8, timeout=180)
 def test_data_pipeline_and_tensor_ranks_of_a_strategy_step_matrices_as_one_device(stage):
     reference = stack_alone()
@@ -271,7 +278,7 @@ def test_a_checkpoint_of_matrices_goes_on_under_any_other_topology(tmp_path):
     assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.storm), 2])
 @pytest.mark.ranks(4, timeout=180)
 def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage):
     """Cut over tensor ranks it is refused, for each stage would deal out its matrices by itself."""

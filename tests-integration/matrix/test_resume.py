@@ -36,7 +36,8 @@ CHAINS = [
         case(2, "gpipe", "SP2", zero=3, tied=True),
     ],
 ]
-COVER = [*CHAINS[:2], CHAINS[2][:-1]]  # without one whose stages are those of 1f1b, and whose ZeRO 3 others have
+COVER = [*CHAINS[:2], [each for each in CHAINS[2] if "PP2 x TP2" not in each.name][:-1]]
+"""Without two of eight ranks: smaller worlds have zb_v, a tied table between stages the first one has."""
 
 
 def pytest_generate_tests(metafunc):
@@ -47,7 +48,8 @@ def pytest_generate_tests(metafunc):
         chains = [pytest.param(each, marks=pytest.mark.ranks(each[0].ranks, timeout=300)) for each in chains]
         metafunc.parametrize("chain", chains, ids=[f"{each[0].ranks} ranks" for each in CHAINS])
     else:
-        metafunc.parametrize("precision", PRECISIONS if full else ["bf16", "fp16"])
+        storm = pytest.param("bf16", marks=pytest.mark.storm)
+        metafunc.parametrize("precision", PRECISIONS if full else [storm, "fp16"])
 
 
 @pytest.fixture

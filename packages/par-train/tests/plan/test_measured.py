@@ -88,10 +88,14 @@ def assert_all(axis, parallel, **options):
         assert run.predicted.memory.activations == pytest.approx(peak, rel=CLOSE), case
 
 
+TYPICAL = [("fp32", 1), ("fp32", 2), ("bf16", 0), ("bf16", 2), ("bf16", 3), ("bf16-sr", 1), ("bf16-amp", 2)]
+ALL = [*product(("fp32", "bf16", "bf16-sr"), range(4)), *product(("bf16-amp",), (0, 2))]
+
+
+@pytest.mark.parametrize("cases", [TYPICAL, pytest.param(ALL, marks=pytest.mark.storm)], ids=["typical", "all"])
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
-def test_replicas_in_every_stage():
+def test_replicas_in_every_stage(cases):
     """Autocast, of which replicas see what they see of fp32, at two stages: nothing is shared, or all that can be."""
-    cases = [*product(("fp32", "bf16", "bf16-sr"), range(4)), *product(("bf16-amp",), (0, 2))]
     for precision, zero in cases:
         with running({"data": 2}, zero=zero, precision=precision) as run:
             block = sum(each.nbytes for each in GPT(run.trainer.options.model).blocks["0"].parameters())
@@ -145,18 +149,29 @@ def test_sizes_that_do_not_divide_are_padded_by_less_than_16_elements_a_rank_and
             assert_state(run, padding)
 
 
+WHOLE, BY_SEQUENCE = ("bf16", "bf16-amp", "fp8"), ("fp32", "bf16", "bf16-amp", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("of_whole", "by_sequence"),
+    [(("bf16-amp",), ("bf16", "fp8")), pytest.param(WHOLE, BY_SEQUENCE, marks=pytest.mark.storm)],
+    ids=["typical", "all"],
+)
 @pytest.mark.ranks(2, timeout=120)
-def test_tensor_ranks_in_1d():
-    for sequence, precisions in ((False, ("bf16", "bf16-amp", "fp8")), (True, ("fp32", "bf16", "bf16-amp", "fp8"))):
+def test_tensor_ranks_in_1d(of_whole, by_sequence):
+    for sequence, precisions in ((False, of_whole), (True, by_sequence)):
         tensor = {"size": 2, "mode": "1d", "sequence_parallel": sequence}
         for precision in precisions:
             assert_all("tensor", {"tensor": tensor}, precision=precision)
         assert_all("tensor", {"tensor": tensor}, microbatches=2)
 
 
+@pytest.mark.parametrize(
+    "precisions", [("bf16",), pytest.param(("fp32", "bf16", "bf16-amp"), marks=pytest.mark.storm)], ids=["bf16", "all"]
+)
 @pytest.mark.ranks(4, timeout=120)
-def test_tensor_ranks_in_2d():
-    for precision in ("fp32", "bf16", "bf16-amp"):
+def test_tensor_ranks_in_2d(precisions):
+    for precision in precisions:
         assert_all("tensor", {"tensor": {"size": 4, "mode": "2d"}}, precision=precision, model=SMALL)
 
 

@@ -26,6 +26,10 @@ OPTIONS = {
 }
 """What two ranks are used for."""
 
+WORKERS = {"num_workers": 1, "multiprocessing_context": "fork"}
+"""Of a data loader: forked, as they are without a test's forkserver, where each worker would import torch."""
+forks_with_threads = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
 
 def make_loader(**keywords):
     generator = torch.Generator().manual_seed(1)
@@ -34,11 +38,11 @@ def make_loader(**keywords):
 
 
 def train(strategy, steps=2, **keywords):
-    """Some steps, with a data loader that has workers."""
+    """Some steps; `keywords` are those of the data loader."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(15, 17), nn.GELU(), nn.Linear(17, 7))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = strategy.initialize(model, optimizer, make_loader(num_workers=1, **keywords))
+    model, optimizer, loader = strategy.initialize(model, optimizer, make_loader(**keywords))
     losses = []
     for _ in range(steps):
         losses.append(strategy.execute_pipeline(loader, model, functional.mse_loss, optimizer).item())
@@ -67,13 +71,14 @@ def wait_for(expected):
     return found
 
 
+@forks_with_threads
 @for_each(name=OPTIONS)
 @pytest.mark.ranks(2, timeout=120, backend="gloo")
 def test_strategies_one_after_the_other_leave_nothing(name):
     losses, alone, first, first_bytes = [], counted(), {}, 0
     for persistent in (False, True):
         with Strategy(**OPTIONS[name]) as strategy:
-            found, _ = train(strategy, persistent_workers=persistent)
+            found, _ = train(strategy, **WORKERS, persistent_workers=persistent)
             losses.append(found)
         del strategy, _
         if len(losses) == 1:  # torch's own threads, such as autograd's, have begun
@@ -94,11 +99,12 @@ def test_a_strategy_that_has_started_torch_distributed_ends_it():
         assert not dist.is_initialized()
 
 
+@forks_with_threads
 @for_each(name=OPTIONS)
 @pytest.mark.ranks(2, timeout=60)
 def test_a_closed_strategy_lets_go_of_all_and_says_so(name, tmp_path):
     strategy = Strategy(**OPTIONS[name])
-    _, (model, optimizer, loader) = train(strategy)
+    _, (model, optimizer, loader) = train(strategy, **WORKERS)
     for _ in range(2):
         strategy.close()
     assert not multiprocessing.active_children()
@@ -138,7 +144,7 @@ def test_groups_that_were_given_run_on():
 
 
 @pytest.mark.ranks(4, init=False, timeout=60)
-def test_a_pipeline_that_fails_is_named_on_its_ranks_and_keeps_replicas_no_longer_than_a_collective_may_take():
+def test_a_pipeline_that_fails_is_named_on_its_ranks_and_keeps_replicas_no_longer_than_a_collective_may_take(tmp_path):
     with launch(timeout=6) as environment:
         strategy = Strategy(parallel={"pipeline": 2}, pipeline={"microbatches": 2}, zero=1)
         model = nn.Sequential(nn.Linear(15, 17), nn.GELU(), nn.Linear(17, 7))
@@ -159,8 +165,12 @@ def test_a_pipeline_that_fails_is_named_on_its_ranks_and_keeps_replicas_no_longe
         with pytest.raises(RuntimeError, match=words):
             step()
         assert time.monotonic() - start < (5 if of_this_pipeline else 30)
-        if of_this_pipeline:
-            time.sleep(8)  # it lives on, and others cannot know by its end
+        if of_this_pipeline:  # it lives on until the others have failed, who cannot know by its end
+            deadline = time.monotonic() + 30
+            while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+        else:
+            (tmp_path / str(environment.rank)).touch()
         strategy.close()
 
 

@@ -107,14 +107,19 @@ def test_a_run_that_goes_on_is_the_run_that_went_on(precision, tmp_path):
     assert all(torch.equal(*each) for each in zip(first.model.parameters(), second.model.parameters(), strict=True))
 
 
+TOPOLOGIES = [
+    {"zero": 3},
+    {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_h1", "microbatches": 2}, "zero": 1},
+    {"parallel": {"pipeline": 4}, "pipeline": {"microbatches": 2}},
+    {},
+]
+
+
+@pytest.mark.parametrize(
+    "topologies", [TOPOLOGIES[:2], pytest.param(TOPOLOGIES, marks=pytest.mark.storm)], ids=["two", "all"]
+)
 @pytest.mark.ranks(4)
-def test_a_run_goes_on_under_another_topology(tmp_path):
-    topologies = [
-        {},
-        {"zero": 3},
-        {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_h1", "microbatches": 2}, "zero": 1},
-        {"parallel": {"pipeline": 4}, "pipeline": {"microbatches": 2}},
-    ]
+def test_a_run_goes_on_under_another_topology(topologies, tmp_path):
     whole = Training(dropout=False)
     whole.steps(3)
     expected = whole.steps(5)
