@@ -115,7 +115,7 @@ def cases():
             yield pytest.param(parallel, key_heads, others, id=f"{name}, all", marks=[*marks, pytest.mark.storm])
 
 
-@pytest.mark.parametrize(("parallel", "key_heads", "stages"), cases())
+@pytest.mark.parametrize(("parallel", "key_heads", "stages"), list(cases()))
 def test_matrices_step_as_on_one_device_in_every_tensor_mode(parallel, key_heads, stages):
     for stage in stages:
         tied, clip = stage % 2 == 1, 0.5 if stage > 1 else None

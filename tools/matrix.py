@@ -58,8 +58,8 @@ In every precision, a run that goes on under its own configuration repeats each 
 more tests count what is communicated: each gradient is summed over each axis that needs it exactly once a step, however
 many microbatches there are; and with any gradient handler left out the run is another one.
 
-The default of `pytest tests-integration` is a cover of these cells: each axis, tensor mode, schedule, ZeRO stage and
-precision, with a GPT of three blocks, in curves of 6 steps and 2 steps between checkpoints.
+The default of `pytest tests-integration` is a cover of these cells: each axis, ZeRO stage and precision, and each
+kind of tensor mode and schedule, with a GPT of three blocks, in curves of 6 steps and 2 steps between checkpoints.
 """
 
 

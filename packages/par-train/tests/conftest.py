@@ -50,6 +50,8 @@ def slow_or_failing(order, position, count):
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
     while "TEST_HOLD" in os.environ and position >= count * int(os.environ["TEST_HOLD"]) and not may_go_on():
         time.sleep(0.01)
+    if position and os.environ.get("TEST_KILLED_RANK") == os.environ.get("RANK"):
+        os.kill(os.getpid(), 9)
     if position and os.environ.get("TEST_FAILING_RANK") == os.environ.get("RANK"):
         raise RuntimeError("the fault of the test")
     return batch(order, position, count)
