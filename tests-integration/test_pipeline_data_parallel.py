@@ -81,7 +81,7 @@ def assert_trained(modules, reference, numbers, replicas):
             torch.testing.assert_close(value, other.detach(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.storm), "interleaved", "zb_v"])
 @pytest.mark.ranks(4, timeout=90)
 def test_replicas_under_ddp_and_par_zero_agree_and_train_as_on_one_device(name):
     group, replicas, which, rank = groups_of_four()
@@ -106,7 +106,9 @@ def test_replicas_under_ddp_and_par_zero_agree_and_train_as_on_one_device(name):
             assert_trained(modules, reference, numbers, replicas)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zb_v"])
+@pytest.mark.parametrize(
+    "name", ["interleaved", "zb_v", *(pytest.param(each, marks=pytest.mark.storm) for each in ("1f1b", "zb_h1"))]
+)
 @pytest.mark.ranks(4, timeout=90)
 def test_stages_under_fsdp2_train_as_on_one_device(name):
     group, replicas, which, rank = groups_of_four()
@@ -141,8 +143,13 @@ def test_gradients_are_reduced_once_a_step(name):
     assert counted.elements("all_reduce") == sum(each.numel() for each in module.parameters())
 
 
-@pytest.mark.parametrize("kind", ["ddp", 0, 2])
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("1f1b", "ddp"), ("1f1b", 2), ("zb_h1", 0)),
+        *(pytest.param(*each, marks=pytest.mark.storm) for each in (("1f1b", 0), ("zb_h1", "ddp"), ("zb_h1", 2))),
+    ],
+)
 @pytest.mark.ranks(4)
 def test_the_last_stage_is_reduced_before_the_first_one_runs_its_last_backward(name, kind):
     group, replicas, which, rank = groups_of_four()

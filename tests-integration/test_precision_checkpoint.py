@@ -53,9 +53,17 @@ def whole(kind, module):
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in module.parameters()]
 
 
+TYPICAL = [("plain", "fp16"), ("FSDP2", "bf16"), ("FSDP2", "fp16-amp"), ("ZeRO 1", "fp16-amp"), ("ZeRO 3", "fp16")]
+REFUSED = [("ZeRO 3", "fp16-amp")]
+
+
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [each for each in itertools.product(KINDS, WEIGHTS) if each != ("ZeRO 3", "fp16-amp")],  # which is refused
+    [
+        pytest.param(*each, marks=[] if each in TYPICAL else pytest.mark.storm)
+        for each in itertools.product(KINDS, WEIGHTS)
+        if each not in REFUSED
+    ],
 )
 @pytest.mark.ranks(2, timeout=120)
 def test_a_checkpoint_goes_on_exactly_in_the_middle_of_a_growth_interval(kind, precision, tmp_path):
@@ -73,7 +81,9 @@ def test_a_checkpoint_goes_on_exactly_in_the_middle_of_a_growth_interval(kind, p
     assert (skipped > 0) is precision.startswith("fp16")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[] if each in ("FSDP2", "ZeRO 3") else pytest.mark.storm) for each in KINDS]
+)
 @pytest.mark.ranks(2, timeout=120)
 def test_masters_of_every_kind_load_into_every_other(kind, tmp_path):
     world = dist.group.WORLD

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from par_precision import mixed
+from par_testing import for_each
 from par_zero import shard, summon
 
 CONTEXT, BATCH, STEPS = 16, 16, 60
@@ -81,8 +82,8 @@ def test_a_precision_trains_to_the_loss_of_fp32(precision, fp32):
     assert abs(found / reference - 1) < WITHIN[precision]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.ranks([2, 4], timeout=120)
+@for_each(stage=(1, 2, 3))
+@pytest.mark.ranks(4, timeout=120)
 def test_stochastic_rounding_under_zero_is_that_of_one_device(stage):
     """All ranks have the same data, so the mean of their gradients is exact, and weights agree in every bit."""
 

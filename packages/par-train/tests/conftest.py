@@ -19,7 +19,8 @@ settings.load_profile("par")
 def pytest_configure(config):
     """Has what the command imports, beside torch, imported where ranks and warm commands are forked."""
     drawing = ("matplotlib.figure", "matplotlib.backends.backend_agg")
-    for module in ("par_train.jobs.job_run", "torch.distributed.run", *drawing):
+    models = ("transformers.models.llama.modeling_llama", "transformers.generation.utils")  # a second a rank
+    for module in ("par_train.jobs.job_run", "torch.distributed.run", *drawing, *models):
         config.addinivalue_line("ranks_preload", module)
 
 
@@ -29,7 +30,7 @@ SMALL += ["--train.steps=24", "--train.warmup_steps=4", "--train.validate_every=
 # Read by Python when it starts, so that a test can reach into a rank that the command starts. With TEST_HOLD=3 a rank
 # waits in its fourth step until it is asked to leave, or the file TEST_GO is there: nothing depends on who is faster.
 FAULTS = """
-import os, time
+import os, sys, time
 from par_train.jobs import order as _order
 import par_train.jobs.text
 import par_train.run.stop
@@ -76,7 +77,9 @@ par_train.run.stop.Stop.ask = note_and_ask
 publish = _local.LocalStaging.publish
 _local.LocalStaging.publish = publish_or_die
 _order.DataOrder.batch = slow_or_failing
-par_train.jobs.text.read_text = other_text
+for module in list(sys.modules.values()):  # a forked command has imported all who call it
+    if vars(module).get("read_text") is read_text:
+        module.read_text = other_text
 """
 
 

@@ -72,7 +72,7 @@ def test_stage_3_is_not_planned_under_autocast(precision, stages):
 
 
 @pytest.mark.parametrize("memory", [1e12, 2e9, 0.8e9])
-@pytest.mark.parametrize("world", [8, 16])
+@pytest.mark.parametrize("world", [8, pytest.param(16, marks=pytest.mark.storm)])
 def test_what_is_left_out_would_not_have_won(world, memory):
     machine = Machine(memory=memory, network=5e9)
     best = {}
@@ -107,7 +107,7 @@ def test_a_batch_that_no_world_divides():
     assert (found.best, found.nearest, found.frames) == ((), None, 0)
 
 
-@pytest.mark.parametrize("world", [64, 1024, 102_400])
+@pytest.mark.parametrize("world", [*(pytest.param(each, marks=pytest.mark.storm) for each in (64, 1024)), 102_400])
 def test_the_largest_models_are_planned_in_seconds(monkeypatch, world):
     """1T parameters: most configurations are left out by a bound, and no long pipeline is simulated."""
     calls, simulated = [], [0]

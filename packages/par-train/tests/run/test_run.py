@@ -84,12 +84,12 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_as_if_nothing_had
         assert [signal.getsignal(each) for each in SIGNALS] == before
         dist.barrier()
         assert steps_of(folder) == [4]
-        again = Loop(zero=1).train(folder, 9, resume="auto")
-        assert (again.step, again.ended_by, again.exit_code) == (9, 0, 0)
-        dist.barrier()
-        assert losses_of(folder) == losses_of(tmp_path / "whole")
-        assert [line["samples"] for line in lines_of(folder)] == [8 * step for step in range(1, 10)]
-        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    again = Loop(zero=1).train(folder, 9, resume="auto")  # which knows of no signal
+    assert (again.step, again.ended_by, again.exit_code) == (9, 0, 0)
+    dist.barrier()
+    assert losses_of(folder) == losses_of(tmp_path / "whole")
+    assert [line["samples"] for line in lines_of(folder)] == [8 * step for step in range(1, 10)]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.ranks(2)
