@@ -118,7 +118,7 @@ def save_after_two_steps(path, config, *, tied, **options):
     return expected
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.storm)], ids=["untied", "tied"])
 def trained(request, tmp_path):
     """A checkpoint that one device wrote, and what is in it."""
     model = gpt(layer_set(None), tied=request.param)

@@ -87,7 +87,7 @@ def assert_split_equals_unsplit(make, layers, group, moments, wrap=lambda module
     assert sorted(fired[0] * MICROBATCHES) == fired[1]  # once in a step, and once in each microbatch
 
 
-@pytest.mark.parametrize("make", [zb_h1, zb_v])
+@pytest.mark.parametrize("make", [pytest.param(zb_h1, marks=pytest.mark.storm), zb_v])
 @pytest.mark.ranks(2)
 def test_float8_weight_gradients_are_computed_in_the_second_half_and_are_the_same(make, monkeypatch):
     moments = counted(monkeypatch)

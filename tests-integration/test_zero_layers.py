@@ -44,7 +44,7 @@ def one_device(tied):
 
 
 @for_each(stage=(0, 1, 2, 3))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("1d", marks=pytest.mark.storm), "by sequence"])
 @pytest.mark.ranks(4, timeout=120)
 def test_a_gpt_cut_by_tensor_and_zero_trains_as_on_one_device(stage, mode):
     topology = Topology.from_config({"data": 2, "tensor": {"size": 2, **MODES[mode]}}, 4)
