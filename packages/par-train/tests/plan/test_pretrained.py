@@ -137,11 +137,11 @@ CUT = (("Llama", {}), ("Qwen3", {"tie_word_embeddings": True}), ("Phi3", {}))
 CLOSE = 0.02  # masks of labels and numbers of rows, which no formula counts
 
 
-def steps(parallel, family="Llama", **options):
+def steps(parallel, family="Llama", precision="fp32", **options):
     """The bytes and operations of a step, the most that autograd kept, and what was predicted."""
-    with Strategy(parallel=parallel) as strategy:
+    with Strategy(parallel=parallel, precision=precision) as strategy:
         planned = shape(family, **options)
-        made = predict(planned, strategy.groups.topology, JOB, GLOO)
+        made = predict(planned, strategy.groups.topology, replace(JOB, precision=precision), GLOO)
         model = make(family, **options)
         model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
         model.train()
@@ -240,6 +240,16 @@ def test_the_peak_of_a_step_is_logits_over_activations(tmp_path):
             assert peak_of(step, tmp_path) == pytest.approx(memory.activations + memory.logits, rel=CLOSE), (
                 checkpointing
             )
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_steps_in_16_bits():
+    """Under autocast, tensor ranks also keep casts that no operator of the model makes: a tenth is left for them."""
+    for tensor, precision, close in ((IN_1D, "bf16-amp", 0.1), (IN_SEQUENCE, "bf16", 0.03)):
+        events, peak, made = steps({"tensor": tensor}, precision=precision)
+        moves = [move for move in made.moves if move.axis == "tensor"]
+        assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), precision
+        assert made.memory.activations + 2 * ROWS * CONTEXT * 51 == pytest.approx(peak, rel=close), precision
 
 
 # What does not go

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class _Share:
         tensors: Number of parameters.
         partial: Elements that are received once a step to sum partial gradients.
         axes: The sets of axes over which these are summed.
-        traffic: What is received for one token in forward and backward.
+        traffic: What linears receive for one token in forward and backward, in the width of products.
+        stream: What all else receives, such as embeddings and the entries of regions, in that of activations.
     """
 
     elements: int = 0
@@ -50,6 +52,7 @@ class _Share:
     partial: float = 0.0
     axes: frozenset[tuple[str, ...]] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
+    stream: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,8 @@ class PretrainedShape:
             of_ids = tokens if cut.ranks > 1 else 0  # which of them are a cut table's own
             total += place.kept * (rows * kept[-1].whole + of_ids)
         if part.last:
-            total += place.kept_last * rows * kept[self.layers].whole
+            head = numbers.cast * self.width * math.ceil(self.vocabulary / cut.ranks)
+            total += place.kept_last * (rows * kept[self.layers].whole + head)
         return total + kept[-1].fixed, logits
 
     def _logits(self, cut: Cut, numbers: Numbers, place: Place, tokens: int) -> float:
@@ -244,15 +248,18 @@ class PretrainedShape:
         rank = self._known(cut)
         shares = [*_in_runs(part, rank.kinds), (rank.ends[part.first, part.last], 1)]
         loss = rank.loss if part.last else Traffic()
-        elements = sum(float(share.traffic.elements) * times for share, times in shares)
-        calls = loss.calls + sum(share.traffic.calls * times for share, times in shares)
+        a_token = float(loss.elements) * 4 + sum(
+            times * float(share.traffic.elements * numbers.product + share.stream.elements * numbers.residual)
+            for share, times in shares
+        )
+        calls = loss.calls + sum((share.traffic + share.stream).calls * times for share, times in shares)
         tokens = sum(size * times for size, times in microbatches.items())
         moves = [
             Move(
                 axis="tensor",
                 what="activations",
                 operations=calls * sum(microbatches.values()),
-                bytes=tokens * (elements * numbers.product + float(loss.elements) * 4),
+                bytes=tokens * a_token,
             )
         ]
         partial = sum(share.partial * times for share, times in shares) / (replicas.ranks if replicas.zero else 1)
@@ -383,8 +390,12 @@ class PretrainedShape:
         shapes = {name: _sizes(record) for name, record in records.items()}
         shapes = shapes or {name: [tuple(parameter.shape)] for name, parameter in self._parameters.items()}
 
+        kinds = (nn.Linear, import_module("transformers.pytorch_utils").Conv1D)
+        linears = {name for name, module in self.model.named_modules() if isinstance(module, kinds)}
+
         def share(names: Collection[str], modules: tuple[str, ...]) -> _Share:
             sizes = {name: sum(map(math.prod, shapes[name])) for name in names}
+            own = [name for name in traffic if _is_inside(name, modules)]
             partial = [
                 (box.sum_over, 2 * (1 - 1 / topology.size(box.sum_over)) * math.prod(box.size))
                 for name in names
@@ -399,7 +410,8 @@ class PretrainedShape:
                 tensors=len(sizes),
                 partial=sum(elements for _, elements in partial),
                 axes=frozenset(axes for axes, _ in partial),
-                traffic=sum((each for name, each in traffic.items() if _is_inside(name, modules)), Traffic()),
+                traffic=sum((traffic[name] for name in own if name in linears), Traffic()),
+                stream=sum((traffic[name] for name in own if name not in linears), Traffic()),
             )
 
         outside = frozenset(name for name in self._parameters if not name.startswith(f"{self._list}."))
