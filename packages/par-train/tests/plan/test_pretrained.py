@@ -252,6 +252,18 @@ def test_steps_in_16_bits():
         assert made.memory.activations + 2 * ROWS * CONTEXT * 51 == pytest.approx(peak, rel=close), precision
 
 
+@pytest.mark.parametrize(("family", "times"), [("Mixtral", 2), ("GptOss", 1)])
+def test_experts_without_values(family, times):
+    """Where a token's experts are chosen by values, as many as it goes to are counted; GPT-OSS' are not cut."""
+    options = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": 0}
+    two, four = (
+        predict(shape(family, **options, intermediate_size=size), topology(2, tensor=IN_1D), JOB).memory
+        for size in (96, 192)
+    )
+    inner = 5 * ROWS * CONTEXT * 2 * 4 * 96 * 4  # gate and up, the activated gate, the product; for two experts
+    assert four.activations - two.activations == inner / times
+
+
 # What does not go
 
 

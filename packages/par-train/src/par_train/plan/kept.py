@@ -75,8 +75,8 @@ class Roles:
         layers: The list of layers.
         columns: Linears that open a region; none for a model without a plan.
         rows: Linears that close one.
-        blocks: Modules inside which the sequence is whole, such as those with experts.
-        experts: Modules with the packed weights of experts.
+        blocks: Modules inside which the sequence is whole: those with experts that are cut.
+        experts: Modules with the packed weights of experts, cut or not.
         head: The linear that gives logits, or None.
     """
 
@@ -171,7 +171,8 @@ class _Trace:
             modules[name].register_forward_pre_hook(lambda *_: self._layouts.append("whole"))
             modules[name].register_forward_hook(self._end_block)
         for name in roles.experts:
-            modules[name].forward = partial(self._experts, modules[name], chosen)
+            is_cut = name.rpartition(".")[0] in roles.blocks
+            modules[name].forward = partial(self._experts, modules[name], chosen, is_cut)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -248,20 +249,22 @@ class _Trace:
     def _end_block(self, *_: Any) -> None:
         self._layouts.pop()
 
-    def _experts(self, experts: Any, chosen: int, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+    def _experts(self, experts: Any, chosen: int, is_cut: bool, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """In the place of experts: as many rows as tokens have experts, through the weights of one of them."""
         del others, named
         width = hidden.shape[-1]
         *ups, down = (weight[0] for weight in experts.parameters(recurse=False) if weight.dim() == 3)
         tokens = hidden.reshape(-1, width).repeat(chosen, 1)
         products = [functional.linear(tokens, up if up.shape[1] == width else up.t()) for up in ups]
-        self._open()
+        if is_cut:
+            self._open()
         down = down if down.shape[0] == width else down.t()
         if len(products) == 1 and products[0].shape[1] == 2 * down.shape[1]:
             products = list(products[0].chunk(2, -1))
         inner = functional.silu(products[0]) * products[1] if len(products) == 2 else functional.silu(products[0])
         output = functional.linear(inner, down)
-        self._close()
+        if is_cut:
+            self._close()
         weights = output.new_empty(len(output), 1).requires_grad_()
         return (output * weights).reshape(chosen, *hidden.shape).sum(0)
 

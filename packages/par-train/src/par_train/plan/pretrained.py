@@ -362,7 +362,8 @@ class PretrainedShape:
                 turned = type(self.model.get_submodule(module)).__name__ == "Conv1D"
                 (columns if is_cut[0] != turned else rows).add(module)
         blocks = frozenset(name.rpartition(".")[0] for name in experts)
-        return Roles(self._list, frozenset(columns), frozenset(rows), blocks, frozenset(experts))
+        packed = frozenset(name.rpartition(".")[0] for name, each in self._parameters.items() if each.dim() == 3)
+        return Roles(self._list, frozenset(columns), frozenset(rows), blocks, packed)
 
     def _known(self, cut: Cut) -> _Rank:
         found = self._rank(cut)
