@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -154,6 +155,19 @@ def other_torch(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("release", ["oldest", "newest"], ids=["oldest", "newest"])
+def transformers(session: nox.Session, release: str) -> None:
+    """Tests of existing models on the oldest release of transformers that par-train declares, and on the newest."""
+    declared = next(each for each in requirements("par-train") if each.startswith("transformers>="))
+    wanted = declared.replace(">=", "==") if release == "oldest" else "transformers"
+    others = [each for each in (*group("test"), *group("integration")) if not each.startswith("transformers")]
+    session.install(*CONSTRAINTS, "--upgrade", *editable(*PACKAGES), "-e", TEST_TOOLS, *others, wanted)
+    # Old releases call what newer ones of their own dependencies deprecate; that is not ours to fail on.
+    warnings = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"] if release == "oldest" else []
+    session.run("pytest", *workers(), *warnings, *(session.posargs or transformers_tests()))
+
+
+@nox.session
 def matrix(session: nox.Session) -> None:
     """Every cell of the integration matrix, and its page in docs; minutes."""
     install_workspace(session, "test", "integration")
@@ -275,6 +289,13 @@ def workers() -> list[str]:
     """Workers of pytest: one a core, up to four. The tests of a file stay together: they share what is slow to make."""
     cores = min(os.cpu_count() or 1, 4)
     return ["-n", str(cores), "--dist", "loadfile"] if cores > 1 else []
+
+
+def transformers_tests() -> list[str]:
+    """The test files that need transformers."""
+    files = [path for folder in ("packages", "tests-integration") for path in (ROOT / folder).rglob("test_*.py")]
+    needs = re.compile(r"""importorskip\("(transformers|peft)"|^ *(import|from) (transformers|peft)""", re.MULTILINE)
+    return [str(path.relative_to(ROOT)) for path in sorted(files) if needs.search(path.read_text())]
 
 
 def benchmarks() -> list[str]:

@@ -129,7 +129,8 @@ def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
         found = getattr(model, getter)()
     except NotImplementedError:  # how transformers says that there is none
         return None
-    return found if isinstance(found, (nn.Embedding, nn.Linear)) else None
+    inside = getattr(found, "base_layer", found)  # where an adapter is around it, which has the rule then
+    return found if isinstance(inside, (nn.Embedding, nn.Linear)) else None
 
 
 def _resolve_auto(model: nn.Module) -> Resolved:
