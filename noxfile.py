@@ -45,7 +45,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def storms(session: nox.Session) -> None:
-    """Tests that `tests` leaves out: kills and signals by the wall clock, terminals; minutes, before a release."""
+    """What `tests` leaves out: kills by the wall clock, terminals, the rest of large products; before a release."""
     run_suite(session, "-m", "storm", *session.posargs)
 
 
