@@ -32,8 +32,9 @@ TEXT = {
 }
 HEADER = 512
 """Bytes that par-pipeline puts before the tensors of a message."""
-BLOCKS = 2 * 4 * 2**20
-"""Bytes in which par-checkpoint reads what cannot go straight into a tensor: a block for each of its two threads."""
+BLOCKS = 3 * 4 * 2**20
+"""Bytes beside the tensors: a block for each of the two threads that read what cannot go straight into a tensor, and as
+much as one for all else that a call takes, stacks and modules among it; of which 0.5 MB were seen."""
 
 
 def write_folders(folder):
