@@ -133,19 +133,25 @@ class Inbox:
             self._apart.taken()
         return self._arrived.pop(message)
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         """Receives and drops until the peer knows of the failure: until it says so, or is done.
 
-        The failure may be that memory has run out. A rank that has none for what still comes stops here, and raises
-        what it has to.
+        Returns:
+            Whether it got so far. The failure may be that memory has run out, and a rank that has none for what still
+            comes stops here, and raises what it has to.
         """
-        with suppress(ConnectionError, RuntimeError, MemoryError, PeerFailed):
+        try:
             while self._coming and self._posted and not self._knows_failure:
                 arrival, header = self._receive()
                 if self._late:
                     self._late -= 1
                 else:
                     self._contents(arrival.message, header)
+        except (ConnectionError, PeerFailed):  # it is gone, or says so
+            return True
+        except (RuntimeError, MemoryError):
+            return False
+        return True
 
     def close(self) -> None:
         """Lets go of the lane, and of the receives that are posted."""

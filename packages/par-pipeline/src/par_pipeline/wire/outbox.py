@@ -115,8 +115,8 @@ class Outbox:
             with suppress(ConnectionError):
                 self._word = buffer, self._lane.send(buffer, FIRST)
 
-    def close(self, until: float) -> None:
-        """Lets go of the lane, and of what is under way; word of a failure may leave before.
+    def let_failure_leave(self, until: float) -> None:
+        """Waits until word of a failure, if there is one, is on its way: a lane that ends before would take it along.
 
         Args:
             until: When to wait no longer, by `time.monotonic`.
@@ -124,6 +124,14 @@ class Outbox:
         if self._word is not None:
             with suppress(RuntimeError):  # the peer has left, or receives nothing any more
                 self._word[1].wait(timedelta(seconds=max(0.0, until - time.monotonic())))
+
+    def close(self, until: float) -> None:
+        """Lets go of the lane, and of what is under way; word of a failure may leave before.
+
+        Args:
+            until: When to wait no longer, by `time.monotonic`.
+        """
+        self.let_failure_leave(until)
         self._word = None
         self._unawaited.clear()
         self._sending.clear()

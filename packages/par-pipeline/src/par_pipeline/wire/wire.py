@@ -168,12 +168,14 @@ class Wire:
     def fail(self, program: Program, failure: Failure) -> None:
         """Sends word of a failure in place of all that is owed, and waits until the peers know of it.
 
+        A rank that cannot wait for that, as it has no memory for what still comes, waits until the word has left.
         Tensors that are owed, and for which receives may be posted, do not come any more: a GPU would wait for them.
         """
         for peer in program.departures:
             self._outboxes[peer].give_failure(failure)
         for peer in program.arrivals:
-            self._inboxes[peer].drain()
+            if not self._inboxes[peer].drain():
+                self._outboxes[peer].let_failure_leave(time.monotonic() + _TO_LEAVE)
         if program.arrivals:
             self._abort()
 
