@@ -79,6 +79,18 @@ def check_opens(folder, source):
     return model
 
 
+def answers(model, source, sample):
+    """What transformers makes a model answer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    found = []
+    for prompt in sample.prompts:
+        said = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        behind = model.generate(**ids, max_new_tokens=sample.tokens, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        found.append(tokenizer.decode(behind, skip_special_tokens=True))
+    return found
+
+
 @pytest.mark.ranks(2, timeout=240)
 def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopped(tiny, tmp_path):
     sample = SampleOptions(prompts=("What does shlex.quote do?", "Say nothing."), tokens=4)
@@ -105,9 +117,9 @@ def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopp
         assert len(samples) == 4
         assert [[one["prompt"] for one in each] for each in samples] == [list(sample.prompts)] * 4
         assert all(one.keys() == {"prompt", "text"} for each in samples for one in each)
-    assert any(one["text"] for each in samples for one in each)
     source = tiny[0]
     models = [check_opens(tmp_path / name / "checkpoint", source) for name in ("whole", "parts")]
+    assert [one["text"] for one in samples[-1]] == answers(models[-1], source, sample), "by the last weights"
     before = transformers.AutoModelForCausalLM.from_pretrained(source)
     moved = [
         torch.cat([(a - b).flatten() for a, b in zip(model.parameters(), before.parameters(), strict=True)])
