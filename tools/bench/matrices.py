@@ -140,8 +140,8 @@ def timed(layouts: tuple[tuple[int, int], ...]) -> dict[Any, Measured]:
         groups = ProcessGroups(topology)
         module = Matrices(groups.rank("tensor"), tensor, tuple(topology.group("data", dist.get_rank())))
         optimizer = NewtonSchulz(module.parameters())
-        cut = {"tensor": groups["tensor"]} if tensor > 1 else {}
-        shard(module, optimizer, stage=1, group=groups["data"], atomic=True, **cut)
+        cut = groups["tensor"] if tensor > 1 else None
+        shard(module, optimizer, stage=1, group=groups["data"], atomic=True, tensor=cut)
         made[data, tensor] = module, optimizer
     orders = [shuffled(list(made), turn) for turn in range(TURNS + 1)]
     turns = [{name: taken(*made[name], plain=name == PLAIN) for name in order} for order in orders]
