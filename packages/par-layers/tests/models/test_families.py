@@ -56,7 +56,7 @@ def check(family, groups):
         assert torch.equal(cut.generate(prompt, **options), whole.generate(prompt, **options)), cache
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks(4)
 def test_plans_of_further_families_are_proven():
     """Of one whose loss is ours, and of one that computes its loss itself, of whole logits."""
     batch = {"input_ids": tokens(), "labels": labels(2)}

@@ -312,6 +312,7 @@ def test_a_model_that_was_cut_and_a_context_without_tokens_are_refused():
 # Large worlds
 
 
+@pytest.mark.storm  # the small models above are reckoned by the same code
 def test_70_billion_parameters_on_512_devices_in_seconds():
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
