@@ -122,7 +122,7 @@ def timed(name: str, case: Case, what: str) -> Mapping[str, list[tuple[float, fl
 
 
 def contenders(case: Case) -> dict[str, Any]:
-    """The same model, whole and cut."""
+    """A Llama by the name of each contender: whole, cut by transformers, and cut by par-layers."""
     config = transformers.LlamaConfig(
         vocab_size=case.words,
         hidden_size=case.width,

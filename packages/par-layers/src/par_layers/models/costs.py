@@ -15,7 +15,7 @@ from par_groups import Topology
 from .cutting import PlannedGrid
 from .plans.plans import Plan
 from .plans.styles import Column, Experts, Latent, Partial, Row, Style, Summed, Vocabulary
-from .survey import RegionPlan, Survey, is_conv1d, survey, tensor_axes
+from .survey import RegionPlan, Survey, is_conv1d, survey_planned, tensor_axes
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,7 @@ def costs(
         ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, or the model
             has experts and nobody says how many a token goes to.
     """
-    mode, options = topology.modes.get("tensor", (None, {}))
-    if mode not in (None, "1d"):
-        raise ValueError(f"mode {mode!r} cuts activations that this model's code takes whole; use mode='1d'")
-    grid = PlannedGrid(topology, 0)
-    found = survey(model, plan, grid, sequence=bool(options.get("sequence_parallel", False)))
+    found, grid = survey_planned(model, topology, 0, plan), PlannedGrid(topology, 0)
     if not tensor_axes(grid):
         return {}
     made = _Costs(model, found, grid.size(tensor_axes(grid)), tokens, experts_per_token)
@@ -123,8 +119,7 @@ class _Costs:
                 self._add(name, activations * out)
         elif isinstance(style, Row):
             out, inner = _features(module)
-            cut = self.found.layers is not None and self._is_outside_blocks(name)
-            self._add(name, 2 * activations * out, 2 if cut and name.startswith(f"{self.found.layers}.") else 1)
+            self._add(name, 2 * activations * out, 2 if self.found.is_cut_along_sequence(name) else 1)
             if style.split:
                 self._add(name, activations * inner)
         elif isinstance(style, Vocabulary):
@@ -139,9 +134,9 @@ class _Costs:
 
     def _entry(self, name: str, region: RegionPlan) -> None:
         """What a region takes at its entry, where not each of its Columns takes it."""
-        sequence = self.found.layers is not None and self._is_outside_blocks(name)
+        sequence = self.found.is_cut_along_sequence(name)
         activations = self.one * self.tokens * self._entering(name, region)
-        if not (region.enters or (region.closed and sequence)):
+        if not self.found.has_entry(name):
             if sequence:
                 self._add(name, activations)  # gathered; the gradient that comes back is whole
         elif not sequence:
@@ -162,10 +157,7 @@ class _Costs:
     def _is_entered(self, column: str) -> bool:
         """Whether a Column takes what its region has entered for all of them."""
         name = self.found.region_around(column)
-        region = self.found.regions.get(name)
-        if region is None:
-            return False
-        return region.enters or (region.closed and self.found.layers is not None and self._is_outside_blocks(name))
+        return name in self.found.regions and self.found.has_entry(name)
 
     def _entering(self, name: str, region: RegionPlan) -> int:
         """The number of features that enter a region: where linears lie before its Columns, they take them."""
@@ -203,9 +195,6 @@ class _Costs:
                 "goes to with experts_per_token="
             )
         return chosen
-
-    def _is_outside_blocks(self, name: str) -> bool:
-        return not any(name == block or name.startswith(f"{block}.") for block in self.found.blocks)
 
 
 def _features(module: nn.Module) -> tuple[int, int]:

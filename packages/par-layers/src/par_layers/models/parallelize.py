@@ -13,7 +13,7 @@ from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.layout import Layout
 from .adapters import base_model, wrapper_around
 from .counts import LocalConfig
-from .cutting import PlannedGrid, Records, keep_part_
+from .cutting import Records, keep_part_
 from .dropout import adopt_dropout_
 from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
@@ -25,7 +25,7 @@ from .plans.plans import Plan, names_around, resolve
 from .plans.styles import Column, Experts, Latent, Row, Shared, Summed, Vocabulary
 from .proof import Proof
 from .regions import Block, FirstLayer, LastLayer, Region
-from .survey import RegionPlan, Survey, is_conv1d, survey, tensor_axes
+from .survey import RegionPlan, Survey, is_conv1d, survey, survey_planned, tensor_axes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -117,12 +117,7 @@ def cuts(model: nn.Module, topology: Topology, rank: int = 0, plan: str | Plan =
         TypeError: There is no plan, or a rule is on a module that it cannot cut.
         ValueError: A rule of the plan is wrong, a size does not divide by the ranks, or the mode is not 1d.
     """
-    mode, options = topology.modes.get("tensor", (None, {}))
-    if mode not in (None, "1d"):
-        raise ValueError(f"mode {mode!r} cuts activations that this model's code takes whole; use mode='1d'")
-    sequence = bool(options.get("sequence_parallel", False))
-    found = survey(model, plan, PlannedGrid(topology, rank), sequence=sequence)
-    return {name: part.sharding for name, part in found.parts.items()}
+    return {name: part.sharding for name, part in survey_planned(model, topology, rank, plan).parts.items()}
 
 
 def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Plan, logits: LogitsLayout) -> str:
@@ -230,7 +225,7 @@ class _Adoption:
                     self.axes,
                     transposed=is_conv1d(module),
                     split=style.split,
-                    sequence=self._is_cut_along_sequence(name),
+                    sequence=self.found.is_cut_along_sequence(name),
                     region=region,
                 )
             elif isinstance(style, Vocabulary):
@@ -261,8 +256,8 @@ class _Adoption:
     # Regions
 
     def _region(self, name: str, plan: RegionPlan) -> Region:
-        sequence = self._is_cut_along_sequence(name)
-        entry = Entry(self.grid, self.axes) if self.axes and (plan.enters or (plan.closed and sequence)) else None
+        sequence = self.found.is_cut_along_sequence(name)
+        entry = Entry(self.grid, self.axes) if self.axes and self.found.has_entry(name) else None
         inner = plan.heads and _drops(self.modules[name])
         watched = self.axes and (entry is not None or not plan.closed)
         return Region(
@@ -288,12 +283,6 @@ class _Adoption:
             for child_name, child in module.named_children():  # one rank: linears are left as they are
                 if isinstance(self.found.rules.get(f"{name}.{child_name}"), Row):
                     child.register_forward_hook(region.after_row)
-
-    def _is_cut_along_sequence(self, name: str) -> bool:
-        """Whether activations around a module are cut along the sequence: in the layers, outside of their blocks."""
-        if self.found.layers is None or not name.startswith(f"{self.found.layers}."):
-            return False
-        return not any(name == block or name.startswith(f"{block}.") for block in self.found.blocks)
 
     def _set_counts(self, module: nn.Module, region: RegionPlan) -> None:
         for name, number in region.counts.items():
@@ -324,7 +313,7 @@ class _Adoption:
                 adopt_dropout_(module, self.grid, self.axes, None, layout=layout)
                 continue
             region = next((regions[around] for around in names_around(name) if around in regions), None)
-            layout = Layout(sequence=self.axes if self._is_cut_along_sequence(name) else ())
+            layout = Layout(sequence=self.axes if self.found.is_cut_along_sequence(name) else ())
             adopt_dropout_(module, self.grid, self.axes, region, layout=layout)
 
     # The ends of the model

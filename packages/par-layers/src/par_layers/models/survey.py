@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from par_groups import Topology
+
 from ..layers.embedding import padded
 from ..layers.linear import block_rows
 from ..layers.parameter import Rows
 from ..modes.grid import Axes, Grid
 from .adapters import Wrapper, wrapper_around, wrappers_of
-from .cutting import Part, part_along, part_whole
+from .cutting import Part, PlannedGrid, part_along, part_whole
 from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve
 from .plans.styles import Column, Experts, Partial, Row, Style, Vocabulary, Whole, with_unit
 
@@ -78,6 +80,17 @@ class Survey:
         """The name of the module that holds a linear, or the wrapper of adapters around it."""
         return _parent(wrapper_around(name, self.wrappers) or name)
 
+    def is_cut_along_sequence(self, name: str) -> bool:
+        """Whether activations around a module are cut along the sequence: in the layers, outside of their blocks."""
+        if self.layers is None or not name.startswith(f"{self.layers}."):
+            return False
+        return not any(name == block or name.startswith(f"{block}.") for block in self.blocks)
+
+    def has_entry(self, name: str) -> bool:
+        """Whether what enters a region is copied, or gathered along the sequence, once for all of its Columns."""
+        region = self.regions[name]
+        return region.enters or (region.closed and self.is_cut_along_sequence(name))
+
 
 def tensor_axes(grid: Grid) -> Axes:
     """The axes of the tensor group that have several ranks together; () where each rank is alone."""
@@ -85,6 +98,25 @@ def tensor_axes(grid: Grid) -> Axes:
     if topology is None or "tensor" not in (*topology.axes, *topology.products) or topology.size("tensor") == 1:
         return ()
     return grid.tensor_axes
+
+
+def survey_planned(model: nn.Module, topology: Topology, rank: int, plan: str | Plan) -> Survey:
+    """Finds out what a plan means for a model on a rank of a topology, without live groups.
+
+    Args:
+        model: The model, whole.
+        topology: The topology, whose tensor mode is 1d.
+        rank: The global rank.
+        plan: "auto", or rules by pattern.
+
+    Raises:
+        ValueError: A rule is wrong, a size does not divide, or the mode is not 1d.
+        TypeError: There is no plan, a rule is on a module that it cannot cut, or the sequence cannot be cut.
+    """
+    mode, options = topology.modes.get("tensor", (None, {}))
+    if mode not in (None, "1d"):
+        raise ValueError(f"mode {mode!r} cuts activations that this model's code takes whole; use mode='1d'")
+    return survey(model, plan, PlannedGrid(topology, rank), sequence=bool(options.get("sequence_parallel", False)))
 
 
 def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) -> Survey:

@@ -69,11 +69,11 @@ class GPTPlan:
         return None if problem is None else f"{problem}; change one of the two"
 
     def not_staged(self) -> None:
-        """It is made of blocks, which stages share out."""
+        """None: the GPT is made of blocks, which stages share out."""
         return
 
     def not_cut(self) -> None:
-        """Its layers are those of every mode."""
+        """None: every tensor mode has layers that cut the GPT."""
         return
 
     def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:

@@ -1,13 +1,11 @@
 """The adapter of a run: made from options, and what a checkpoint holds of it."""
 
-import copy
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ...strategy.pretrained.adapters import FILE, adapter_tensors, config_of
+from ...strategy.pretrained.adapters import FILE, adapter_tensors
 from ..options import Options
 from .folder import ModelFolder
 
@@ -33,7 +31,7 @@ def lora_config(options: Options, folder: ModelFolder) -> Any:
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Any]:
-    """What is saved and loaded of a model with an adapter: keywords of par-checkpoint. Files have the names of peft's.
+    """The keywords with which par-checkpoint saves or loads the adapter of a model, under the names of peft's files.
 
     Args:
         model: What this rank has of the model.
@@ -42,10 +40,3 @@ def adapter_parts(model: nn.Module) -> dict[str, Any]:
     named = model.state_dict(keep_vars=True).items()
     own = {name: tensor for name, tensor in named if id(tensor) in in_files}
     return {"model": own, "names": {name: in_files[id(tensor)] for name, tensor in own.items()}, "stem": FILE}
-
-
-def write_adapter_config(model: nn.Module, folder: Path) -> None:
-    """Writes adapter_config.json as peft does, so that who opens it does not train it by accident."""
-    config = copy.copy(config_of(model))
-    config.inference_mode = True
-    config.save_pretrained(folder)

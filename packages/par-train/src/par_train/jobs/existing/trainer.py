@@ -20,13 +20,14 @@ from par_precision import precision_of
 from ..._errors import UserError
 from ...data.packing import IGNORED
 from ...data.shares import share
+from ...strategy.pretrained.adapters import write_config
 from ...strategy.stages import Stages
 from ..checkpoint import TrainingState
 from ..options import Options
 from ..order import spread
 from ..report import end_of
 from ..training import Training, make_optimizer
-from .adapter import adapter_parts, lora_config, write_adapter_config
+from .adapter import adapter_parts, lora_config
 from .data import ModelData, kept_options
 from .folder import ModelFolder
 from .prompts import Prompts
@@ -151,7 +152,7 @@ class ModelTrainer(Training):
         if self.options.adapter.rank:
             with TemporaryDirectory() as made:
                 with together("the adapter's config", None):
-                    write_adapter_config(self.model, Path(made))
+                    write_config(self.model, made)
                 self._save(path, state, [folder.path, *Path(made).iterdir()])
             return
         names = ["generation_config.json"]
@@ -174,7 +175,7 @@ class ModelTrainer(Training):
         )
 
     def _parts(self) -> dict[str, Any]:
-        """What is saved and loaded: keywords of par-checkpoint."""
+        """The keywords with which par-checkpoint saves or loads model, or adapter, optimizer and loss scale."""
         of_model = adapter_parts(self.model) if self.options.adapter.rank else {"model": self.model}
         return {**of_model, "optimizer": self.optimizer, "scheduler": self.optimizer.scaling}
 

@@ -148,6 +148,13 @@ def config_of(model: nn.Module) -> Any:
     return config
 
 
+def write_config(model: nn.Module, folder: PathLike) -> None:
+    """Writes adapter_config.json as peft does, so that who opens it does not train it by accident."""
+    config = copy.copy(config_of(model))
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """The matrices of the adapters that this rank has parts of, by their names in peft's files."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)

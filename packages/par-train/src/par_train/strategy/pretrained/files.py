@@ -1,6 +1,5 @@
 """What is written of a model with adapters: these alone, as peft has them, or a model that they are merged into."""
 
-import copy
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -22,8 +21,8 @@ from .adapters import (
     adapter_tensors,
     adapters_in,
     base_tensors,
-    config_of,
     read_,
+    write_config,
 )
 
 
@@ -32,9 +31,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with together("adapters", None):
             adapters_in(model)
-            config = copy.copy(config_of(model))
-            config.inference_mode = True  # as peft writes it, so that who opens them does not train by accident
-            config.save_pretrained(folder)
+            write_config(model, folder)
         tensors = adapter_tensors(model)
         save(path, model=tensors, stem=FILE, assets=[Path(folder, CONFIG)], overwrite=True, max_shard_size=sys.maxsize)
 
