@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ._registry import Registry
 from .live.environment import Launch, read_environment
 from .sharding.sharding import Box, Sharding, cut, set_sharding, whole
+from .topology.channels import Channels
 from .topology.modes import Split, register_mode
 from .topology.topology import Axes, Topology
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .live.backends import Collective, backend_of, check_collectives, sendable
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
-    from .live.process_groups import Channels, ProcessGroups
+    from .live.process_groups import ProcessGroups
     from .sharding.dtensor import to_dtensor
     from .sharding.gradients import gradients, on_written, set_gradient_elsewhere, written_
     from .sharding.joint import JointOptimizer
@@ -79,7 +80,7 @@ _MODULE_OF = {
         "live.backends": ("Collective", "backend_of", "check_collectives", "sendable"),
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),
-        "live.process_groups": ("Channels", "ProcessGroups"),
+        "live.process_groups": ("ProcessGroups",),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
         "sharding.joint": ("JointOptimizer",),

@@ -138,6 +138,11 @@ def test_channels_are_private_communicators():
         assert groups.channels("pipeline", 1) == (first,)
         assert len({first, second, groups["pipeline"]}) == 3
         assert summed(second) == sum(groups.ranks("pipeline"))
+    with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "mode": "ring"}}, 4)) as groups:
+        first, second = groups.channels("sequence", 2)  # the mode declares them, and the group of all different tokens
+        assert len({first, second, groups["sequence"]}) == 3
+        assert summed(second) == sum(groups.ranks("sequence"))
+        assert groups["data", "sequence"].size() == 4
 
 
 @pytest.mark.ranks(8)

@@ -1,6 +1,6 @@
 import pytest
 
-from par_groups import Split, Topology, register_mode
+from par_groups import Channels, Split, Topology, register_mode
 
 
 @register_mode("ladder")
@@ -80,9 +80,77 @@ def test_enough_key_and_value_heads_leave_the_tensor_axis_whole(kv_heads):
     assert topology.leaves("tensor") == ("tensor",)
 
 
-def test_sequence_modes_leave_the_axis_whole():
-    topology = Topology.from_config({"sequence": {"size": 2, "mode": "ring"}}, 2)
-    assert topology.size("sequence") == 2
-    assert topology.modes["sequence"] == ("ring", {})
-    with pytest.raises(ValueError, match="no sequence mode is called '2d'"):
-        Topology.from_config({"sequence": {"size": 4, "mode": "2d"}}, 4)
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        (4, ("gather", {})),
+        ({"size": 4}, ("gather", {})),
+        ({"size": 4, "cut": "zigzag"}, ("gather", {"cut": "zigzag"})),
+        ({"size": 4, "mode": "gather", "parts": 2, "keep": True}, ("gather", {"parts": 2, "keep": True})),
+        ({"size": 4, "mode": "ring", "cut": "balanced"}, ("ring", {"cut": "balanced"})),
+        ({"size": 4, "mode": "ulysses", "cut": "contiguous"}, ("ulysses", {"cut": "contiguous"})),
+    ],
+)
+def test_sequence_modes_leave_the_axis_whole_and_keep_their_options(config, mode):
+    topology = Topology.from_config({"sequence": config}, 8)
+    assert topology.leaves("sequence") == ("sequence",)
+    assert topology.modes["sequence"] == mode
+    assert topology.declared == (("data", "sequence"),)
+    assert topology.channels == ((Channels(("sequence",), 2),) if mode[0] == "ring" else ())
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+def test_a_sequence_of_one_rank_has_the_mode_that_it_names_alone():
+    assert "sequence" not in Topology.from_config({}, 2).modes
+    assert "sequence" not in Topology.from_config({"sequence": 1}, 2).modes
+    topology = Topology.from_config({"sequence": {"size": 1, "mode": "ring"}}, 2)
+    assert (topology.modes["sequence"], topology.declared, topology.channels) == (("ring", {}), (), ())
+
+
+def test_the_2d_sequence_mode_has_ulysses_inside():
+    config = {"size": 8, "mode": "2d", "ulysses": 2, "cut": "zigzag"}
+    topology = Topology.from_config({"sequence": config, "tensor": {"size": 2, "mode": "1d"}}, 32)
+    assert topology.axes == {"data": 2, "pipeline": 1, "ring": 4, "ulysses": 2, "expert": 1, "tensor": 2}
+    assert topology.group("ulysses", 1) == (1, 3)
+    assert topology.group("ring", 1) == (1, 5, 9, 13)
+    assert topology.group("sequence", 1) == (1, 3, 5, 7, 9, 11, 13, 15)
+    assert topology.modes["sequence"] == ("2d", {"ulysses": 2, "cut": "zigzag"})
+    assert topology.declared == (("data", "ring", "ulysses"),)
+    assert topology.channels == (Channels(("ring",), 2),)
+    assert Topology.from_json(topology.to_json()) == topology
+    text = topology.describe()
+    assert "2 private communicators over ring" in text
+    assert "sequence mode: 2d {'ulysses': 2, 'cut': 'zigzag'}" in text
+
+
+def test_the_2d_sequence_mode_may_gather_between_its_groups():
+    config = {"size": 4, "mode": "2d", "ulysses": 4, "outer": "gather", "parts": 2, "keep": True}
+    topology = Topology.from_config({"sequence": config}, 4)
+    assert (topology.axes["ring"], topology.axes["ulysses"], topology.channels) == (1, 4, ())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"mode": "rings"}, "no sequence mode is called 'rings'; did you mean 'ring'"),
+        ({"cut": "zig-zag"}, "mode 'gather': cut is 'zig-zag'; did you mean 'zigzag'"),
+        ({"cut": 2}, "mode 'gather': cut is 2; known: 'auto', 'contiguous', 'zigzag', 'balanced'"),
+        ({"parts": 0}, "parts is 0; it must be a whole number of at least 1"),
+        ({"parts": True}, "parts is True; it must be a whole number"),
+        ({"keep": 1}, "keep is 1; it must be True or False"),
+        ({"mode": "ring", "keep": True}, r"mode 'ring' takes no option 'keep' \(sequence\); known: 'cut'"),
+        (
+            {"mode": "ulysses", "cut": "zigzag"},
+            "mode 'ulysses': cut is 'zigzag', .*leave cut out, or use mode 'gather'",
+        ),
+        ({"mode": "2d"}, r"mode '2d' needs the option 'ulysses': sequence=dict\(..., ulysses=...\)"),
+        ({"mode": "2d", "ulysses": 3}, "ulysses=3 does not divide the 4 ranks; use one of 1, 2, 4"),
+        ({"mode": "2d", "ulysses": 0}, "ulysses is 0; it must be a whole number of at least 1"),
+        ({"mode": "2d", "ulysses": 2, "outer": "rings"}, "outer is 'rings'; did you mean 'ring'"),
+        ({"mode": "2d", "ulysses": 2, "keep": True}, "parts and keep are of outer='gather', but outer is 'ring'"),
+        ({"mode": "2d", "ulysses": 2, "parts": 2}, "parts and keep are of outer='gather', but outer is 'ring'"),
+    ],
+)
+def test_a_wrong_sequence_mode_or_option_is_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        Topology.from_config({"sequence": {"size": 4, **config}}, 8)

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_private import can_split, number_of_groups, timeout_of
+from ..topology.channels import Channels
 from ..topology.topology import Axes, Axis, Topology
 from .backends import backend_of
 from .launch import accelerator_type, as_timedelta, check_nccl
@@ -19,19 +19,6 @@ from .versions import clash, versions
 
 Key = tuple[Axis, ...]
 """Axes in canonical form: equal keys mean equal groups, on every rank."""
-
-
-@dataclass(frozen=True)
-class Channels:
-    """Declares private communicators, for point-to-point traffic that must not queue behind collectives.
-
-    Args:
-        axes: The axes that the communicators are over.
-        count: The number of communicators.
-    """
-
-    axes: Axes
-    count: int
 
 
 class ProcessGroups:
@@ -95,7 +82,7 @@ class ProcessGroups:
         for view in topology.views.values():
             for name in view.axes:
                 self._make(name)
-        for wanted in declared:
+        for wanted in (*topology.channels, *declared):
             self._declare(wanted)
         self._meet()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._registry import suggest
-from .modes import MODES, Split, split_by_mode
+from .modes import DEFAULT_MODES, MODES, Split, split_by_mode
 
 AXES = ("data", "pipeline", "sequence", "expert", "tensor")
 """The axes of a config, slowest first; rank = data * (pipeline * ... * tensor) + ... + tensor rank."""
@@ -62,7 +62,8 @@ def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
             raise ValueError(f"parallel has the unknown key {key!r}; {suggest(str(key), AXES)}")
     axes = {name: _parse_axis(name, parallel.get(name, -1 if name == "data" else 1)) for name in AXES}
     sizes = _infer({name: axis.size for name, axis in axes.items()}, world_size)
-    modes = {name: (axis.mode, axis.options) for name, axis in axes.items() if axis.mode is not None}
+    chosen = {name: axis.mode or _default_mode(name, sizes[name], axis.options) for name, axis in axes.items()}
+    modes = {name: (mode, axes[name].options) for name, mode in chosen.items() if mode is not None}
     splits = {name: split_by_mode(name, mode, sizes[name], options) for name, (mode, options) in modes.items()}
     if sizes["tensor"] > 1 and "tensor" not in modes:
         size, names = sizes["tensor"], ", ".join(map(repr, MODES["tensor"].names()))
@@ -92,11 +93,16 @@ def _parse_axis(name: str, value: object) -> AxisConfig:
     if name not in MODES and (mode is not None or options):
         extra = "mode" if mode is not None else next(iter(options))
         raise ValueError(f"parallel[{name!r}] has the unknown key {extra!r}; it takes a size alone")
-    if mode is None and options:
+    if mode is None and options and name not in DEFAULT_MODES:
         raise ValueError(f"parallel[{name!r}] has {sorted(options)} but no mode that takes them; name the mode")
     if mode is not None and not isinstance(mode, str):
         raise ValueError(f"parallel[{name!r}] has mode={mode!r}; {suggest(str(mode), MODES[name].names())}")
     return AxisConfig(size=size, mode=mode, options=options)
+
+
+def _default_mode(name: str, size: int, options: Mapping[str, Any]) -> str | None:
+    """The mode of an axis that names none; None where there is nothing for a mode to do, or the user must choose."""
+    return DEFAULT_MODES.get(name) if size > 1 or options else None
 
 
 def _parse_size(what: str, size: object) -> int | None:

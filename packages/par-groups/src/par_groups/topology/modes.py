@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .._registry import Registry, suggest
+from .channels import Channels
 
 ModeFunction = Callable[..., "Split"]
 F = TypeVar("F", bound=ModeFunction)
@@ -22,11 +23,11 @@ class Split:
 
     Args:
         axes: Names and sizes, slowest first; empty if the group stays one axis.
-        declare: Products of axes that need a group of their own beside the single ones.
+        declare: What needs groups of its own beside those of the single axes: products of axes, and `Channels`.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
-    declare: tuple[tuple[str, ...], ...] = ()
+    declare: tuple[tuple[str, ...] | Channels, ...] = ()
 
 
 MODES: Mapping[str, Registry[ModeFunction]] = {
@@ -144,16 +145,112 @@ def _three_d(size: int) -> Split:
     )
 
 
+DEFAULT_MODES: Mapping[str, str] = {"sequence": "gather"}
+"""The mode of an axis that has several ranks and names none."""
+
+CUTS = ("auto", "contiguous", "zigzag", "balanced")
+"""Ways to cut a sequence over ranks; "auto" takes the one that attention is fastest with."""
+
+
+@register_mode("gather", axis="sequence")
+def _gather(size: int, *, cut: str = "auto", parts: int | None = None, keep: bool = False) -> Split:
+    """Each rank fetches the keys and values that its queries see, in one exchange.
+
+    Args:
+        size: The number of ranks.
+        cut: How a sequence is cut over them, one of `CUTS`.
+        parts: How many parts keys and values travel in, by their heads; None leaves it to the attention.
+        keep: Whether they are kept until backward, which fetches them again otherwise.
+    """
+    _check_cut("gather", cut)
+    _check_fetching("gather", parts, keep)
+    return Split(declare=_over_tokens(size))
+
+
 @register_mode("ring", axis="sequence")
-def _ring(size: int) -> Split:  # noqa: ARG001
-    """Keys and values travel around the ring of sequence ranks (arXiv:2310.01889)."""
-    return Split()
+def _ring(size: int, *, cut: str = "auto") -> Split:
+    """Keys and values travel around the ring of sequence ranks (arXiv:2310.01889).
+
+    Args:
+        size: The number of ranks.
+        cut: How a sequence is cut over them, one of `CUTS`.
+    """
+    _check_cut("ring", cut)
+    return Split(declare=(*_over_tokens(size), *_around("sequence", size)))
 
 
 @register_mode("ulysses", axis="sequence")
-def _ulysses(size: int) -> Split:  # noqa: ARG001
-    """Sequence and heads change places in an all-to-all (arXiv:2309.14509)."""
-    return Split()
+def _ulysses(size: int, *, cut: str = "auto") -> Split:
+    """Sequence and heads change places in an all-to-all (arXiv:2309.14509).
+
+    Args:
+        size: The number of ranks.
+        cut: "auto" or "contiguous", which are the same: all ranks have the same work as it is.
+    """
+    _check_cut("ulysses", cut)
+    if cut not in {"auto", "contiguous"}:
+        raise ValueError(
+            f"sequence mode 'ulysses': cut is {cut!r}, but its ranks have equal work when tokens are contiguous; leave "
+            "cut out, or use mode 'gather', 'ring' or '2d'"
+        )
+    return Split(declare=_over_tokens(size))
+
+
+@register_mode("2d", axis="sequence")
+def _ulysses_inside(
+    size: int, *, ulysses: int, outer: str = "ring", cut: str = "auto", parts: int | None = None, keep: bool = False
+) -> Split:
+    """Ulysses among neighbours, as those of one node, and a ring or fetching between such groups.
+
+    Args:
+        size: The number of ranks.
+        ulysses: How many ranks exchange tokens for heads.
+        outer: What happens between these groups, "ring" or "gather".
+        cut: How a sequence is cut over the groups, one of `CUTS`; inside a group tokens are contiguous.
+        parts: How many parts keys and values travel in, by their heads, where the groups gather; None leaves it to
+            the attention.
+        keep: Whether the groups keep what they gather until backward.
+    """
+    _check_cut("2d", cut)
+    if isinstance(ulysses, bool) or not isinstance(ulysses, int) or ulysses < 1:
+        raise ValueError(f"sequence mode '2d': ulysses is {ulysses!r}; it must be a whole number of at least 1")
+    if size % ulysses:
+        divisors = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
+        raise ValueError(
+            f"sequence mode '2d': ulysses={ulysses} does not divide the {size} ranks; use one of {divisors}"
+        )
+    if outer not in ("ring", "gather"):
+        raise ValueError(f"sequence mode '2d': outer is {outer!r}; {suggest(str(outer), ('ring', 'gather'))}")
+    if outer == "ring" and (parts is not None or keep):
+        raise ValueError(
+            "sequence mode '2d': parts and keep are of outer='gather', but outer is 'ring'; leave them out"
+        )
+    _check_fetching("2d", parts, keep)
+    groups = size // ulysses
+    between = _around("ring", groups) if outer == "ring" else ()
+    return Split(axes=(("ring", groups), ("ulysses", ulysses)), declare=(*_over_tokens(size), *between))
+
+
+def _over_tokens(size: int) -> tuple[tuple[str, ...], ...]:
+    """The product of axes whose ranks have different tokens, over which gradients are averaged."""
+    return (("data", "sequence"),) if size > 1 else ()
+
+
+def _around(axis: str, size: int) -> tuple[Channels, ...]:
+    """The communicators of a ring: one for keys and values, one for their gradients, which go behind them."""
+    return (Channels(axis, 2),) if size > 1 else ()
+
+
+def _check_cut(mode: str, cut: object) -> None:
+    if cut not in CUTS:
+        raise ValueError(f"sequence mode {mode!r}: cut is {cut!r}; {suggest(str(cut), CUTS)}")
+
+
+def _check_fetching(mode: str, parts: object, keep: object) -> None:
+    if parts is not None and (isinstance(parts, bool) or not isinstance(parts, int) or parts < 1):
+        raise ValueError(f"sequence mode {mode!r}: parts is {parts!r}; it must be a whole number of at least 1")
+    if not isinstance(keep, bool):
+        raise ValueError(f"sequence mode {mode!r}: keep is {keep!r}; it must be True or False")
 
 
 def _root(mode: str, rule: str, size: int, factor: int, power: int) -> int:

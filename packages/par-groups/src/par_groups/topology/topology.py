@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._registry import suggest
+from .channels import Channels
 from .config import check_size, parse
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Topology:
         (0, 1, 4, 5)
     """
 
-    __slots__ = ("_axes", "_declared", "_modes", "_parts", "_views")
+    __slots__ = ("_axes", "_channels", "_declared", "_modes", "_parts", "_views")
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], world_size: int | None = None) -> None:
         self._axes: dict[str, Axis] = {}
@@ -69,6 +70,7 @@ class Topology:
         self._views: dict[str, Topology] = {}
         self._modes: dict[str, Mode] = {}
         self._declared: tuple[tuple[str, ...], ...] = ()
+        self._channels: tuple[Channels, ...] = ()
 
     @classmethod
     def from_config(cls, parallel: Mapping[str, Any] | None, world_size: int) -> "Topology":
@@ -162,6 +164,11 @@ class Topology:
     def declared(self) -> tuple[tuple[str, ...], ...]:
         """Products of axes that need a live group, beside the named ones."""
         return self._declared
+
+    @property
+    def channels(self) -> tuple[Channels, ...]:
+        """Private communicators that its modes need, which `ProcessGroups` makes with the groups."""
+        return self._channels
 
     def leaves(self, axes: Axes) -> tuple[str, ...]:
         """The unsplit axes that `axes` stand for, in layout order.
@@ -282,10 +289,17 @@ class Topology:
         new._check_views()
         return new
 
-    def declare(self, *axes: Axes) -> "Topology":
-        """Notes products of axes that need a live group of their own; `ProcessGroups` makes them with the others."""
+    def declare(self, *axes: Axes | Channels) -> "Topology":
+        """Notes what `ProcessGroups` makes with the groups of single axes.
+
+        Args:
+            axes: Products of axes that need a live group of their own, and `Channels` over axes.
+        """
         new = self._like(self)
-        new._declared = tuple(dict.fromkeys([*self._declared, *map(self.leaves, axes)]))  # each product once
+        products = [self.leaves(wanted) for wanted in axes if not isinstance(wanted, Channels)]
+        new._declared = tuple(dict.fromkeys([*self._declared, *products]))  # each product once
+        private = [Channels(self.leaves(each.axes), each.count) for each in axes if isinstance(each, Channels)]
+        new._channels = tuple(dict.fromkeys([*self._channels, *private]))
         return new
 
     def view(self, name: str, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> "Topology":
@@ -317,6 +331,8 @@ class Topology:
             record["products"] = {name: list(parts) for name, parts in sorted(self._parts.items())}
         if self._declared:
             record["declared"] = [list(product) for product in self._declared]
+        if self._channels:
+            record["channels"] = [[list(each.axes), each.count] for each in self._channels]
         if self._modes:
             record["modes"] = {axis: [mode, dict(options)] for axis, (mode, options) in sorted(self._modes.items())}
         if self._views:
@@ -338,6 +354,7 @@ class Topology:
             for name, view in record.get("views", {}).items():
                 new = new.view(name, view["axes"])
             new = new.declare(*record.get("declared", ()))
+            new = new.declare(*(Channels(axes, count) for axes, count in record.get("channels", ())))
             new._modes = {axis: (mode, options) for axis, (mode, options) in record.get("modes", {}).items()}
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{text[:80]!r} is no topology, expected what to_json writes: {error}") from error
@@ -427,7 +444,8 @@ class Topology:
         """A new topology with the axes of `base`, and everything else from this one."""
         new = Topology.__new__(Topology)
         new._axes, new._parts = base._axes, self._parts
-        new._views, new._modes, new._declared = self._views, self._modes, self._declared
+        new._views, new._modes = self._views, self._modes
+        new._declared, new._channels = self._declared, self._channels
         return new
 
 
