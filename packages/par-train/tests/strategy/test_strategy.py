@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from par_layers import initialize
-from par_testing import live_bytes, peak_bytes
+from par_testing import count_collectives, live_bytes, peak_bytes
 from par_train import Strategy
 from par_zero import summon
 
@@ -140,16 +140,22 @@ def test_gradients_add_up_without_sync():
     for inputs, targets in loader(batch_size=4):
         (functional.mse_loss(expected(inputs), targets) / 6).backward()
     optimizer.step()
-    with Strategy(zero=2) as strategy:
-        model = make_model()
-        model, optimizer, dataloader = strategy.initialize(model, adamw(model), loader(batch_size=4))
-        batches = list(dataloader)
-        with strategy.no_sync(model):
-            for inputs, targets in batches[:-1]:
-                strategy.backward(functional.mse_loss(model(inputs), targets) / 6, optimizer)
-        strategy.backward(functional.mse_loss(model(batches[-1][0]), batches[-1][1]) / 6, optimizer)
-        optimizer.step()
-        assert_same(([], model), ([], expected))
+    for stage, keep in ((2, True), (3, True), (3, False)):
+        with Strategy(zero=stage) as strategy:
+            model = make_model()
+            model, optimizer, dataloader = strategy.initialize(model, adamw(model), loader(batch_size=4))
+            batches = list(dataloader)
+            calls = []
+            with strategy.no_sync(model, keep=keep):
+                for inputs, targets in batches[:-1]:
+                    with count_collectives() as counted:
+                        strategy.backward(functional.mse_loss(model(inputs), targets) / 6, optimizer)
+                    calls.append(counted.calls())
+            assert keep == (calls[-1] == 0)  # at stage 3 parameters stay gathered, or are gathered in every pass
+            strategy.backward(functional.mse_loss(model(batches[-1][0]), batches[-1][1]) / 6, optimizer)
+            optimizer.step()
+            with summon(model):
+                assert_same(([], model), ([], expected))
 
 
 class Mlp(nn.Module):

@@ -474,8 +474,13 @@ class Strategy(Setup):
         return self._executions[model]
 
     @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module, *, keep: bool = True) -> Iterator[None]:
         """Backward passes inside add up gradients on each rank; the first one outside reduces them all together.
+
+        Args:
+            model: What `initialize` returned.
+            keep: At stage 3, whether gathered parameters stay so from one pass to the next, which takes a whole model's
+                memory. Else every pass gathers them anew; see `par_zero.no_sync`.
 
         Raises:
             ValueError: A plugin does not support it.
@@ -483,7 +488,8 @@ class Strategy(Setup):
         for plugin in self.plugins:
             if not plugin.supports_no_sync:
                 raise ValueError(f"plugin {plugin.name!r} does not support no_sync(); run each backward with its step")
-        with model.__dict__.get("no_sync", nullcontext)():  # par-zero's own
+        deferring = model.__dict__.get("no_sync")  # par-zero's own
+        with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
             yield
 
     def _pair_of(self, optimizer: Optimizer | None) -> Pair:
