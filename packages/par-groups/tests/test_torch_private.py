@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from par_groups import _torch_private
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")  # which knows the timeout of a group
 def test_what_is_used_of_a_running_world_is_there():
     assert _torch_private.can_split(dist.group.WORLD, torch.device("cpu")) in {True, False}  # newer gloos can
     before = _torch_private.number_of_groups()
