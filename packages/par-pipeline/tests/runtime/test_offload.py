@@ -1,15 +1,19 @@
 """What a rank keeps: no output that is sent, and no more bytes than an offload allows."""
 
+import math
 import weakref
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from par_pipeline import Offload, gpipe, one_f_one_b, zb_v
-from par_pipeline.runtime.offload import from_host, to_host
+from par_pipeline.runtime.offload import HostCopies
 from par_testing import for_each
 
 from ..runtime_helpers import (
@@ -117,11 +121,139 @@ def test_offload_bounds_what_waits_and_changes_no_gradient(name, tmp_path):
     assert waiting[10**9] >= 8 * one or (name != "gpipe" and dist.get_rank() == 1)  # where none wait there
 
 
-def test_host_memory_is_the_tensor_itself_on_the_cpu():
-    tensor = torch.ones(3)
-    assert from_host(to_host(tensor)) is tensor
-    with pytest.raises(ValueError, match="resident is -1 bytes"):
-        Offload(resident=-1)
+def test_tensors_of_the_cpu_stay():
+    tensor, copies = torch.ones(3), HostCopies()
+    assert copies.load(copies.store(tensor)) is tensor
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"resident": -1}, "resident is -1 bytes"),
+        ({"store": torch.clone}, "give store and load together"),
+        ({"fetch": torch.clone}, "of store, load and fetch \\['fetch'\\] alone is given"),
+    ],
+)
+def test_what_an_offload_refuses(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        Offload(**keywords)
+
+
+class LateStreams(TorchDispatchMode):
+    """Streams as late as an accelerator's may be: a copy is made when something waits for it, and is NaN until then.
+
+    In the place of torch.cuda, for tensors of the CPU.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.computing = self.current = LateStream(self)
+        self.log = []
+
+    def Stream(self, device):
+        return LateStream(self)
+
+    def current_stream(self, device):
+        return self.computing
+
+    @contextmanager
+    def stream(self, stream):
+        self.current = stream
+        try:
+            yield
+        finally:
+            self.current = self.computing
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default or self.current is self.computing:
+            return func(*args, **(kwargs or {}))
+        target, source = args[:2]
+        now = source.detach().clone()  # memory that is freed meanwhile stays, by record_stream
+        self.current.late.append(partial(target.data.copy_, now))
+        return target.fill_(math.nan)
+
+
+class LateStream:
+    def __init__(self, streams):
+        self.streams, self.late, self.ran = streams, [], 0
+
+    def record_event(self):
+        return self, self.ran + len(self.late)
+
+    def wait_event(self, event):
+        stream, place = event
+        self.streams.log.append("computation waits" if self is self.streams.computing else "copy waits")
+        while stream.ran < place:
+            stream.ran += 1
+            stream.late.pop(0)()
+
+    def wait_stream(self, stream):
+        self.wait_event(stream.record_event())
+
+
+@for_each(name=["gpipe", "1f1b", "zb_v"])
+@pytest.mark.ranks(2)
+def test_copies_beside_the_computation_are_waited_for_and_begin_two_microbatches_ahead(name):
+    schedule = SCHEDULES[name](2, 6)
+    stages = stages_of(schedule)
+    reference = copied(stages)
+    x, y = data(6 * 4)
+    serial(reference, x.tensor_split(6), y.tensor_split(6))
+    late = LateStreams()
+    copies = HostCopies(late)
+    begun, come = set(), []
+
+    def fetch(stored):
+        begun.add(id(stored))
+        copies.fetch(stored)
+
+    def load(stored):
+        come.append(id(stored) in begun)
+        return copies.load(stored)
+
+    run = pipeline(stages, schedule, offload=Offload(store=copies.store, load=load, fetch=fetch))
+    with late:
+        run.step(x, target=y)
+    assert_gradients(stages, reference, schedule, exact=name in WHOLE)
+    assert set(come) == {True}  # nothing is asked for that was not on its way
+    assert {"computation waits", "copy waits"} <= set(late.log)
+    assert not any(stream.late for pair in copies._streams.values() for stream in pair)
+
+
+@pytest.mark.ranks(1)
+def test_two_microbatches_are_on_their_way_when_a_backward_begins():
+    schedule = gpipe(1, 5)
+    seen = {}
+
+    class Marked(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.inner = block(5, number)
+
+        def forward(self, x):
+            number = len(seen)
+            seen[number] = 0
+            x = x * 1.0
+            x.register_hook(lambda _: waiting.append((number, sorted(fetched))))
+            return self.inner(x)
+
+    waiting, fetched, owner = [], set(), {}
+    kept = []
+
+    def store(tensor):
+        kept.append(tensor)
+        owner[len(kept) - 1] = len(seen) - 1
+        return len(kept) - 1
+
+    def fetch(number):
+        fetched.add(owner[number])
+
+    stages = stages_of(schedule, Marked)
+    x, y = data(5)
+    offload = Offload(store=store, load=kept.__getitem__, fetch=fetch)
+    pipeline(stages, schedule, offload=offload).step(x.requires_grad_(), target=y)
+    assert [number for number, _ in waiting] == [0, 1, 2, 3, 4]
+    assert [max(on_their_way) for _, on_their_way in waiting] == [2, 3, 4, 4, 4]
 
 
 @pytest.mark.ranks(2)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,48 +12,136 @@ from .._structure import tensors_of
 
 Key = tuple[int, int]  # stage and microbatch
 
-
-def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """A tensor's device, and the tensor in host memory, pinned where it comes from an accelerator."""
-    if tensor.device.type == "cpu":
-        return tensor.device, tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return tensor.device, host.copy_(tensor, non_blocking=True)  # the way back is in the same stream
+AHEAD = 2
+"""How many microbatches before their backward what was put away begins to come back."""
 
 
-def from_host(stored: tuple[torch.device, Tensor]) -> Tensor:
-    """The tensor on its device again."""
-    device, host = stored
-    return host.to(device, non_blocking=True)
+class HostCopies:
+    """Tensors in pinned host memory, copied there and back beside the computation of their device.
+
+    Copies out and copies back have a stream each, so that neither holds back the computation or the other. The
+    computation waits for a tensor that comes back, and for nothing else. Tensors of the CPU stay what they are.
+
+    Args:
+        device_module: What makes streams and events, as torch.cuda does; None: the module of each tensor's device.
+    """
+
+    def __init__(self, device_module: Any = None) -> None:
+        self._module = device_module
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}  # out and back
+
+    def store(self, tensor: Tensor) -> "Tensor | OnHost":
+        """Begins to copy a tensor out."""
+        module = self._module_of(tensor.device)
+        if module is None:
+            return tensor
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = module.Stream(tensor.device), module.Stream(tensor.device)
+        out, back = self._streams[tensor.device]
+        out.wait_stream(module.current_stream(tensor.device))
+        with module.stream(out):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.accelerator.is_available())
+            host.copy_(tensor, non_blocking=True)
+        if not tensor.is_cpu:
+            tensor.record_stream(out)  # its memory is not given to another before the copy has read it
+        return OnHost(host, tensor.device, out.record_event(), back, module)
+
+    @staticmethod
+    def fetch(stored: "Tensor | OnHost") -> None:
+        """Begins to copy a tensor back, unless that has begun."""
+        if isinstance(stored, OnHost):
+            stored.come_back()
+
+    @staticmethod
+    def load(stored: "Tensor | OnHost") -> Tensor:
+        """The tensor on its device again: what is computed from now on waits for it."""
+        return stored.take() if isinstance(stored, OnHost) else stored
+
+    def _module_of(self, device: torch.device) -> Any:
+        if self._module is not None or device.type == "cpu":
+            return self._module
+        return torch.get_device_module(device)
+
+
+@dataclass
+class OnHost:
+    """A tensor that `HostCopies` keeps.
+
+    Args:
+        host: Its copy in host memory, valid once `is_out` has come.
+        device: Where it was and will be.
+        is_out: The event at the end of the copy out.
+        back: The stream that it comes back on.
+        module: What makes streams and events for its device.
+
+    Attributes:
+        returning: The tensor that comes back and the event at the copy's end, between `come_back` and `take`.
+    """
+
+    host: Tensor
+    device: torch.device
+    is_out: Any
+    back: Any
+    module: Any
+    returning: tuple[Tensor, Any] | None = None
+
+    def come_back(self) -> tuple[Tensor, Any]:
+        """Begins to copy it back, unless that has begun: the tensor, and the event at the copy's end."""
+        if self.returning is None:
+            self.back.wait_event(self.is_out)
+            with self.module.stream(self.back):
+                tensor = torch.empty_like(self.host, device=self.device)
+                tensor.copy_(self.host, non_blocking=True)
+            self.returning = tensor, self.back.record_event()
+        return self.returning
+
+    def take(self) -> Tensor:
+        """The tensor on its device, which it keeps no longer; the computation waits for the copy."""
+        tensor, is_back = self.come_back()
+        self.returning = None
+        current = self.module.current_stream(self.device)
+        current.wait_event(is_back)
+        if not tensor.is_cpu:
+            tensor.record_stream(current)
+        return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
     """Where the activations of microbatches wait for their backward.
 
+    By default tensors of an accelerator go into pinned host memory, copied beside the computation, and begin to come
+    back two microbatches before their backward; so on the device there are `resident` bytes and what those two saved.
+    Tensors on the CPU stay.
+
     Args:
         resident: Bytes of saved activations that may stay where they are, on each rank; what does not fit is stored.
-        store: Puts a tensor away and returns what `load` takes. Default: it goes into host memory.
+        store: Puts a tensor away and returns what `load` takes; with `load`, in place of the copies into host memory.
         load: Brings a tensor back, from what `store` returned.
+        fetch: Begins to bring back what `load` will be asked for, from what `store` returned; called two microbatches
+            ahead. None: nothing is done ahead.
 
     Raises:
-        ValueError: The number of bytes is negative.
+        ValueError: The number of bytes is negative, or of `store` and `load` one alone is given.
     """
 
     resident: int = 0
-    store: Callable[[Tensor], Any] = to_host
-    load: Callable[[Any], Tensor] = from_host
+    store: Callable[[Tensor], Any] | None = None
+    load: Callable[[Any], Tensor] | None = None
+    fetch: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
         if self.resident < 0:
             raise ValueError(f"resident is {self.resident} bytes; give 0 or more")
+        if (self.store is None) != (self.load is None) or (self.fetch is not None and self.store is None):
+            given = [name for name in ("store", "load", "fetch") if getattr(self, name) is not None]
+            raise ValueError(f"of store, load and fetch {given} alone is given; give store and load together, or none")
 
 
-class _Stored:
+class _Stored(NamedTuple):
     """A saved tensor that is put away."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 class Activations:
@@ -67,36 +155,65 @@ class Activations:
     def __init__(self, offload: Offload | None, modules: Iterable[nn.Module]) -> None:
         self._offload, self._modules = offload, tuple(modules)
         self._resident: dict[Key, dict[int, int]] = {}  # for each microbatch, the bytes at each address
+        self._stored: dict[Key, list[Any]] = {}  # for each microbatch, what can begin to come back ahead
+        self._order: list[Key] = []
+        self._store: Callable[[Tensor], Any]
+        self._load: Callable[[Any], Tensor]
+        self._fetch: Callable[[Any], None] | None
+        if offload is None or offload.store is None or offload.load is None:
+            copies = HostCopies()
+            self._store, self._load, self._fetch = copies.store, copies.load, copies.fetch
+        else:
+            self._store, self._load, self._fetch = offload.store, offload.load, offload.fetch
+
+    def begin(self, order: Iterable[Key]) -> None:
+        """Says at a step's begin in which order the backwards of stages and microbatches will come."""
+        if self._offload is not None:
+            self._order = list(order)
 
     def saving(self, key: Key) -> AbstractContextManager[object]:
         """A context for the forward of one stage and microbatch, in which saved activations are stored."""
         if self._offload is None:
             return nullcontext()
-        offload, resident = self._offload, self._resident
+        limit, resident = self._offload.resident, self._resident
         tensors = (tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
         fixed = {_address(tensor) for tensor in tensors}
         mine = resident[key] = {}
+        stored = self._stored[key] = []
 
         def pack(tensor: Tensor) -> Any:
             address = _address(tensor)
             size = tensor.untyped_storage().nbytes()
             if address in fixed or address in mine:
                 return tensor
-            if sum(sum(sizes.values()) for sizes in resident.values()) + size <= offload.resident:
+            if sum(sum(sizes.values()) for sizes in resident.values()) + size <= limit:
                 mine[address] = size
                 return tensor
-            return _Stored(offload.store(tensor))
+            value = self._store(tensor)
+            if self._fetch is not None:
+                stored.append(value)
+            return _Stored(value)
 
         def unpack(saved: Any) -> Tensor:
-            return offload.load(saved.value) if isinstance(saved, _Stored) else saved
+            return self._load(saved.value) if isinstance(saved, _Stored) else saved
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def approach(self, key: Key) -> None:
+        """Begins to bring back what the next backward, of that stage and microbatch, and the two after it need."""
+        fetch = self._fetch
+        if fetch is None or not self._order:
+            return
+        place = self._order.index(key)
+        for near in self._order[place : place + AHEAD + 1]:
+            for value in self._stored.pop(near, ()):
+                fetch(value)
 
     def free_(self, received: Sequence[Tensor], output: Any) -> None:
         """Frees the memory of what a stage received, unless it is resident or part of the stage's output."""
         if self._offload is None:
             return
-        if self._offload.store is to_host and all(tensor.is_cpu for tensor in received):
+        if self._offload.store is None and all(tensor.is_cpu for tensor in received):
             return
         needed = {_address(tensor) for tensor in tensors_of(output)}.union(*self._resident.values())
         for tensor in received:
@@ -106,10 +223,12 @@ class Activations:
     def done(self, key: Key) -> None:
         """Says that the backward of one stage and microbatch is over."""
         self._resident.pop(key, None)
+        self._stored.pop(key, None)
 
     def reset(self) -> None:
         """Forgets all microbatches."""
         self._resident.clear()
+        self._stored.clear()
 
 
 def _address(tensor: Tensor) -> int:

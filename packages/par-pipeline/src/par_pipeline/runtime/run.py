@@ -116,6 +116,10 @@ class Run:
                     if not is_alone:
                         during.enter_context(sync.held_back())
                 during.enter_context(equipment.split.active())
+                backwards = (
+                    each.action for each in self.program.instructions if each.action.op not in (FORWARD, WEIGHT_GRAD)
+                )
+                equipment.activations.begin((stage, microbatch) for _, stage, microbatch in backwards)
             for position, instruction in enumerate(self.program.instructions):
                 self._do(position, instruction)
 
@@ -218,6 +222,8 @@ class Run:
     def _backward(self, instruction: Instruction, taken: Contents | None, final: bool) -> None:
         op, number, microbatch = instruction.action
         stage, split, sync = self.equipment.stages[number], self.equipment.split, self.equipment.syncs[number]
+        if op != WEIGHT_GRAD:
+            self.equipment.activations.approach((number, microbatch))
         if op != INPUT_GRAD or number not in split.stages:
             self.equipment.activations.done((number, microbatch))
         if number not in split.stages:
