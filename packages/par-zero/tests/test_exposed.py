@@ -77,6 +77,19 @@ def test_a_step_is_exposed_to_what_nothing_can_hide(stage):
     assert last.exposed == pytest.approx(EXPOSED[stage], abs=SLACK), last.by_site
 
 
+SIXTEEN = Strict(  # a message of 15/16 of a block takes as long as one of a half does between two ranks
+    links=Links(inside=(0.0, BANDWIDTH * 15 / 8), ranks_per_host=16), compute=Compute(flops=FLOPS, memory=1e30)
+)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(16, backend="strict", strict=SIXTEEN, timeout=120)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sixteen_ranks_are_exposed_as_two(stage):
+    *_, last = steps(stage, 3)
+    assert last.exposed == pytest.approx(EXPOSED[stage], abs=SLACK), last.by_site
+
+
 @pytest.mark.ranks(2, backend="strict", strict=VIRTUAL)
 def test_the_first_step_of_stage_3_waits_for_every_gather():
     """It does not know yet what comes next.
