@@ -12,6 +12,7 @@ import pytest
 from .job import Module
 
 PRELOAD = (
+    "multiprocessing.popen_forkserver",  # which unpickling a rank imports
     "numpy",
     "pytest",
     "hypothesis",

@@ -1,6 +1,7 @@
 """Import the test module inside a rank as pytest would, with rewritten asserts, and find the test body."""
 
 import pickle
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -23,7 +24,13 @@ def load(body: Body) -> tuple[Callable[..., object], dict[str, object]]:
 
 
 def import_module(module: Module) -> ModuleType:
-    """The test module; at once if this process, or the one it was forked from, has imported it before."""
+    """The test module; at once if this process, or the one it was forked from, has imported it before.
+
+    pytest would first go through the names of all modules there are, which in a fork copies the pages that they lie on.
+    """
+    known = sys.modules.get(module.name)
+    if known is not None and getattr(known, "__file__", None) == str(module.path):
+        return known
     if module.rewrite is not None:
         _rewrite_asserts(module.name, module.rewrite)
     return import_path(
