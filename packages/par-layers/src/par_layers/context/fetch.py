@@ -1,0 +1,230 @@
+"""Who sends which keys to whom: the rows of other ranks that a rank's queries see, each once, and no other."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .tokens import Ints, Runs, Tokens, joined
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Every range of keys that one rank needs of another, for one mask and one cut: five columns, int64 [n] each.
+
+    They are sorted by asker, row, and start.
+
+    Args:
+        tokens: The cut.
+        asker: The rank whose queries see the keys.
+        owner: The rank that holds them.
+        row: The row of the batch; 0 where all rows have the same documents.
+        start: First token of the range, counted in the whole row.
+        stop: One more than the last token.
+    """
+
+    tokens: Tokens
+    asker: Ints
+    owner: Ints
+    row: Ints
+    start: Ints
+    stop: Ints
+
+    def received(self) -> Ints:
+        """Number of keys that each rank fetches, int64 [ranks], summed over the rows of documents."""
+        return _sums(self.asker, self.stop - self.start, self.tokens.ranks)
+
+    def needs(self) -> NDArray[np.bool_]:
+        """Whether each rank sees any key of each other one in any row, bool [askers, owners]."""
+        result = np.zeros((self.tokens.ranks, self.tokens.ranks), bool)
+        result[self.asker, self.owner] = True
+        return result
+
+
+def transfers(first: Ints, last: Ints, tokens: Tokens) -> Transfers:
+    """Finds what every rank needs of every other.
+
+    Args:
+        first: First token that each token sees, int64 [rows, padded], as `Mask.intervals` gives it.
+        last: One more than the last token that each token sees, int64 [rows, padded].
+        tokens: The cut.
+    """
+    segments = np.array(
+        sorted((start, stop, rank) for rank, runs in enumerate(tokens.runs) for start, stop in runs), np.int64
+    )
+    starts, stops, owners = segments.T
+    columns: list[tuple[Ints, ...]] = []
+    for asker in range(tokens.ranks):
+        index = tokens.index(asker)
+        for row in range(len(first)):
+            begin, end = union(first[row, index], last[row, index])
+            # Ranges are cut where another rank's tokens begin.
+            lowest = np.searchsorted(stops, begin, side="right")
+            number = np.searchsorted(starts, end, side="left") - lowest
+            of_range = np.repeat(np.arange(len(begin)), number)
+            segment = np.arange(len(of_range)) - np.repeat(np.cumsum(number) - number, number) + lowest[of_range]
+            begin, end = np.maximum(begin[of_range], starts[segment]), np.minimum(end[of_range], stops[segment])
+            foreign = owners[segment] != asker
+            if foreign.any():
+                ours = np.full(int(foreign.sum()), asker)
+                columns.append((ours, owners[segment][foreign], np.full_like(ours, row), begin[foreign], end[foreign]))
+    if not columns:
+        return Transfers(tokens, *(np.zeros(0, np.int64),) * 5)
+    return Transfers(tokens, *(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def union(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """The union of intervals as ascending ranges that do not touch: where they start and stop."""
+    some = last > first
+    first, last = first[some], last[some]
+    if np.any(first[1:] < first[:-1]):
+        order = np.argsort(first, kind="stable")
+        first, last = first[order], last[order]
+    reached = np.maximum.accumulate(last)
+    new = np.ones(len(first), bool)
+    new[1:] = first[1:] > reached[:-1]
+    starts = np.flatnonzero(new)
+    return first[starts], reached[np.append(starts[1:], len(first)) - 1] if len(starts) else last
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """What one rank receives and sends in one exchange of keys, and the buffer that they make.
+
+    A message holds one row (of k, of v, or of both) for each pair of batch row and token, by rank, then by batch row,
+    then by token. Ranks that need nothing of each other exchange no rows. Where all rows of a batch have the same
+    documents (`tokens.documents` has one tuple), they fetch the same tokens.
+
+    Args:
+        transfers: What every rank needs of every other.
+        rank: This rank.
+    """
+
+    transfers: Transfers
+    rank: int
+
+    @cached_property
+    def keys(self) -> tuple[Runs, ...]:
+        """For each row the ranges of fetched tokens, ascending: the buffer's keys, as `pieces` takes them."""
+        table = self.transfers
+        result = []
+        for row in range(self._rows):
+            mine = (table.asker == self.rank) & (table.row == row)
+            result.append(joined(list(zip(table.start[mine].tolist(), table.stop[mine].tolist(), strict=True))))
+        return tuple(result)
+
+    def buffered(self, batch: int) -> list[int]:
+        """Number of fetched tokens of each row of the batch."""
+        numbers = [sum(stop - start for start, stop in runs) for runs in self.keys]
+        return self._spread(numbers, batch)
+
+    def receive_splits(self, batch: int) -> list[int]:
+        """Number of rows that this rank receives of each rank for a batch of so many rows."""
+        table = self.transfers
+        mine = table.asker == self.rank
+        counts = _sums(table.owner[mine], (table.stop - table.start)[mine], table.tokens.ranks)
+        return (counts * self._copies(batch)).tolist()  # type: ignore[no-any-return]
+
+    def send_splits(self, batch: int) -> list[int]:
+        """Number of rows that this rank sends to each rank for a batch of so many rows."""
+        table = self.transfers
+        mine = table.owner == self.rank
+        counts = _sums(table.asker[mine], (table.stop - table.start)[mine], table.tokens.ranks)
+        return (counts * self._copies(batch)).tolist()  # type: ignore[no-any-return]
+
+    def send_index(self, batch: int) -> Ints:
+        """Which local rows this rank sends, int64 [sum of `send_splits`], counted over [batch, s].
+
+        Those for one rank are all different, so that their gradients can be added at once.
+        """
+        tokens, table = self.transfers.tokens, self.transfers
+        place = np.full(tokens.padded, -1, np.int64)
+        place[tokens.index(self.rank)] = np.arange(tokens.local)
+        parts = []
+        for asker in range(tokens.ranks):
+            mine = (table.owner == self.rank) & (table.asker == asker)
+            for row in range(batch):
+                some = mine & (table.row == (row if self._rows > 1 else 0))
+                parts.append(place[_expanded(table.start[some], table.stop[some])] + row * tokens.local)
+        return np.concatenate(parts)
+
+    def order(self, batch: int) -> Ints | None:
+        """For each row of the buffers, which row of the received message it is, int64 [sum of `buffered`].
+
+        The batch rows' buffers lie one after the other, each by token. None where the message is in this order.
+        """
+        table = self.transfers
+        owners, rows, places = [], [], []
+        for row in range(batch):
+            some = (table.asker == self.rank) & (table.row == (row if self._rows > 1 else 0))
+            lengths = (table.stop - table.start)[some]
+            owners.append(np.repeat(table.owner[some], lengths))
+            places.append(_expanded(table.start[some], table.stop[some]))
+            rows.append(np.full(len(places[-1]), row))
+        arrival = np.lexsort((np.concatenate(places), np.concatenate(rows), np.concatenate(owners)))
+        if np.array_equal(arrival, np.arange(len(arrival))):
+            return None
+        order = np.empty_like(arrival)
+        order[arrival] = np.arange(len(arrival))
+        return order
+
+    @property
+    def _rows(self) -> int:
+        return len(self.transfers.tokens.documents)
+
+    def _copies(self, batch: int) -> int:
+        """How many rows of the batch each row of documents stands for."""
+        if self._rows not in {1, batch}:
+            raise ValueError(f"tokens have documents for {self._rows} rows, but the batch has {batch}")
+        return batch if self._rows == 1 else 1
+
+    def _spread(self, numbers: list[int], batch: int) -> list[int]:
+        return numbers * self._copies(batch)
+
+
+@dataclass(frozen=True)
+class Hops:
+    """How far the keys of each rank travel along the ring, from each rank to the next.
+
+    Args:
+        near: For each owner the smallest number of hops after which a rank needs its keys; 0 where none does.
+        far: For each owner the largest one; 0 where none does.
+        needed: For each rank the owners whose keys its queries see, itself left out.
+    """
+
+    near: tuple[int, ...]
+    far: tuple[int, ...]
+    needed: tuple[tuple[int, ...], ...]
+
+    @property
+    def steps(self) -> int:
+        """Number of hops after which nothing travels any more."""
+        return max(self.far)
+
+    def travels(self, owner: int, hop: int) -> bool:
+        """Whether an owner's keys make that hop; hop 1 brings them to the owner's next rank."""
+        return hop <= self.far[owner]
+
+
+def hops(table: Transfers) -> Hops:
+    """The hops of a ring that are used: keys travel until the last rank that sees any of them, in any row."""
+    needs, ranks = table.needs(), table.tokens.ranks
+    distances = [[hop for hop in range(1, ranks) if needs[(owner + hop) % ranks, owner]] for owner in range(ranks)]
+    return Hops(
+        near=tuple(min(each, default=0) for each in distances),
+        far=tuple(max(each, default=0) for each in distances),
+        needed=tuple(tuple(np.flatnonzero(row).tolist()) for row in needs),
+    )
+
+
+def _expanded(starts: Ints, stops: Ints) -> Ints:
+    """The tokens of ranges, one after the other."""
+    lengths = stops - starts
+    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+
+
+def _sums(groups: Ints, values: Ints, number: int) -> Ints:
+    result = np.zeros(number, np.int64)
+    np.add.at(result, groups, values)
+    return result

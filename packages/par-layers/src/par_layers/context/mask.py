@@ -1,0 +1,128 @@
+"""What each token sees: one interval of the row, whatever the mask."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .tokens import Ints, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Which tokens of its document a token sees. Without arguments, all of them.
+
+    Positions are those inside a document; documents themselves belong to the batch (`Tokens`), so one batch serves
+    layers with different masks. What has no keyword is made by `Mask.from_intervals`.
+
+    Args:
+        causal: Whether a token sees none that comes after it.
+        window: Number of last tokens that a token sees, itself among them; where the mask is not causal, a token sees
+            those less than `window` places away, on both sides.
+        prefix: Number of a document's first tokens that all of it sees, themselves among each other too; for a causal
+            mask.
+        chunk: Number of positions of a chunk, of which a token sees its own alone: 0 to chunk, chunk to 2 chunk, ...
+
+    Raises:
+        ValueError: A number is out of range, or what a token would see is no interval.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    prefix: int = 0
+    chunk: int | None = None
+    _given: tuple[bytes, bytes] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("prefix", 0), ("chunk", 1)):
+            value = getattr(self, name)
+            if name != "prefix" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ValueError(f"{name} must be a number of tokens; it is {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be {least} at least; it is {value}")
+            object.__setattr__(self, name, int(value))
+        if not self.prefix:
+            return
+        if not self.causal:
+            raise ValueError(
+                f"prefix={self.prefix} needs causal=True: without it every token sees the document's first "
+                f"tokens already{'' if self.window is None else ', those in its window'}"
+            )
+        for name in ("window", "chunk"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"prefix={self.prefix} with {name}={getattr(self, name)} is no mask of intervals: a token would "
+                    f"see the prefix and its {name}, with a gap between; leave out one of them"
+                )
+
+    @classmethod
+    def from_intervals(cls, first: Any, last: Any) -> "Mask":
+        """The mask under which token t of a row sees tokens first[t] to last[t], the latter left out.
+
+        Documents clip it as any mask. Where last[t] is first[t], a token sees nothing.
+
+        Args:
+            first: Number of the first token that each token sees, int64 [S], counted in the whole row; an array, a
+                tensor on the CPU or a sequence.
+            last: One more than the number of the last token that each token sees, int64 [S].
+
+        Raises:
+            ValueError: They are no intervals of a row of S tokens.
+        """
+        arrays = []
+        for name, given in (("first", first), ("last", last)):
+            array = np.asarray(given)
+            if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+                raise ValueError(
+                    f"{name} must be integers, one for each token of a row, [S]; it is {array.dtype} "
+                    f"{list(array.shape)}. Masks of pairs, [S, S], are not supported"
+                )
+            arrays.append(np.ascontiguousarray(array, np.int64))
+        begin, end = arrays
+        if len(begin) != len(end):
+            raise ValueError(f"first has {len(begin)} tokens and last has {len(end)}; they must have equally many")
+        wrong = np.flatnonzero((begin < 0) | (end > len(begin)) | (begin > end))
+        if len(wrong):
+            t = int(wrong[0])
+            raise ValueError(
+                f"token {t} cannot see tokens {begin[t]} to {end[t]} of a row of {len(begin)}; "
+                f"0 <= first <= last <= {len(begin)} must hold"
+            )
+        mask = cls()
+        object.__setattr__(mask, "_given", (begin.tobytes(), end.tobytes()))
+        return mask
+
+    def intervals(self, tokens: Tokens) -> tuple[Ints, Ints]:
+        """What each token of the row sees: tokens first[row, t] to last[row, t] of the same row, the latter left out.
+
+        Returns:
+            first and last, int64 [rows, padded] each; rows is 1 where all rows of the batch have the same documents.
+            Where both are equal, as for padding, a token sees nothing.
+
+        Raises:
+            ValueError: The mask was made from intervals of a row of another length.
+        """
+        start, stop = tokens.bounds()
+        place = np.arange(tokens.padded)
+        if self._given is not None:
+            first, last = (np.frombuffer(each, np.int64) for each in self._given)
+            if len(first) != tokens.length:
+                raise ValueError(
+                    f"the mask has intervals for {len(first)} tokens, but the row has {tokens.length}; "
+                    "make a mask for each length"
+                )
+            first = np.maximum(np.concatenate([first, place[tokens.length :]]), start)
+            last = np.minimum(np.concatenate([last, place[tokens.length :]]), stop)
+            return first, np.maximum(first, last)
+        first, last = start, np.minimum(stop, place + 1) if self.causal else stop
+        if self.window is not None:
+            first = np.maximum(first, place - self.window + 1)
+            last = last if self.causal else np.minimum(last, place + self.window)
+        if self.chunk is not None:
+            chunk = place - (place - start) % self.chunk
+            first, last = np.maximum(first, chunk), np.minimum(last, chunk + self.chunk)
+        if self.prefix:
+            last = np.maximum(last, np.minimum(stop, start + self.prefix))
+        return first, last

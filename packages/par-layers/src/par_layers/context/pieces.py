@@ -1,0 +1,230 @@
+"""What the kernels compute: the visible pairs of local queries and a buffer of keys, as few pieces."""
+
+from collections.abc import Collection, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .tokens import Ints, Runs
+
+Kind = Literal["full", "causal", "anti", "band", "window"]
+
+CALL = 4096
+"""How many pairs a kernel computes in the time that one more call takes, for one with a mask at least."""
+
+SHORT = 32
+"""Queries fewer than these are not worth a piece of their own: they share a mask with their neighbours."""
+
+
+class Piece(NamedTuple):
+    """A rectangle of queries and keys, in which every query sees one key at least.
+
+    Pieces of different keys add up by the log-sum-exp of each query.
+
+    Args:
+        q0: First row of the local queries.
+        q1: One more than the last row of the local queries.
+        k0: First row of the buffer of keys.
+        k1: One more than the last row of the buffer of keys.
+        kind: "full": each query sees each key. "causal": query i sees keys j with j - i <= keys - queries (aligned at
+            the bottom right; a square, unless the kernel joins them). "anti": a square in which query i sees keys
+            j >= i. "band": query i sees what `seen` says. "window" (for kernels that join it): query i sees keys
+            i <= j <= i + keys - queries.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: Kind
+
+
+def seen(first: Ints, last: Ints, queries: Runs, keys: Runs) -> tuple[Ints, Ints]:
+    """What each local query sees of a buffer of keys: its rows low[i] to high[i], the latter left out.
+
+    Args:
+        first: First token of the whole row that each token of it sees, int64 [padded].
+        last: One more than the last token that each token sees, int64 [padded].
+        queries: Ranges of tokens that the local queries are, in their order.
+        keys: Ranges of tokens that the buffer holds, ascending.
+
+    Returns:
+        low and high, int64 [local queries] each; equal where a query sees nothing of the buffer.
+    """
+    starts, stops = np.array(keys, np.int64).reshape(-1, 2).T
+    before = np.concatenate([[0], np.cumsum(stops - starts)])  # keys in the buffer before each range, and all of them
+    tokens = np.concatenate([np.arange(start, stop) for start, stop in queries])
+
+    def rows(places: Ints) -> Ints:
+        """How many of the buffer's keys come before these tokens."""
+        run = np.searchsorted(starts, places, side="right") - 1
+        inside = np.minimum(places, stops[run]) - starts[run]
+        return np.where(run < 0, 0, before[run] + inside)
+
+    if not len(starts):
+        return np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
+    return rows(first[tokens]), rows(last[tokens])
+
+
+def pieces(
+    first: Ints,
+    last: Ints,
+    queries: Runs,
+    keys: Runs,
+    *,
+    block: int = 512,
+    joins: Collection[str] = (),
+) -> list[Piece]:
+    """Covers every visible pair of local queries and a buffer of keys once, and no other pair.
+
+    Args:
+        first: First token of the whole row that each token of it sees, int64 [padded].
+        last: One more than the last token that each token sees, int64 [padded].
+        queries: Ranges of tokens that the local queries are, in their order.
+        keys: Ranges of tokens that the buffer holds, ascending.
+        block: Most queries of a piece that needs a mask.
+        joins: What the kernel computes in one call: "causal", a causal piece with more keys than queries; "window", one
+            in which both ends move with the query.
+
+    Returns:
+        The pieces, by their queries.
+    """
+    low, high = seen(first, last, queries, keys)
+    result: list[Piece] = []
+    for start, stop, slope in _stretches(low, high):
+        if slope == (0, 0):
+            result.append(Piece(start, stop, int(low[start]), int(high[start]), "full"))
+        elif slope == (0, 1):
+            result.extend(_causal(start, stop, int(low[start]), int(high[start]), joined="causal" in joins))
+        elif slope == (1, 1) and "window" in joins:
+            result.append(Piece(start, stop, int(low[start]), int(high[stop - 1]), "window"))
+        elif slope is not None:
+            width = int(high[start] - low[start])
+            step = min(block, max(width, 64)) if slope == (1, 1) else block
+            for q in range(start, stop, step):
+                result.extend(_moving(q, min(q + step, stop), low, high))
+        else:
+            for q0, q1 in _blocks(low[start:stop], high[start:stop], block):
+                result.extend(_irregular(start + q0, start + q1, low, high))
+    return result
+
+
+def _stretches(low: Ints, high: Ints) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
+    """Ranges of queries in which both ends of what they see stay or move by one: (start, stop, how both move).
+
+    Short ones that touch are one range that moves irregularly (None). Queries that see nothing are left out.
+    """
+    visible = high > low
+    if not visible.any():
+        return
+    by_low, by_high = np.diff(low), np.diff(high)
+    regular = visible[1:] & visible[:-1] & (by_low >= 0) & (by_low <= 1) & (by_high >= 0) & (by_high <= 1)
+    step = np.where(regular, 2 * by_low + by_high, -1)  # from each query to the next
+    # A range of equal steps has one query more than steps; the query at a corner belongs to the range before it.
+    edges = np.flatnonzero(step[1:] != step[:-1]) + 1  # steps before which another range begins
+    first_step = np.concatenate([[0], edges]) if len(step) else np.zeros(0, np.int64)
+    last_step = np.concatenate([edges, [len(step)]])[: len(first_step)]
+    kind = step[first_step]
+    # Ranges of regular steps, as queries [first_step, last_step + 1); the corner goes to the earlier regular range.
+    chosen = kind >= 0
+    starts, stops, kinds = first_step[chosen], last_step[chosen] + 1, kind[chosen]
+    if len(starts):
+        starts[1:] = np.maximum(starts[1:], stops[:-1])
+    kinds = np.where(stops - starts == 1, 0, kinds)
+    covered = np.zeros(len(low) + 1, np.int64)
+    np.add.at(covered, starts, 1)
+    np.add.at(covered, stops, -1)
+    alone = np.flatnonzero(visible & (np.cumsum(covered)[:-1] == 0))  # queries whose neighbours see quite another range
+    starts = np.concatenate([starts, alone])
+    stops = np.concatenate([stops, alone + 1])
+    kinds = np.concatenate([kinds, np.zeros(len(alone), np.int64)])
+    order = np.argsort(starts, kind="stable")
+    starts, stops, kinds = starts[order], stops[order], kinds[order]
+    short = stops - starts < SHORT
+    # Short ranges that touch are one.
+    begins = np.ones(len(starts), bool)
+    begins[1:] = ~(short[1:] & short[:-1] & (starts[1:] == stops[:-1]))
+    groups = np.flatnonzero(begins)
+    ends = np.concatenate([groups[1:], [len(starts)]])
+    for group, end in zip(groups.tolist(), ends.tolist(), strict=True):
+        slope = divmod(int(kinds[group]), 2) if end - group == 1 else None
+        yield int(starts[group]), int(stops[end - 1]), slope
+
+
+def _causal(start: int, stop: int, low: int, high: int, *, joined: bool) -> Iterator[Piece]:
+    """The last key moves with the query: what all queries see, and a causal square; or both in one."""
+    queries = stop - start
+    if joined:
+        yield Piece(start, stop, low, high - 1 + queries, "causal")
+        return
+    if high - 1 > low:
+        yield Piece(start, stop, low, high - 1, "full")
+    yield Piece(start, stop, high - 1, high - 1 + queries, "causal")
+
+
+def _moving(start: int, stop: int, low: Ints, high: Ints) -> Iterator[Piece]:
+    """The first key moves with the query, and the last one moves too or stays."""
+    queries, begin, end = stop - start, int(low[start]), int(high[start])
+    last = int(high[stop - 1])
+    if queries > end - begin or queries < SHORT:
+        yield from _irregular(start, stop, low, high)
+        return
+    yield Piece(start, stop, begin, begin + queries, "anti")
+    if last == end:
+        if begin + queries < end:
+            yield Piece(start, stop, begin + queries, end, "full")
+        return
+    if queries == end - begin:  # the last key that the first query sees is in the square already
+        yield Piece(start + 1, stop, end, last, "causal")
+        return
+    if begin + queries < end - 1:
+        yield Piece(start, stop, begin + queries, end - 1, "full")
+    yield Piece(start, stop, end - 1, last, "causal")
+
+
+def _irregular(start: int, stop: int, low: Ints, high: Ints) -> Iterator[Piece]:
+    """Any intervals: what all queries see needs no mask, what is left of it and right of it does."""
+    lows, highs = low[start:stop], high[start:stop]
+    begin, inner, outer, end = int(lows.min()), int(lows.max()), int(highs.min()), int(highs.max())
+    left = inner + 1 if inner > begin else inner  # one key that all see, so that each query sees something
+    right = outer - 1 if outer < end else outer
+    if (stop - start) * (right - left) < CALL and (begin < inner or outer < end):
+        yield Piece(start, stop, begin, end, "band")
+        return
+    if begin < left:
+        yield Piece(start, stop, begin, left, "band")
+    if left < right:
+        yield Piece(start, stop, left, right, "full")
+    if right < end:
+        yield Piece(start, stop, right, end, "band")
+
+
+def _blocks(low: Ints, high: Ints, block: int) -> list[tuple[int, int]]:
+    """Cuts queries with irregular intervals into blocks, so that few masked pairs are computed in few calls.
+
+    Blocks of two neighbours become one where that is less work, then blocks of these, up to `block` queries.
+    """
+    size, number = 1, len(low)
+    begin, end = low, high
+    cost = high - low + CALL
+    taken = [np.ones(number, bool)]  # for each size, whether a block stays whole
+    while size < min(block, number) and 2 * size <= block:
+        size *= 2
+        blocks = -(-number // size)
+        padding = 2 * blocks - len(cost)
+        begin = np.concatenate([begin, begin[len(begin) - padding :]]).reshape(blocks, 2).min(1)
+        end = np.concatenate([end, end[len(end) - padding :]]).reshape(blocks, 2).max(1)
+        apart = np.concatenate([cost, np.zeros(padding, np.int64)]).reshape(blocks, 2).sum(1)
+        rows = np.minimum(np.arange(1, blocks + 1) * size, number) - np.arange(blocks) * size
+        together = rows * (end - begin) + CALL
+        taken.append(together <= apart)
+        cost = np.minimum(together, apart)
+    result: list[tuple[int, int]] = []
+    stack = [(len(taken) - 1, index) for index in range(len(taken[-1]))][::-1]
+    while stack:
+        level, index = stack.pop()
+        if taken[level][index]:
+            result.append((index << level, min((index + 1) << level, number)))
+        else:
+            stack.extend((level - 1, child) for child in (2 * index + 1, 2 * index) if child < len(taken[level - 1]))
+    return result
