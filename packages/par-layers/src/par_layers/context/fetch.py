@@ -55,10 +55,11 @@ def transfers(first: Ints, last: Ints, tokens: Tokens) -> Transfers:
     )
     starts, stops, owners = segments.T
     columns: list[tuple[Ints, ...]] = []
-    for asker in range(tokens.ranks):
-        index = tokens.index(asker)
+    gaps = [_gaps(first[row], last[row]) for row in range(len(first))]
+    for asker, runs in enumerate(tokens.runs):
         for row in range(len(first)):
-            begin, end = union(first[row, index], last[row, index])
+            begins, ends = _parts(runs, gaps[row])
+            begin, end = union(first[row, begins], last[row, ends - 1])
             # Ranges are cut where another rank's tokens begin.
             lowest = np.searchsorted(stops, begin, side="right")
             number = np.searchsorted(starts, end, side="left") - lowest
@@ -72,6 +73,26 @@ def transfers(first: Ints, last: Ints, tokens: Tokens) -> Transfers:
     if not columns:
         return Transfers(tokens, *(np.zeros(0, np.int64),) * 5)
     return Transfers(tokens, *(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def _gaps(first: Ints, last: Ints) -> Ints | None:
+    """The tokens between which and the one before there is a token that neither sees.
+
+    None where intervals do not ascend, so that each has to be looked at.
+    """
+    if np.any(first[1:] < first[:-1]) or np.any(last[1:] < last[:-1]):
+        return None
+    return np.flatnonzero(first[1:] > last[:-1]) + 1
+
+
+def _parts(runs: Runs, gaps: Ints | None) -> tuple[Ints, Ints]:
+    """Cuts runs of tokens into parts that each see one interval, from that of the first to that of the last token."""
+    starts, stops = np.array(runs, np.int64).T
+    if gaps is None:
+        index = np.concatenate([np.arange(start, stop) for start, stop in runs])
+        return index, index + 1
+    inside = gaps[np.searchsorted(starts, gaps, side="left") > np.searchsorted(stops, gaps, side="right")]
+    return np.sort(np.concatenate([starts, inside])), np.sort(np.concatenate([inside, stops]))
 
 
 def union(first: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -221,7 +242,9 @@ def hops(table: Transfers) -> Hops:
 def _expanded(starts: Ints, stops: Ints) -> Ints:
     """The tokens of ranges, one after the other."""
     lengths = stops - starts
-    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    before = np.cumsum(lengths) - lengths
+    result: Ints = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return result
 
 
 def _sums(groups: Ints, values: Ints, number: int) -> Ints:

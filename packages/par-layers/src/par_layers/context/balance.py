@@ -1,0 +1,203 @@
+"""Where a sequence is cut, so that ranks have equally much to compute: contiguous, zigzag, balanced, or the best."""
+
+import heapq
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from .fetch import transfers
+from .mask import Mask
+from .tokens import Documents, Ints, Tokens, as_documents, joined
+
+CUTS = ("auto", "contiguous", "zigzag", "balanced")
+
+CAUSAL = (Mask(causal=True),)
+
+CHUNKS = (2, 4, 8, 16)
+"""Chunks of a rank that "balanced" tries."""
+
+PAIRS_PER_ROW = 128
+"""How many pairs of query and key a rank computes in the time in which it fetches one key, there and back.
+
+Both grow with the number of heads, so it depends on the machine alone: some 100 over gloo and inside a node of GPUs.
+"""
+
+
+def assign(work: Sequence[int] | Ints, ranks: int, each: int) -> tuple[tuple[int, ...], ...]:
+    """Gives equally many chunks to each rank, so that the ranks have about the same work.
+
+    The heaviest chunk goes first, each to the rank with the least work that has room for it, ties to the lower rank. No
+    rank gets more than the heaviest chunk above the mean.
+
+    Args:
+        work: Work of each chunk, `ranks` x `each` of them.
+        ranks: Number of ranks.
+        each: Number of chunks of each rank.
+
+    Returns:
+        For each rank the numbers of its chunks, ascending.
+
+    Raises:
+        ValueError: There is another number of chunks.
+    """
+    if len(work) != ranks * each:
+        raise ValueError(f"{len(work)} chunks do not make {each} for each of {ranks} ranks")
+    loads = [(0, rank) for rank in range(ranks)]
+    places: list[list[int]] = [[] for _ in range(ranks)]
+    for chunk in np.argsort(-np.asarray(work), kind="stable").tolist():
+        load, rank = heapq.heappop(loads)
+        places[rank].append(chunk)
+        if len(places[rank]) < each:
+            heapq.heappush(loads, (load + int(work[chunk]), rank))
+    return tuple(tuple(sorted(place)) for place in places)
+
+
+def cut(
+    length: int,
+    ranks: int,
+    how: str = "auto",
+    *,
+    documents: Documents | None = None,
+    masks: Sequence[Mask] = CAUSAL,
+    multiple: int = 1,
+    pad: bool = False,
+    inner: int = 1,
+    block: int = 512,
+    chunks: int | None = None,
+) -> Tokens:
+    """Cuts rows of a sequence over ranks, each of which gets equally many tokens. Pure, the same on all ranks, cached.
+
+    Args:
+        length: Number of tokens of a row.
+        ranks: Number of ranks.
+        how: "contiguous"; "zigzag", where rank r has chunks r and 2 ranks - 1 - r of 2 ranks; "balanced", by the work
+            of `masks` and `documents`; "auto", whichever of these is predicted to take the least time.
+        documents: Lengths of the documents of a row, or of each row of the batch; None is one document.
+        masks: The masks of the layers, as often as they occur.
+        multiple: What the number of tokens in a chunk is a multiple of, for those who cut a rank's tokens further.
+        pad: Whether rows are filled up where the length does not divide.
+        inner: Number of neighbouring ranks that exchange tokens for heads: they have neighbouring parts of what
+            `ranks` / `inner` ranks would have.
+        block: Least number of tokens in a chunk where "balanced" has the choice.
+        chunks: Number of chunks of a rank for "balanced"; None tries 2, 4, 8 and 16.
+
+    Raises:
+        ValueError: The length does not divide and `pad` is not set, or an argument is out of range.
+    """
+    for name, value in (("length", length), ("ranks", ranks), ("multiple", multiple), ("inner", inner)):
+        if value < 1:
+            raise ValueError(f"{name} must be 1 at least; it is {value}")
+    if how not in CUTS:
+        raise ValueError(f"there is no cut {how!r}; there are {', '.join(map(repr, CUTS))}")
+    if ranks % inner:
+        raise ValueError(f"{ranks} ranks do not divide into groups of inner={inner}")
+    if chunks is not None and (how != "balanced" or chunks < 1):
+        raise ValueError(f"chunks={chunks} is the number of chunks of a rank for the cut 'balanced' alone, 1 at least")
+    rows = as_documents(documents, length)
+    return _cut(length, ranks, how, rows, tuple(masks), multiple, pad, inner, block, chunks)
+
+
+def static(local: int, ranks: int, how: str = "auto") -> Tokens:
+    """The cut of rows of one document, of which each rank has `local` tokens: that of layers which are given none."""
+    return cut(local * ranks, ranks, how)
+
+
+@lru_cache(maxsize=256)
+def _cut(  # noqa: PLR0917
+    length: int,
+    ranks: int,
+    how: str,
+    documents: tuple[tuple[int, ...], ...],
+    masks: tuple[Mask, ...],
+    multiple: int,
+    pad: bool,
+    inner: int,
+    block: int,
+    chunks: int | None,
+) -> Tokens:
+    outer = ranks // inner
+    multiple *= inner
+    candidates = {"contiguous": (1,), "zigzag": (2,), "balanced": CHUNKS if chunks is None else (chunks,)}
+    kinds = ("contiguous", "zigzag", "balanced") if how == "auto" else (how,)
+    tried = [(kind, each) for kind in kinds for each in candidates[kind]]
+    if chunks is None:  # chunks of at least `block`, else the fewest
+        tried = [
+            (kind, each)
+            for kind, each in tried
+            if kind != "balanced" or each == CHUNKS[0] or length >= outer * each * block
+        ]
+    if outer == 1:
+        tried = [("contiguous", 1)]
+    fitting = [(kind, each) for kind, each in tried if pad or length % (outer * each * multiple) == 0]
+    if not fitting:
+        raise ValueError(_indivisible(length, ranks, tried[0][1], multiple // inner))
+    whole = Tokens(length, length, documents, (((0, length),),))
+    intervals = [mask.intervals(whole) for mask in masks]
+    work: Ints = np.zeros(length, np.int64)
+    for first, last in intervals:
+        work += (last - first).sum(0)
+    options = [_laid_out(kind, each, whole, work, outer, multiple) for kind, each in fitting]
+    best = options[0] if len(options) == 1 else _fastest(options, work, intervals)
+    if inner == 1:
+        return best
+    parts = tuple(part for rank in range(outer) for part in _split(best, rank, inner))
+    return Tokens(length, best.padded, documents, parts)
+
+
+def _laid_out(kind: str, each: int, whole: Tokens, work: Ints, ranks: int, multiple: int) -> Tokens:
+    """The cut of one kind, with so many chunks a rank."""
+    length = whole.length
+    step = ranks * each * multiple
+    padded = -(-length // step) * step
+    chunk = padded // (ranks * each)
+    if kind == "contiguous":
+        places: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in range(ranks))
+    elif kind == "zigzag":
+        places = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+    else:
+        filled = np.concatenate([work, np.zeros(padded - length, np.int64)])
+        places = assign(filled.reshape(ranks * each, chunk).sum(1), ranks, each)
+    runs = tuple(joined([(place * chunk, (place + 1) * chunk) for place in of_rank]) for of_rank in places)
+    return Tokens(length, padded, whole.documents, runs)
+
+
+def _fastest(options: list[Tokens], work: Ints, intervals: list[tuple[Ints, Ints]]) -> Tokens:
+    """The cut whose slowest rank is predicted to take the least time; of equals the first."""
+    best, least = options[0], float("inf")
+    for tokens in options:
+        padding = tokens.padded - tokens.length
+        before = np.concatenate([[0], np.cumsum(np.pad(work, (0, padding)))])
+        pairs = np.array([sum(before[stop] - before[start] for start, stop in runs) for runs in tokens.runs])
+        if pairs.max() >= least:
+            continue
+        places = np.broadcast_to(np.arange(tokens.length, tokens.padded), (len(tokens.documents), padding))
+        rows = np.zeros(tokens.ranks, np.int64)
+        for first, last in intervals:
+            ends = (np.concatenate([first, places], 1), np.concatenate([last, places], 1)) if padding else (first, last)
+            rows += transfers(*ends, tokens).received()
+        time = float((pairs + PAIRS_PER_ROW * rows).max())
+        if time < least:
+            best, least = tokens, time
+    return best
+
+
+def _split(tokens: Tokens, rank: int, parts: int) -> list[tuple[tuple[int, int], ...]]:
+    """A rank's tokens in so many neighbouring parts of the same size."""
+    size = tokens.local // parts
+    index = tokens.index(rank).reshape(parts, size)
+    result = []
+    for part in index:
+        edges = np.flatnonzero(np.diff(part) != 1)
+        starts, stops = part[np.append(0, edges + 1)], part[np.append(edges, size - 1)] + 1
+        result.append(tuple(zip(starts.tolist(), stops.tolist(), strict=True)))
+    return result
+
+
+def _indivisible(length: int, ranks: int, each: int, multiple: int) -> str:
+    step = ranks * each * multiple
+    parts = f"{ranks} ranks" + (f" x {each} chunks" if each > 1 else "") + (f" x {multiple}" if multiple > 1 else "")
+    return (
+        f"length {length} does not divide by {parts}; use {-(-length // step) * step}, or pad=True and give tokens to "
+        "the layers"
+    )
