@@ -13,6 +13,9 @@ from ._collectives import (
 from ._cost import Cost, LinearShape, ModelShape, NormShape, TableShape, TransformerShape, cost
 from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
+from .context.balance import assign
+from .context.mask import Mask
+from .context.tokens import Tokens
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradients
 from .models.compare import Comparison, compare
@@ -47,6 +50,7 @@ __all__ = [
     "LayerSet",
     "Layout",
     "LinearShape",
+    "Mask",
     "ModelShape",
     "NormShape",
     "Parallel",
@@ -57,12 +61,14 @@ __all__ = [
     "Rules",
     "Style",
     "TableShape",
+    "Tokens",
     "Traffic",
     "TransformerShape",
     "Vocabulary",
     "Whole",
     "all_gather_to",
     "all_to_all",
+    "assign",
     "compare",
     "constant",
     "copy_to",

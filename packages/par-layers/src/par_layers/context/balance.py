@@ -53,7 +53,7 @@ def assign(work: Sequence[int] | Ints, ranks: int, each: int) -> tuple[tuple[int
     return tuple(tuple(sorted(place)) for place in places)
 
 
-def cut(
+def cut_tokens(
     length: int,
     ranks: int,
     how: str = "auto",
@@ -94,13 +94,15 @@ def cut(
         raise ValueError(f"{ranks} ranks do not divide into groups of inner={inner}")
     if chunks is not None and (how != "balanced" or chunks < 1):
         raise ValueError(f"chunks={chunks} is the number of chunks of a rank for the cut 'balanced' alone, 1 at least")
+    if not masks:
+        raise ValueError("masks are empty; give those of the layers, by which work is balanced")
     rows = as_documents(documents, length)
     return _cut(length, ranks, how, rows, tuple(masks), multiple, pad, inner, block, chunks)
 
 
-def static(local: int, ranks: int, how: str = "auto") -> Tokens:
+def static_tokens(local: int, ranks: int, how: str = "auto") -> Tokens:
     """The cut of rows of one document, of which each rank has `local` tokens: that of layers which are given none."""
-    return cut(local * ranks, ranks, how)
+    return cut_tokens(local * ranks, ranks, how)
 
 
 @lru_cache(maxsize=256)
@@ -165,21 +167,30 @@ def _laid_out(kind: str, each: int, whole: Tokens, work: Ints, ranks: int, multi
 def _fastest(options: list[Tokens], work: Ints, intervals: list[tuple[Ints, Ints]]) -> Tokens:
     """The cut whose slowest rank is predicted to take the least time; of equals the first."""
     best, least = options[0], float("inf")
+    length = len(work)
+    before = np.concatenate([[0], np.cumsum(work)])
     for tokens in options:
-        padding = tokens.padded - tokens.length
-        before = np.concatenate([[0], np.cumsum(np.pad(work, (0, padding)))])
-        pairs = np.array([sum(before[stop] - before[start] for start, stop in runs) for runs in tokens.runs])
+        edges = np.array([run for runs in tokens.runs for run in runs]).clip(max=length)
+        of_rank = np.repeat(np.arange(tokens.ranks), [len(runs) for runs in tokens.runs])
+        pairs = np.zeros(tokens.ranks, np.int64)
+        np.add.at(pairs, of_rank, before[edges[:, 1]] - before[edges[:, 0]])
         if pairs.max() >= least:
             continue
-        places = np.broadcast_to(np.arange(tokens.length, tokens.padded), (len(tokens.documents), padding))
         rows = np.zeros(tokens.ranks, np.int64)
         for first, last in intervals:
-            ends = (np.concatenate([first, places], 1), np.concatenate([last, places], 1)) if padding else (first, last)
-            rows += transfers(*ends, tokens).received()
+            rows += transfers(_padded(first, tokens), _padded(last, tokens), tokens).received()
         time = float((pairs + PAIRS_PER_ROW * rows).max())
         if time < least:
             best, least = tokens, time
     return best
+
+
+def _padded(ends: Ints, tokens: Tokens) -> Ints:
+    """Ends of intervals [rows, length], with those of padding, which sees nothing, behind them."""
+    if tokens.padded == tokens.length:
+        return ends
+    padding = np.arange(tokens.length, tokens.padded)
+    return np.concatenate([ends, np.broadcast_to(padding, (len(ends), len(padding)))], 1)
 
 
 def _split(tokens: Tokens, rank: int, parts: int) -> list[tuple[tuple[int, int], ...]]:

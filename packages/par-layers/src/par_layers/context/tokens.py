@@ -1,9 +1,11 @@
 """Who holds which tokens: how a batch of rows is cut along its sequence, and where its documents begin and end."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,20 +157,24 @@ def as_documents(documents: Documents | None, length: int) -> tuple[tuple[int, .
     """Documents as `Tokens` holds them: tuples of int, a single one where all rows have the same.
 
     Raises:
-        ValueError: A length is not positive, or documents do not fill a row.
-        TypeError: A length is no integer.
+        ValueError: A length is no positive integer, or documents do not fill a row.
     """
     if documents is None:
-        rows: tuple[tuple[int, ...], ...] = ((length,),)
-    elif not len(documents):
+        return ((length,),)
+    if not len(documents):
         raise ValueError("documents are empty; leave them out for rows of one document")
-    elif isinstance(documents[0], Sequence | np.ndarray):
-        rows = tuple(tuple(int(each) for each in row) for row in documents)  # type: ignore[union-attr]
-    else:
-        rows = (tuple(int(each) for each in documents),)  # type: ignore[arg-type]
+    of_rows: Any = documents if isinstance(documents[0], Sequence | np.ndarray) else [documents]
+    rows = tuple(tuple(_number(each) for each in row) for row in of_rows)
     for row in rows:
         check_documents(row, length)
     return shared(rows)
+
+
+def _number(length: Any) -> int:
+    try:
+        return operator.index(length)
+    except TypeError:
+        raise ValueError(f"documents must have whole numbers of tokens; there is {length!r}") from None
 
 
 def check_documents(row: tuple[int, ...], length: int) -> None:
