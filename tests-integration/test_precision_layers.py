@@ -1,5 +1,7 @@
 """Precision and cut layers: training in every parallel mode follows one device, tied embeddings and copies included."""
 
+import functools
+import itertools
 import math
 
 import pytest
@@ -10,7 +12,7 @@ from par_groups import ProcessGroups, Topology
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 from par_precision import mixed
-from par_testing import for_each
+from par_testing import for_each, once
 from par_zero import shard
 
 CASES = {
@@ -59,6 +61,13 @@ def train(module, optimizer, partial=None, *, ranks=1, rank=0):
     return norms, losses
 
 
+@functools.cache
+def alone(precision, *, tied):
+    """Norms and losses of one device."""
+    reference = Loss(gpt(layer_set(None), tied=tied))
+    return train(*mixed(reference, adamw(reference), precision, clip_norm=0.5))
+
+
 @for_each(precision=DISTANCE)
 @pytest.mark.parametrize("case", [pytest.param("1d", marks=pytest.mark.storm), "by sequence", "2d"])
 @pytest.mark.ranks(4, timeout=120)
@@ -69,8 +78,7 @@ def test_cut_models_train_as_on_one_device(precision, case):
     topology = Topology.from_config({"data": world // tensor, **axes}, world)
     with ProcessGroups(topology) as groups:
         for tied in (False, True) if precision == "fp32" else (odd,):  # each of both in every precision and mode
-            reference = Loss(gpt(layer_set(None), tied=tied))
-            expected = train(*mixed(reference, adamw(reference), precision, clip_norm=0.5))
+            expected = once(alone, precision, tied=tied)
             module = Loss(gpt(layer_set("auto", groups), tied=tied))
             module, optimizer = mixed(module, adamw(module), precision, group=groups["tensor"], clip_norm=0.5)
             norms, losses = train(module, optimizer, PartialGradients(optimizer, groups))  # all see the same rows
@@ -78,22 +86,29 @@ def test_cut_models_train_as_on_one_device(precision, case):
             assert losses == pytest.approx(expected[1], rel=DISTANCE[precision])
 
 
-@for_each(stage=(0, 1, 2, 3))
+@pytest.mark.parametrize(
+    "cases",
+    [
+        tuple(zip(range(4), ("fp32", "bf16") * 2, strict=True)),  # every stage takes both where nothing is cut
+        pytest.param(tuple(itertools.product(range(4), ("fp32", "bf16"))), marks=pytest.mark.storm),
+    ],
+    ids=["typical", "all"],
+)
 @pytest.mark.ranks(4, timeout=120)
-def test_cut_and_sharded_models_train_as_on_one_device(stage):
+def test_cut_and_sharded_models_train_as_on_one_device(cases):
     topology = Topology.from_config({"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, 4)
     with ProcessGroups(topology) as groups:
         data_group = groups["data"]
-        for precision, dtype in (("fp32", None), ("bf16", torch.bfloat16)):
-            reference = Loss(gpt(layer_set(None), tied=True))
-            expected, _ = train(*mixed(reference, adamw(reference), precision, clip_norm=0.5))
+        for stage, precision in cases:
+            dtype = torch.bfloat16 if precision == "bf16" else None
+            expected, _ = once(alone, precision, tied=True)
             module = Loss(gpt(layer_set("auto", groups), tied=True))
             optimizer = adamw(module)
             shard(module, optimizer, stage=stage, group=data_group, bucket=20_000, param_dtype=dtype)
             module, optimizer = mixed(module, optimizer, precision, group=dist.group.WORLD, clip_norm=0.5)
             partial = PartialGradients(optimizer, groups)
             norms, _ = train(module, optimizer, partial, ranks=2, rank=dist.get_rank(data_group))
-            assert norms == pytest.approx(expected, rel=DISTANCE[precision])
+            assert norms == pytest.approx(expected, rel=DISTANCE[precision]), (stage, precision)
 
 
 @pytest.mark.ranks(2)

@@ -15,13 +15,13 @@ peft = pytest.importorskip("peft", minversion="0.21")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # peft asks by the older name
 
-STEPS, WORDS = 3, 101
+STEPS, WORDS = 2, 101
 TOLERANCE = 2e-5  # relative, fp32: sums over ranks and microbatches in another order
 TEXT = {
     "vocab_size": WORDS,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
@@ -128,12 +128,12 @@ def test_adapters_are_drawn_trained_resumed_and_written_as_on_one_device(tmp_pat
         with Strategy(**options, seed=3) as strategy:
             model, optimizer = made(strategy, base, lora())
             strategy.save(model, folder / "drawn", plan="peft")
-            losses = [] if name == "pipeline x tensor" else train(strategy, model, optimizer, stop=2)
+            losses = [] if name == "pipeline x tensor" else train(strategy, model, optimizer, stop=1)
             if losses:
-                strategy.checkpoint(folder / "run", step=2)
+                strategy.checkpoint(folder / "run", step=1)
             else:
-                assert strategy.resume(tmp_path / "sequence x data, stage 3" / "run") == 2
-            losses += train(strategy, model, optimizer, first=2)
+                assert strategy.resume(tmp_path / "sequence x data, stage 3" / "run") == 1
+            losses += train(strategy, model, optimizer, first=1)
             before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
             strategy.save(model, folder / "adapters", plan="peft")
             strategy.save(model, folder / "merged", plan="merged")
@@ -215,7 +215,7 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
                 strategy.save(plain, tmp_path / "out", plan=plan)
         with pytest.raises(ValueError, match="plan is 'pickle'; it can be one of huggingface, torch, peft, merged"):
             strategy.save(plain, tmp_path / "out", plan="pickle")
-        config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 2})
+        config = transformers.LlamaConfig(**TEXT)
         write_base(tmp_path / "less", num_hidden_layers=1)
         if dist.get_rank() == 0:
             config.save_pretrained(tmp_path / "less")
@@ -270,7 +270,7 @@ def test_weights_are_drawn_alike_under_every_topology(tmp_path):
         llama["model.layers.0.self_attn.q_proj.weight"], llama["model.layers.1.self_attn.q_proj.weight"]
     )
     assert torch.equal(llama["model.norm.weight"], torch.ones(32))
-    assert torch.equal(llama["model.layers.3.self_attn.q_proj.bias"], torch.zeros(32))
+    assert torch.equal(llama["model.layers.1.self_attn.q_proj.bias"], torch.zeros(32))
     name = "transformer.h.0.mlp.c_proj.weight"  # which newer releases draw smaller, from the module around it
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**TEXT, **families["GPT2"]})).state_dict()
     assert gpt2[name].std().item() == pytest.approx(theirs[name].std().item(), rel=0.1)

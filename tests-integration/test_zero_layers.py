@@ -65,7 +65,7 @@ def test_a_gpt_cut_by_tensor_and_zero_trains_as_on_one_device(stage, mode):
         assert_equal_to_one_device(model, one_device(tied), rtol=1e-4, atol=1e-5, reason=reason)
 
 
-TYPICAL = [(1, True), (3, False), (3, True)]
+TYPICAL = [(1, True), (3, False)]
 ALL = list(product((0, 1, 2, 3), (False, True)))
 
 
@@ -78,7 +78,7 @@ def test_a_gpt_that_is_initialized_unit_by_unit_is_that_of_the_whole(cases):
 
 
 def assert_filled_as_the_whole(stage, tied):
-    """Of one ZeRO stage, with the logits' table tied to the embedding's or of its own, after three steps."""
+    """Of one ZeRO stage, with the logits' table tied to the embedding's or of its own, after two steps."""
     with ProcessGroups(Topology.from_config({"data": 2, "tensor": {"size": 2, "mode": "1d"}}, 4)) as groups:
         options = {"stage": stage, "group": groups["data"], "bucket": 20_000}
         model = GPT(layer_set("auto", groups), 29, 32, 4, 3, 12, tied=tied)
@@ -90,7 +90,7 @@ def assert_filled_as_the_whole(stage, tied):
         initialize(reference, seed=0)
         its = torch.optim.AdamW(reference.parameters(), fused=True)
         shard(reference, its, **options)
-        for step in range(3):
+        for step in range(2):
             rows = data(step).chunk(2)[dist.get_rank(groups["data"])]
             for one, stepped in ((model, optimizer), (reference, its)):
                 stepped.zero_grad()

@@ -87,7 +87,7 @@ def one_device(key_heads, *, tied, clip):
     return trained_alone(model, lambda rows: loss_of(model, rows), clip)
 
 
-def trained_alone(model, loss, clip, steps=3):
+def trained_alone(model, loss, clip, steps=2):
     """The model after some steps of one device."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     optimizer = MatricesAndRest(model)
@@ -101,7 +101,7 @@ def trained_alone(model, loss, clip, steps=3):
     return model
 
 
-STAGES = {"1d": (0, 1, 2, 3), "by sequence": (2,), "copied keys and values": (0,), "2d and data": (3,), "3d": (0,)}
+STAGES = {"1d": (0, 1, 2, 3), "by sequence": (2,), "copied keys and values": (0,), "2d and data": (3,)}
 """Those that always run; a storm has every stage in every mode."""
 
 
@@ -127,7 +127,7 @@ def test_matrices_step_as_on_one_device_in_every_tensor_mode(parallel, key_heads
             shard(model, optimizer, atomic=is_matrix, **given)
             partial = PartialGradients(optimizer, groups)
             rank, ranks = groups.rank("data"), groups.size("data")
-            for step in range(3):
+            for step in range(2):  # the second has momentum
                 optimizer.zero_grad()
                 loss_of(model, data(step).chunk(ranks)[rank]).backward()
                 partial.handle_gradient()
@@ -153,7 +153,7 @@ def stack_alone(*, tied=False):
     return reference
 
 
-def three_steps(strategy, model):
+def two_steps(strategy, model):
     """The model as the strategy gives it, after the same steps, with the rows shared out over two data ranks."""
     model, optimizer = strategy.initialize(model, MatricesAndRest(model))
     rank = strategy.groups.rank("data")
@@ -161,7 +161,7 @@ def three_steps(strategy, model):
     def criterion(logits, target):
         return strategy.layers.cross_entropy(logits, target, classes=29)
 
-    for step in range(3):
+    for step in range(2):
         rows = data(step).chunk(2)[rank]
         strategy.execute_pipeline(iter([(rows[:, :-1], rows[:, 1:])]), model, criterion, optimizer)
         optimizer.step()
@@ -178,7 +178,7 @@ def test_data_pipeline_and_tensor_ranks_of_a_strategy_step_matrices_as_one_devic
     parallel = {"data": 2, "pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
     zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
     with Strategy(parallel=parallel, zero=zero, clip_norm=0.5, pipeline={"microbatches": 4}) as strategy:
-        model = three_steps(strategy, stack(strategy.layers))
+        model = two_steps(strategy, stack(strategy.layers))
         assert_equal_to_one_device(model, reference, rtol=0, atol=1e-10, reason=REASON)
 
 
@@ -286,7 +286,7 @@ def test_a_table_that_two_stages_share_is_stepped_alike_on_both_or_refused(stage
     zero = {"stage": stage, "atomic": is_matrix, "bucket": 40_000}
     options = {"zero": zero, "clip_norm": 0.5, "pipeline": {"microbatches": 4}}
     with Strategy(parallel={"data": 2, "pipeline": 2}, **options) as strategy:
-        model = three_steps(strategy, stack(strategy.layers, tied=True))
+        model = two_steps(strategy, stack(strategy.layers, tied=True))
         assert_equal_to_one_device(model, reference, atol=1e-10, reason=REASON)
     with Strategy(parallel={"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, **options) as strategy:
         model = stack(strategy.layers, tied=True)

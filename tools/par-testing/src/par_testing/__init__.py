@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._faults import Fault, InjectedFault, fail_at
     from ._for_each import for_each
+    from ._once import once
     from .counting.counting import Collective, Counted, count_collectives
     from .counting.memory import live_bytes, live_storages, peak_bytes, saved_bytes
     from .counting.modules import modules_called
@@ -43,6 +44,7 @@ __all__ = [
     "live_storages",
     "modules_called",
     "on_strict_ranks",
+    "once",
     "peak_bytes",
     "received_per_rank",
     "saved_bytes",
@@ -55,6 +57,7 @@ _LATE = {
     "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each",),
+    "_once": ("once",),
     "counting.memory": ("live_bytes", "live_storages", "peak_bytes", "saved_bytes"),
     "counting.modules": ("modules_called",),
     "counting.parity": ("assert_equal_to_one_device",),
