@@ -14,6 +14,7 @@ from ._cost import Cost, LinearShape, ModelShape, NormShape, TableShape, Transfo
 from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
 from .context.balance import assign
+from .context.cost import AttentionMemory, AttentionShape, memory, work
 from .context.mask import Mask
 from .context.tokens import Tokens
 from .layers.parameter import constant, normal, uniform
@@ -41,6 +42,8 @@ from .modes.rules import Cut, Product, Rules
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionMemory",
+    "AttentionShape",
     "Column",
     "Comparison",
     "Cost",
@@ -79,6 +82,7 @@ __all__ = [
     "gather_from",
     "initialize",
     "layer_set",
+    "memory",
     "normal",
     "parallel_of",
     "parallelize",
@@ -89,4 +93,5 @@ __all__ = [
     "register_style",
     "scatter_to",
     "uniform",
+    "work",
 ]

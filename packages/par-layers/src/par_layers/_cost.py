@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from .context.cost import AttentionShape, received
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -116,24 +118,39 @@ class ModelShape:
     norms: int = 2
 
 
-Shape = LinearShape | NormShape | TableShape | TransformerShape | ModelShape
+Shape = LinearShape | NormShape | TableShape | TransformerShape | ModelShape | AttentionShape
 
 
-def cost(mode: str | None, sizes: Mapping[str, int], shape: Shape, *, sequence_parallel: bool = False) -> Cost:
+def cost(
+    mode: str | None,
+    sizes: Mapping[str, int],
+    shape: Shape,
+    *,
+    sequence_parallel: bool = False,
+    keep: bool = False,
+    recompute: bool = False,
+    outer: Literal["ring", "gather"] = "ring",
+) -> Cost:
     """What a layer costs in a mode.
 
     Args:
-        mode: "1d", "2d", "2.5d", "3d"; None is one device and costs nothing.
+        mode: "1d", "2d", "2.5d", "3d"; for an `AttentionShape` "gather", "ring", "ulysses", "2d"; None is one device
+            and costs nothing.
         sizes: Number of ranks on the mode's axes, such as `{"row": 4, "col": 4}` or a topology's `axes`; 1d takes
-            "tensor".
+            "tensor", attention takes "sequence", and in 2d "ring" and "ulysses".
         shape: The kind and the sizes of the layer.
         sequence_parallel: Whether activations are cut along the sequence, in 1d.
+        keep: Whether attention in mode "gather" keeps what it fetched in forward for backward.
+        recompute: Whether attention's forward is computed once more in backward.
+        outer: How keys travel between the groups that exchange tokens for heads, for attention in mode "2d".
 
     Raises:
         ValueError: The mode has no formulas, or a size is missing.
     """
     if mode is None:
         return Cost()
+    if isinstance(shape, AttentionShape):
+        return Cost(received(mode, sizes, shape, keep=keep, recompute=recompute, outer=outer))
     if isinstance(shape, TransformerShape):
         return _transformer(mode, sizes, shape, sequence_parallel=sequence_parallel)
     if mode not in _MODES:

@@ -60,6 +60,8 @@ def test_masks_are_keys():
     assert copies == masks
     assert Mask.from_intervals(torch.tensor([0, 0]), torch.tensor([1, 2])) == masks[-1]
     assert Mask(window=np.int64(4)) == Mask(window=4)
+    assert repr(Mask(causal=True, window=3)) == "Mask(causal=True, window=3)"
+    assert repr(masks[-1]) == repr(copies[-1]) != repr(Mask.from_intervals([0, 0], [2, 2]))
 
 
 @pytest.mark.parametrize(

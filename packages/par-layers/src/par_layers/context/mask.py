@@ -1,6 +1,7 @@
 """What each token sees: one interval of the row, whatever the mask."""
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from .tokens import Ints, Tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Mask:
     """Which tokens of its document a token sees. Without arguments, all of them.
 
@@ -31,7 +32,7 @@ class Mask:
     window: int | None = None
     prefix: int = 0
     chunk: int | None = None
-    _given: tuple[bytes, bytes] | None = field(default=None, init=False, repr=False)
+    _given: tuple[bytes, bytes] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("prefix", 0), ("chunk", 1)):
@@ -56,6 +57,14 @@ class Mask:
                     f"prefix={self.prefix} with {name}={getattr(self, name)} is no mask of intervals: a token would "
                     f"see the prefix and its {name}, with a gap between; leave out one of them"
                 )
+
+    def __repr__(self) -> str:
+        if self._given is not None:  # what differs reads differently, so that ranks can compare texts
+            digest = hashlib.sha256(self._given[0] + self._given[1]).hexdigest()[:16]
+            return f"Mask.from_intervals({len(self._given[0]) // 8} tokens, {digest})"
+        named = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.init)
+        plain = {"causal=False", "window=None", "prefix=0", "chunk=None"}
+        return f"Mask({', '.join(text for text in named if text not in plain)})"
 
     @classmethod
     def from_intervals(cls, first: Any, last: Any) -> "Mask":
