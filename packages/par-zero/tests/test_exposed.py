@@ -112,7 +112,7 @@ OTHERWISE = {
 
 @for_each(how=OTHERWISE)
 @pytest.mark.ranks(2, backend="strict", strict=VIRTUAL)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.storm), 3])
 def test_what_runs_otherwise_than_it_is_registered_holds_nothing_back(stage, how):
     """Neither reductions nor gatherings: only those wait that wait in a model whose blocks run in turn.
 

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import resource
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,20 @@ UNITS = {
 }
 
 
-@for_each(stage=STAGES, units=UNITS)
+FILLED = [*((stage, "auto") for stage in STAGES), *((3, units) for units in UNITS if units != "auto")]
+"""ZeRO stage and units: packed alike at every stage. A storm has all of both."""
+
+
+@pytest.mark.parametrize(
+    "cases", [FILLED, pytest.param(list(product(STAGES, UNITS)), marks=pytest.mark.storm)], ids=["typical", "all"]
+)
 @pytest.mark.ranks(3, timeout=120)
-def test_units_that_are_filled_are_those_of_the_whole_model(stage, units):
+def test_units_that_are_filled_are_those_of_the_whole_model(cases):
+    for stage, units in cases:
+        assert_filled_as_the_whole(stage, units)
+
+
+def assert_filled_as_the_whole(stage, units):
     model, reference = on_meta(), filled()
     before = dict(model.named_parameters(remove_duplicate=False))
     optimizer, its = sgd(trained(model)), sgd(trained(reference))
@@ -299,7 +311,7 @@ def private_bytes():
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_model_that_a_rank_has_no_room_for_is_sharded_and_runs():
     """The operating system gives four fifths of what the model takes. A rank keeps half, and gathers two units."""
-    width, blocks = 1536, 24
+    width, blocks = 1152, 24
     whole_size = 4 * blocks * (width * width + width)
 
     def make():

@@ -82,7 +82,7 @@ def test_under_no_sync_the_stages_are_bit_equal():
 
 
 @for_each(reduce=("mean", "sum"))
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(3)
 def test_several_backwards_add_up(reduce):
     results = []
     for stage in STAGES:
@@ -230,7 +230,7 @@ def test_a_branch_may_run_on_one_rank_only(stage):
     assert_near(whole(module), copies(reference))
 
 
-@for_each_stage
+@for_each(stage=(0, 2, 3))  # gradients are reduced at stage 1 as at stage 2
 @pytest.mark.ranks(4)
 def test_what_only_the_first_of_many_microbatches_uses_is_trained(stage):
     """A count of its users that doubles with each sum over ranks would overflow to none."""

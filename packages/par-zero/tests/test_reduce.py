@@ -183,7 +183,7 @@ ORDERS = {
 }
 
 
-@for_each(stage=(0, 2, 3), how=ORDERS)  # gradients are reduced at stage 1 as at stage 2
+@for_each(stage=(0, 3), how=ORDERS)  # gradients are reduced at stages 1 and 2 as at stage 3
 @pytest.mark.ranks(2)
 def test_no_chunk_holds_back_the_others_once_the_order_is_learned(stage, how):
     """When the first block's backward begins, all reductions of the blocks above have begun."""

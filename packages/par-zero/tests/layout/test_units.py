@@ -82,7 +82,7 @@ def test_items_train_in_any_order_and_not_all_in_every_step(make):
     train(reference, make(reference.parameters()), ranks=(0, 1))
     for held in (None, "item") if make is adamw else ("container",):
         weights = []
-        for stage in STAGES:
+        for stage in STAGES if held is None and make is adamw else (0, 2, 3):  # stage 1 reduces as stage 2
             module, optimizer = sharded(stage, make)
             train(module, optimizer, held=held)
             weights.append(whole(module))
