@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from regions import draw_region
 from rooms import draw_rooms
+from sequences import draw_sequences
 from ways import draw_ways
 
 from par_groups import Topology
@@ -51,6 +52,7 @@ def main() -> None:
     draw_region(IMAGES / "region.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
+    draw_sequences(IMAGES)
     draw_rooms(IMAGES)
     draw_ways(IMAGES)
 

@@ -145,13 +145,13 @@ def test_what_cannot_be_cut(arguments, words):
         ({"multiple": 0}, "multiple must be 1 at least; it is 0"),
         ({"inner": 3}, "4 ranks do not divide into groups of inner=3"),
         ({"chunks": 2}, "chunks=2 is the number of chunks of a rank for the cut 'balanced' alone"),
-        ({"documents": []}, "documents are empty; leave them out for rows of one document"),
+        ({"documents": []}, r"documents=\[\] is empty; leave it out for rows of one document"),
         ({"documents": [[]]}, r"documents must have 1 token at least each; their lengths are \[\]"),
         ({"documents": [16, 0]}, r"documents must have 1 token at least each; their lengths are \[16, 0\]"),
         ({"documents": [[16], [17, -1]]}, "documents must have 1 token at least each"),
         ({"documents": [[16], [8, 4]]}, r"documents \[8, 4\] have 12 tokens together, but the row has 16"),
         ({"documents": [8.5, 7.5]}, "documents must have whole numbers of tokens; there is 8.5"),
-        ({"masks": ()}, "masks are empty"),
+        ({"masks": ()}, r"masks=\(\) is empty; give the masks of the layers"),
     ],
 )
 def test_what_cannot_be_cut_so(arguments, words):

@@ -83,7 +83,7 @@ def test_the_cut_of_layers_without_tokens():
     ("arguments", "words"),
     [
         ((0, 4, ((0,),), (((0, 4),),)), "a row must have 1 token at least; its length is 0"),
-        ((4, 4, (), (((0, 4),),)), "documents are"),
+        ((4, 4, (), (((0, 4),),)), r"documents=\(\) has no row"),
         ((4, 4, ((4, 0),), (((0, 4),),)), r"documents must have 1 token at least each; their lengths are \[4, 0\]"),
         ((4, 4, ((5, -1),), (((0, 4),),)), "documents must have 1 token at least each"),
         ((4, 4, ((3,),), (((0, 4),),)), r"documents \[3\] have 3 tokens together, but the row has 4"),

@@ -95,7 +95,7 @@ def cut_tokens(
     if chunks is not None and (how != "balanced" or chunks < 1):
         raise ValueError(f"chunks={chunks} is the number of chunks of a rank for the cut 'balanced' alone, 1 at least")
     if not masks:
-        raise ValueError("masks are empty; give those of the layers, by which work is balanced")
+        raise ValueError("masks=() is empty; give the masks of the layers, by which work is balanced")
     rows = as_documents(documents, length)
     return _cut(length, ranks, how, rows, tuple(masks), multiple, pad, inner, block, chunks)
 

@@ -46,7 +46,7 @@ class Tokens:
         for row in self.documents:
             check_documents(row, self.length)
         if not self.documents:
-            raise ValueError("documents are (); give the lengths of one row's at least")
+            raise ValueError("documents=() has no row; give the lengths of one row's documents at least")
         held = sorted(run for runs in self.runs for run in runs)
         covered = held and held[0][0] == 0 and held[-1][1] == self.padded >= self.length
         if not covered or any(a[1] != b[0] for a, b in pairwise(held)) or any(start >= stop for start, stop in held):
@@ -162,7 +162,7 @@ def as_documents(documents: Documents | None, length: int) -> tuple[tuple[int, .
     if documents is None:
         return ((length,),)
     if not len(documents):
-        raise ValueError("documents are empty; leave them out for rows of one document")
+        raise ValueError("documents=[] is empty; leave it out for rows of one document")
     of_rows: Any = documents if isinstance(documents[0], Sequence | np.ndarray) else [documents]
     rows = tuple(tuple(_number(each) for each in row) for row in of_rows)
     for row in rows:
