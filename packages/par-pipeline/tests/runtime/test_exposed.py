@@ -61,7 +61,8 @@ def check(name, share):
     assert takes == pytest.approx(expected, rel=0.01)
 
 
-TYPICAL = [("gpipe", 0.25), ("interleaved", 0.25), ("zb_v", 0.25), *product(("1f1b", "zb_h1"), LAYERS)]
+TYPICAL = [("gpipe", 0.25), ("interleaved", 0.25), ("zb_v", 0.25), ("1f1b", 0.5), ("zb_h1", 0.5)]
+"""1f1b and zb_h1 at 0.25 are in the test of hooks, which hold nothing up."""
 
 
 @for_each(case=TYPICAL)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import warnings
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -118,9 +119,23 @@ KINDS_OF_STEPS = [
 ]
 
 
-@for_each(name=TYPICAL, budget=[(1, False), (10_000, True), (1 << 28, False)])
+BUDGETS = [(1, False), (10_000, True), (1 << 28, False)]  # bytes, and whether tensors come apart
+
+
+@for_each(case=[*product(["1f1b"], BUDGETS), ("interleaved", BUDGETS[1]), ("zb_v", BUDGETS[2])])
 @pytest.mark.ranks(2)
-def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(name, budget):
+def test_receives_are_posted_for_a_step_like_the_last_one_and_serve_any_other(case):
+    check_receives_are_posted(*case)
+
+
+@for_each(case=product(TYPICAL, BUDGETS))
+@pytest.mark.storm
+@pytest.mark.ranks(2)
+def test_receives_are_posted_with_any_budget_in_any_schedule(case):
+    check_receives_are_posted(*case)
+
+
+def check_receives_are_posted(name, budget):
     """Training and evaluation in any order, of any number of rows: results, and both ranks know of every buffer."""
     ahead, apart = budget
     send_tensors_apart(apart)

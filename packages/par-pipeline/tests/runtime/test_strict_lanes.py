@@ -11,6 +11,7 @@ from par_testing import Strict, count_collectives, for_each
 
 from ..runtime_helpers import (
     SCHEDULES,
+    TYPICAL,
     assert_gradients,
     block,
     check_steps,
@@ -36,14 +37,21 @@ def check(name, rows=(17, 17, 31), microbatches=5):
 
 
 @for_each(name=SCHEDULES)
-@pytest.mark.ranks([2, 4], backend="strict", timeout=120)
-def test_every_schedule_is_right_on_strict_communicators(name):
+@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=2), timeout=120)
+def test_every_schedule_is_right_on_strict_communicators_of_which_two_at_a_time_are_enough(name):
+    check(name)
+
+
+@for_each(name=TYPICAL)
+@pytest.mark.ranks(4, backend="strict", timeout=120)
+def test_ranks_between_the_first_and_the_last_one_are_right_on_strict_communicators(name):
     check(name)
 
 
 @for_each(name=SCHEDULES)
-@pytest.mark.ranks(2, backend="strict", strict=Strict(slots=2), timeout=120)
-def test_two_communicators_at_a_time_are_enough(name):
+@pytest.mark.storm
+@pytest.mark.ranks([2, 4], backend="strict", timeout=120)
+def test_every_schedule_is_right_however_many_communicators_go_on_at_a_time(name):
     check(name)
 
 
