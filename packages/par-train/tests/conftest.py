@@ -33,6 +33,7 @@ FAULTS = """
 import os, sys, time
 from par_train.jobs import order as _order
 import par_train.jobs.text
+import par_train.run.metrics
 import par_train.run.stop
 from par_checkpoint.storage import local as _local
 
@@ -80,6 +81,10 @@ _order.DataOrder.batch = slow_or_failing
 for name in ("par_train.jobs.text", "par_train.jobs.checks"):  # a forked command has imported who calls it
     if name in sys.modules:
         sys.modules[name].read_text = other_text
+if "TEST_PICTURES" not in os.environ:  # which take as long as all steps
+    for name in ("par_train.run.metrics", "par_train.jobs.job_run", "par_train.run.run"):
+        if name in sys.modules:
+            sys.modules[name].draw_loss = lambda *_, **__: None
 """
 
 

@@ -41,7 +41,7 @@ def assert_no_ranks(ranks_of, launcher, within=0.0):
 @pytest.fixture(scope="module")
 def reference(command):
     """A run that nobody interrupted."""
-    done = command.finish(command.train("reference"))
+    done = command.finish(command.train("reference", TEST_PICTURES="1"))
     assert done.returncode == 0, done.stderr
     return command.folder / "reference", done
 
@@ -62,6 +62,7 @@ def test_files_and_words(reference):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.storm  # test_output has its streams, run/test_run what ignores hang-ups
 def test_a_run_without_standard_streams_that_ignores_hang_ups_trains_all_the_same(new_command, ranks_of):
     """As with `nohup` and `<&- >&- 2>&-`, where files would get the numbers of the streams."""
     again = "os.execv(sys.executable, [sys.executable, '-m', 'par_train', *sys.argv[1:]])"
@@ -185,7 +186,7 @@ def test_a_closed_terminal_saves(new_command, ranks_of):
     mine, terminal = pty.openpty()
     move = f"import os, signal; os.login_tty(os.open({os.ttyname(terminal)!r}, os.O_RDWR)); "
     move += "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # whoever starts the tests may ignore it, as nohup does
-    process = new_command.train_after(move, "hung-up", TEST_HOLD="3")
+    process = new_command.train_after(move, "hung-up", TEST_HOLD="3", TEST_PICTURES="1")
     new_command.wait_for_steps("hung-up", 3)
     os.close(terminal)
     os.close(mine)

@@ -155,13 +155,12 @@ def steps(parallel, family="Llama", precision="fp32", **options):
 
 @pytest.mark.ranks(2, timeout=120)
 def test_a_step_receives_and_keeps_what_was_predicted():
-    for parallel in ({"tensor": IN_1D}, {"tensor": IN_SEQUENCE}):
-        for family, options in CUT:
-            events, peak, made = steps(parallel, family, **options)
-            moves = [move for move in made.moves if move.axis == "tensor"]
-            assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), family
-            saved = made.memory.activations + 4 * ROWS * CONTEXT * 51  # logits, of which a rank has 51 for each token
-            assert saved == pytest.approx(peak, rel=CLOSE), (parallel, family)
+    for tensor, (family, options) in zip((IN_1D, IN_SEQUENCE, IN_SEQUENCE), CUT, strict=True):
+        events, peak, made = steps({"tensor": tensor}, family, **options)
+        moves = [move for move in made.moves if move.axis == "tensor"]
+        assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), family
+        saved = made.memory.activations + 4 * ROWS * CONTEXT * 51  # logits, of which a rank has 51 for each token
+        assert saved == pytest.approx(peak, rel=CLOSE), (tensor, family)
 
 
 @pytest.mark.ranks(1)

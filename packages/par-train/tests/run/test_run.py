@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from par_checkpoint import inspect
 from par_train import Run, Strategy
+from par_train.run import run as run_module
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder
 from par_train.run.stop import SIGNALS
@@ -48,8 +49,14 @@ class Loop:
         loader = DataLoader(TensorDataset(inputs, inputs[:, :2] ** 2), batch_size=8, shuffle=True)  # epochs of 3 steps
         self.model, self.optimizer, self.loader = self.strategy.initialize(model, optimizer, loader)
 
-    def train(self, folder, until, after_step=lambda run: None, **keywords):
-        """Trains in a run, and gives it when it has ended."""
+    def train(self, folder, until, after_step=lambda run: None, *, draws=False, **keywords):
+        """Trains in a run, and gives it when it has ended; without the picture, which takes longer than the steps."""
+        with pytest.MonkeyPatch.context() as patch:
+            if not draws:
+                patch.setattr(run_module, "draw_loss", lambda *_: None)
+            return self._train(folder, until, after_step, **keywords)
+
+    def _train(self, folder, until, after_step, **keywords):
         with Run(folder, self.strategy, progress=False, **{"log_every": 1, **keywords}) as run:
             for batch in run.steps(self.loader, until):
                 loss = self.strategy.execute_pipeline(
@@ -84,12 +91,19 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_as_if_nothing_had
         assert [signal.getsignal(each) for each in SIGNALS] == before
         dist.barrier()
         assert steps_of(folder) == [4]
-    again = Loop(zero=1).train(folder, 9, resume="auto")  # which knows of no signal
+    again = Loop(zero=1).train(folder, 9, resume="auto", draws=True)  # which knows of no signal
     assert (again.step, again.ended_by, again.exit_code) == (9, 0, 0)
     dist.barrier()
     assert losses_of(folder) == losses_of(tmp_path / "whole")
     assert [line["samples"] for line in lines_of(folder)] == [8 * step for step in range(1, 10)]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ranks(1)
+def test_who_ignores_hang_ups_as_under_nohup_trains_on(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = Loop().train(tmp_path, 3, lambda _: os.kill(os.getpid(), signal.SIGHUP))
+    assert (run.step, run.ended_by) == (3, 0)
 
 
 @pytest.mark.ranks(2)
