@@ -42,3 +42,17 @@ def test_every_functional_collective_that_is_used_is_there():
     assert done(ops.all_gather_into_tensor_out.default(x, 2, name, out=torch.empty(4))) == [0, 0, 1, 1]
     assert done(ops.reduce_scatter_tensor.default(x, "sum", 2, name)) == [1]
     assert done(ops.all_to_all_single.default(x, [1, 1], [1, 1], name)) == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_a_group_is_found_by_its_name():
+    assert _torch_private.group_of_name(dist.group.WORLD.group_name) is dist.group.WORLD
+
+
+def test_a_function_is_left_out_of_graphs():
+    @_torch_private.disable_dynamo
+    def inside(x):
+        assert not torch.compiler.is_compiling()
+        return x + 1
+
+    assert torch.compile(lambda x: inside(x) * 2, backend="eager")(torch.ones(1)).item() == 4

@@ -14,6 +14,7 @@ from ._cost import Cost, LinearShape, ModelShape, NormShape, TableShape, Transfo
 from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
 from .context.balance import assign
+from .context.context import Context, context_attention
 from .context.cost import AttentionMemory, AttentionShape, memory, work
 from .context.mask import Mask
 from .context.tokens import Tokens
@@ -46,6 +47,7 @@ __all__ = [
     "AttentionShape",
     "Column",
     "Comparison",
+    "Context",
     "Cost",
     "Cut",
     "Experts",
@@ -74,6 +76,7 @@ __all__ = [
     "assign",
     "compare",
     "constant",
+    "context_attention",
     "copy_to",
     "cost",
     "costs",

@@ -8,6 +8,7 @@ some of them by identity. The layers also override two methods of nn.Module that
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives that return a tensor, which `wait_tensor` completes; with the name of a group. In torch 2.11 to 2.13.
@@ -29,4 +30,38 @@ assert_async = torch._assert_async
 """Raises where a tensor of one element is zero: at once on the CPU, else as a device-side assertion, without a wait.
 
 In torch 2.11 to 2.13. A graph of torch.compile keeps it.
+"""
+
+flash_attention_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Attention on the CPU that also gives the log-sum-exp of each query. In torch 2.11 to 2.13.
+
+Without keys it ends the process by SIGFPE, and takes query heads that do not divide by the key heads without a word. A
+query whose mask hides everything gets zeros, and the log-sum-exp 0.
+"""
+
+flash_attention_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""Its backward, which takes the output and the log-sum-exp. In torch 2.11 to 2.13."""
+
+flash_attention: Any = torch.ops.aten._flash_attention_forward.default
+"""FlashAttention on CUDA, for bfloat16 and float16. In torch 2.11 to 2.13."""
+
+flash_attention_backward: Any = torch.ops.aten._flash_attention_backward.default
+"""Its backward, which takes the output and the log-sum-exp. In torch 2.11 to 2.13."""
+
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+"""Memory-efficient attention on CUDA, with an additive mask, also for float32. In torch 2.11 to 2.13."""
+
+efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+"""Its backward, which takes the output and the log-sum-exp. In torch 2.11 to 2.13."""
+
+group_of_name: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+"""The live process group of a name, as functional collectives find it. In torch 2.11 to 2.13.
+
+A graph of autograd keeps the name alone: a graph that holds a group, and is alive when the process ends, aborts it.
+"""
+
+disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
+"""Leaves a function out of graphs of torch.compile, without importing the compiler before it is called.
+
+In torch 2.11 to 2.13; the public `torch.compiler.disable` imports the compiler at once, which takes a second.
 """

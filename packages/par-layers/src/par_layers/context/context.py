@@ -1,0 +1,534 @@
+"""A sequence that is cut over ranks: an object that cuts batches, and computes attention over the whole of it."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from par_groups import Axes, ProcessGroups, agree, check_alike
+
+from .._torch_private import disable_dynamo, is_any_autocast_enabled
+from .balance import CAUSAL, CUTS, cut_tokens
+from .exchange import all_sum, all_tokens
+from .gather import GatherOptions, GatherPlan, attend, plan_gather
+from .kernels import check_kernel, choose
+from .mask import Mask
+from .ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
+from .steps import Attention
+from .tokens import Documents, Tokens
+from .ulysses import HeadShares, to_heads, to_tokens
+
+PLANS = 32
+"""How many plans a context keeps."""
+
+MODES = ("gather", "ring", "ulysses", "2d")
+
+PARTS = 2
+"""Parts that heads travel in, where the topology does not say."""
+
+Batch = TypeVar("Batch", bound=Mapping[str, Any] | Sequence[Any])
+
+
+class Context:
+    """A sequence cut over the ranks of one axis, and attention over it that equals one device's.
+
+    It holds the way of communicating and the cut, but no batch: what it needs to know of one is in `Tokens`, which are
+    handed around with it.
+
+    Args:
+        groups: The live groups; None for one device.
+        axis: The axis of the topology whose ranks hold parts of the sequence.
+        mode: How attention reaches other ranks' keys. "gather": one exchange brings what is seen. "ring": keys go from
+            rank to rank. "ulysses": ranks exchange tokens for heads. "2d": the latter among neighbours, one of the
+            others (as the topology says) between groups of them. Default: the mode of the topology.
+        cut: How tokens are dealt to ranks: "contiguous", "zigzag", "balanced", or "auto" for the one that attention is
+            fastest with. Default: what the topology says.
+        kernel: "auto", or "math" for attention by plain products.
+        block: Most queries of a piece of attention that needs a mask, and least number of tokens in a chunk.
+
+    Raises:
+        ValueError: The mode or cut is unknown, or the topology has no such axis, or not the axes of the mode.
+
+    Example:
+        context = Context(groups)
+        batch, tokens = context.cut({"ids": ids, "targets": ids}, shift=("targets",))
+        out = context.attention(q, k, v, tokens, mask=Mask(causal=True, window=1024))
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups | None,
+        *,
+        axis: str = "sequence",
+        mode: str | None = None,
+        cut: str | None = None,
+        kernel: str = "auto",
+        block: int = 512,
+    ) -> None:
+        check_kernel(kernel)
+        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+            raise ValueError(f"block is {block!r}; it must be a number of tokens, 1 at least")
+        named, options = ("gather", {}) if groups is None else groups.topology.modes.get(axis, ("gather", {}))
+        self.mode = named if mode is None else mode
+        options = options if self.mode == named else {}
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(map(repr, MODES))}")
+        self.how = options.get("cut", "auto") if cut is None else cut
+        if self.how not in CUTS:
+            raise ValueError(f"cut is {self.how!r}; it must be one of {', '.join(map(repr, CUTS))}")
+        self.axis, self.kernel, self.block = axis, kernel, block
+        self.device = torch.device("cpu") if groups is None else groups.device
+        self.ranks = 1 if groups is None else groups.size(axis)
+        self.rank = 0 if groups is None else groups.rank(axis)
+        self._groups = groups
+        self._outer, self._inner, self._between = _axes_of(groups, axis, self.mode, options)
+        if self.mode == "ulysses" and self.how not in {"auto", "contiguous"}:
+            raise ValueError(
+                f"cut is {self.how!r}, but with mode 'ulysses' ranks have equal work when tokens are contiguous; leave "
+                "cut out"
+            )
+        self._inner_ranks = 1 if groups is None or self._inner is None else groups.size(self._inner)
+        outer = self._name(self._outer)
+        self._gather = GatherOptions(outer, options.get("parts") or PARTS, options.get("keep", False))
+        self._ring = RingOptions(outer, outer)
+        if groups is not None and self._between == "ring" and groups.size(self._outer) > 1:
+            keys, gradients = channels_of(groups, self._outer)
+            self._ring = RingOptions(keys.group_name, gradients.group_name)
+        self._plan = lru_cache(PLANS)(self._make_plan)
+        self._outer_rank = 0 if groups is None else groups.rank(self._outer)
+        self._tensor = lru_cache(PLANS)(self._make_tensor)
+
+    # Cutting a batch
+
+    def tokens(
+        self,
+        length: int,
+        *,
+        documents: Documents | None = None,
+        masks: Sequence[Mask] = CAUSAL,
+        multiple: int = 1,
+        pad: bool = False,
+    ) -> Tokens:
+        """How rows of a sequence are cut. Pure, the same on all ranks, cached; no communication.
+
+        Args:
+            length: Number of tokens of a row.
+            documents: Lengths of the documents of all rows, or of each row; default: one document.
+            masks: The masks of the model's layers, as often as they occur, which decide where balanced cuts are.
+            multiple: What a rank's chunks of tokens are a multiple of, for those who cut them further, as sequence
+                parallelism of the mode 1d does.
+            pad: Whether rows are filled up with tokens of no document where their length does not divide.
+
+        Raises:
+            ValueError: The length does not divide by ranks and chunks and `pad` is not set, or documents do not fill a
+                row.
+        """
+        return cut_tokens(
+            length,
+            self.ranks,
+            self.how,
+            documents=documents,
+            masks=masks,
+            multiple=multiple,
+            pad=pad,
+            inner=self._inner_ranks,
+            block=self.block,
+        )
+
+    def static(self, local: int) -> Tokens:
+        """The cut of rows of one document, of which each rank has `local` tokens: what layers take without `tokens`.
+
+        Args:
+            local: Number of tokens of each rank.
+        """
+        return self.tokens(local * self.ranks)
+
+    def cut(
+        self,
+        batch: Batch,
+        *,
+        documents: Documents | None = None,
+        masks: Sequence[Mask] = CAUSAL,
+        dims: Mapping[Any, int | None] | None = None,
+        shift: Sequence[Any] = (),
+        multiple: int = 1,
+        pad: bool = False,
+    ) -> tuple[Batch, Tokens]:
+        """This rank's tokens of a batch that all ranks of the sequence have alike. Collective over these ranks.
+
+        Args:
+            batch: A mapping or a tuple, whose tensors have the whole rows, [B, length, ...]; what is no tensor stays.
+            documents: Lengths of the documents of all rows, or of each row; default: one document.
+            masks: The masks of the model's layers, as often as they occur.
+            dims: Which dim has the tokens, by the name (in a tuple: the number) of a tensor; default 1. None leaves a
+                tensor whole.
+            shift: Names of tensors that become targets of the next token: each token has the value of the next one of
+                its document, -100 where there is none.
+            multiple: What a rank's chunks of tokens are a multiple of.
+            pad: Whether rows are filled up where their length does not divide. Fillings are 0; -100 in tensors that
+                are called "targets", "labels" or "shift_labels", and in those of a tuple behind the first.
+
+        Returns:
+            The batch, its tensors [B, s, ...], and its tokens, which attention and layers are given.
+
+        Raises:
+            ValueError: Tensors have different lengths, or what `tokens` raises, or ranks gave different lengths,
+                documents or masks. On every rank.
+        """
+        names = list(batch) if isinstance(batch, Mapping) else list(range(len(batch)))
+        problem: Exception | None = None
+        tokens: Tokens | None = None
+        along: dict[Any, int] = {}
+        said = ""
+        try:
+            along = _dims(batch, names, dims or {}, shift)
+            length, rows = _size(batch, along)
+            tokens = self.tokens(length, documents=documents, masks=masks, multiple=multiple, pad=pad)
+            if len(tokens.documents) not in {1, rows}:
+                raise ValueError(f"documents are of {len(tokens.documents)} rows, but the batch has {rows}")
+            said = f"{rows} rows, {tokens}, masks {tuple(masks)}"
+        except (ValueError, TypeError) as error:  # raised when all ranks know of it
+            problem = error
+        self._agree(problem, said)
+        if tokens is None:
+            raise RuntimeError("a batch was not cut, and nobody said why")
+        given: Any = batch
+        cut: dict[Any, Any] = {name: given[name] for name in names}
+        for name, dim in along.items():
+            whole = given[name]
+            if name in shift:
+                cut[name] = _shifted(whole, self._tensor("following", tokens, whole.device), dim)
+                continue
+            places = self._tensor("index", tokens, whole.device)
+            cut[name] = whole.index_select(dim, places.clamp_max(tokens.length - 1))
+            if tokens.padded > tokens.length:
+                is_target = name in _TARGETS or (not isinstance(batch, Mapping) and name != names[0])
+                empty = (places >= tokens.length).view(-1, *[1] * (whole.dim() - 1 - dim))
+                cut[name].masked_fill_(empty, -100 if is_target and not whole.is_floating_point() else 0)
+        if isinstance(batch, Mapping):
+            return cut, tokens  # type: ignore[return-value]
+        return type(batch)(cut[name] for name in names), tokens  # type: ignore[call-arg]
+
+    def positions(self, tokens: Tokens) -> Tensor:
+        """The place of each of this rank's tokens inside its document, int64 [B or 1, s], for rotary embeddings.
+
+        Args:
+            tokens: How the batch is cut.
+        """
+        return self._tensor("positions", tokens, self.device)
+
+    # What layers do
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens | None = None,
+        *,
+        mask: Mask = CAUSAL[0],
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of this rank's tokens to all that they see, wherever it is. Collective over the sequence's ranks.
+
+        Args:
+            q: Queries [B, s, H, D], with their positions applied.
+            k: Keys [B, s, Hk, D]; H is a multiple of Hk.
+            v: Values [B, s, Hk, D].
+            tokens: How the batch is cut; default: rows of one document, cut as `static` says.
+            mask: What a token sees of its document.
+            scale: What products of queries and keys are multiplied by; default: 1 / sqrt(D).
+            sinks: The logarithm of one more term in each head's sum of exponentials, [H].
+
+        Returns:
+            [B, s, H, D]; zero for tokens that see nothing, such as padding.
+
+        Raises:
+            ValueError: The tensors do not fit each other, the tokens or the mode; on every rank, before anything is
+                sent.
+        """
+        attention = self._apart if torch.compiler.is_compiling() else self._attention
+        return attention(q, k, v, tokens, mask=mask, scale=scale, sinks=sinks)
+
+    def gather(self, x: Tensor, tokens: Tokens, dim: int = 1) -> Tensor:
+        """The whole rows on every rank, in order and without padding. Collective over the sequence's ranks.
+
+        Its gradient is the sum of all ranks' gradients, so that the *mean* of gradients over the ranks is that of one
+        device, as with `sum`.
+
+        Args:
+            x: This rank's tokens.
+            tokens: How the batch is cut.
+            dim: The dim of the tokens.
+
+        Returns:
+            x with `tokens.length` tokens along `dim`.
+        """
+        dim %= x.dim()
+        self._check_cut(tokens)
+        if x.shape[dim] != tokens.local:
+            raise ValueError(f"tokens are {tokens.local} a rank, x has {x.shape[dim]} along dim {dim}")
+        home = self._tensor("home", tokens, x.device)
+        return x.index_select(dim, home) if self.ranks == 1 else all_tokens(x, home, dim, self._name(self.axis))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the sequence's ranks, on each of them. Collective over these ranks.
+
+        In backward the gradients are summed as well, which multiplies them by the number of ranks where all have the
+        same: so the *mean* of the parameters' gradients over data and sequence ranks is one device's, exactly once.
+
+        Args:
+            x: This rank's part of the sum.
+        """
+        return x if self.ranks == 1 else all_sum(x, self._name(self.axis))
+
+    # Inside
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens | None,
+        *,
+        mask: Mask,
+        scale: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if is_any_autocast_enabled():
+            q, k, v = _in_autocast(q, k, v)
+        _check_heads(q, k, v, sinks)
+        if scale is not None and not scale > 0:
+            raise ValueError(f"scale is {scale!r}; it must be a positive number")
+        tokens = self.static(q.shape[1]) if tokens is None else tokens
+        self._check(q, tokens, mask)
+        plan, kernels = self._plan(tokens, mask), choose(q, v, self.kernel, self.block)
+        how = Attention(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        if self._inner_ranks == 1:
+            return self._attend(q, k, v, sinks, plan, how)
+        shares = self._shares(q.shape[2], k.shape[2])
+        q, k, v = to_heads(q, k, v, shares)
+        mine = None if sinks is None else sinks[shares.rank * shares.mine :][: shares.mine]
+        return to_tokens(self._attend(q, k, v, mine, plan, how), shares)
+
+    @disable_dynamo
+    def _apart(self, *tensors: Any, **options: Any) -> Tensor:
+        """Attention between two graphs of torch.compile, which cannot hold its plans."""
+        return self._attention(*tensors, **options)
+
+    def _name(self, axes: Axes) -> str:
+        """The name of a group, which plans and graphs keep instead of the group."""
+        return "" if self._groups is None or self._groups.size(axes) == 1 else self._groups[axes].group_name
+
+    def _make_plan(self, tokens: Tokens, mask: Mask) -> GatherPlan | RingPlan:
+        merged = tokens if self._inner_ranks == 1 else tokens.merged(self._inner_ranks)
+        plan = plan_ring if self._between == "ring" else plan_gather
+        return plan(mask, merged, self._outer_rank, self.block)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: Attention
+    ) -> Tensor:
+        """Attention over the ranks that exchange keys."""
+        if isinstance(plan, RingPlan):
+            return attend_ring(q, k, v, sinks, plan=plan, how=how, options=self._ring)
+        return attend(q, k, v, sinks, plan=plan, how=how, options=self._gather)
+
+    def _shares(self, heads: int, key_heads: int) -> HeadShares:
+        """Which heads each rank has between the exchanges of tokens for heads."""
+        rank = 0 if self._groups is None or self._inner is None else self._groups.rank(self._inner)
+        return HeadShares(self._name(self._inner or ()), self._inner_ranks, rank, heads, key_heads)
+
+    def _make_tensor(self, what: str, tokens: Tokens, device: torch.device | None) -> Tensor:
+        """What `tokens` know of this rank, as a tensor on a device."""
+        array = tokens.home() if what == "home" else getattr(tokens, what)(self.rank)
+        return torch.from_numpy(array).to(device)
+
+    def _agree(self, problem: Exception | None, said: str) -> None:
+        """Raises on every rank of the sequence if one has a problem, or they are about to cut differently."""
+        if self._groups is None or self.ranks == 1:
+            if problem is not None:
+                raise problem
+            return
+        group = self._groups[self.axis]
+        text = "" if problem is not None else said
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+        numbers = torch.tensor([digest, -digest, int(problem is not None)], device=self.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        highest, negated_lowest, failed = numbers.tolist()
+        if highest != -negated_lowest or failed:
+            check_alike(agree(problem, said, group), "tokens", remedy="cut the same batch on all ranks of a sequence")
+
+    def _check_cut(self, tokens: Tokens) -> None:
+        if not isinstance(tokens, Tokens):
+            raise ValueError(f"tokens must be Tokens, as `cut` gives them; they are {type(tokens).__name__}")
+        if tokens.ranks != self.ranks:
+            raise ValueError(
+                f"tokens are cut over {tokens.ranks} ranks, but the context has {self.ranks}; use one context for both"
+            )
+
+    def _check(self, q: Tensor, tokens: Tokens, mask: Mask) -> None:
+        """Raises where queries do not fit the tokens or the mode."""
+        if not isinstance(mask, Mask):
+            raise ValueError(
+                f"mask must be a par_layers Mask, it is {type(mask).__name__}; masks of pairs are not supported, "
+                "Mask.from_intervals takes any that shows each query one interval"
+            )
+        self._check_cut(tokens)
+        if tokens.local != q.shape[1]:
+            raise ValueError(
+                f"tokens are {tokens.local} a rank, q has {q.shape[1]}; cut the batch with the same tokens"
+            )
+        if len(tokens.documents) not in {1, q.shape[0]}:
+            raise ValueError(
+                f"tokens have documents for {len(tokens.documents)} rows, q has {q.shape[0]}; take a part of them by "
+                "tokens.rows"
+            )
+        if q.shape[2] % self._inner_ranks:
+            divisors = [n for n in range(2, self._inner_ranks) if self.ranks % n == 0 and q.shape[2] % n == 0]
+            hybrid = f", or '2d' with ulysses={divisors[-1]}" if divisors else ""
+            raise ValueError(
+                f"heads {q.shape[2]} do not divide by {self._inner_ranks} ranks of ulysses; use mode 'ring' or "
+                f"'gather'{hybrid}"
+            )
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: ProcessGroups,
+    *,
+    axis: str = "sequence",
+    mode: str | None = None,
+    mask: Mask = CAUSAL[0],
+    tokens: Tokens | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention over a sequence that is cut over ranks, as a function; a `Context` keeps its plans, and is faster.
+
+    Args:
+        q: Queries [B, s, H, D].
+        k: Keys [B, s, Hk, D].
+        v: Values [B, s, Hk, D].
+        groups: The live groups.
+        axis: The axis whose ranks hold parts of the sequence.
+        mode: How attention reaches other ranks' keys; default: the mode of the topology.
+        mask: What a token sees of its document.
+        tokens: How the batch is cut; default: rows of one document, by the static cut.
+        scale: What products of queries and keys are multiplied by; default: 1 / sqrt(D).
+        sinks: The logarithm of one more term in each head's sum of exponentials, [H].
+
+    Returns:
+        [B, s, H, D].
+    """
+    return Context(groups, axis=axis, mode=mode).attention(q, k, v, tokens, mask=mask, scale=scale, sinks=sinks)
+
+
+def _axes_of(
+    groups: ProcessGroups | None, axis: str, mode: str, options: Mapping[str, Any]
+) -> tuple[Axes, Axes | None, str]:
+    """The axes that exchange keys and those that exchange tokens for heads, and how the former do it."""
+    if groups is not None:
+        groups.size(axis)  # raises where there is no such axis
+    if mode == "ulysses":
+        return (), axis, "gather"
+    if mode != "2d":
+        return axis, None, mode
+    known = () if groups is None else groups.topology.leaves(axis)
+    if known != ("ring", "ulysses"):
+        raise ValueError(
+            f"mode '2d' needs the axes 'ring' and 'ulysses', but {axis!r} is {' x '.join(known) or 'one device'}; "
+            "name the mode in the topology: sequence=dict(size=..., mode='2d', ulysses=...)"
+        )
+    return "ring", "ulysses", options.get("outer", "ring")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Raises where tensors do not fit each other, alike on every rank, as they have the same shapes on all of them."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have four dims, [B, tokens, heads, features]; it is {list(x.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"q is {list(q.shape[:2])} and {name} {list(x.shape[:2])} in rows and tokens; they must be of the same "
+                "tokens"
+            )
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            raise ValueError(f"q is {q.dtype} on {q.device}, {name} {x.dtype} on {x.device}; they must be alike")
+    if k.shape[3] != q.shape[3] or v.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"heads do not fit: q {list(q.shape[2:])}, k {list(k.shape[2:])}, v {list(v.shape[2:])} (heads, features); "
+            "q and k have the same features, k and v the same heads"
+        )
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"heads {q.shape[2]} are not a multiple of key heads {k.shape[2]}")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must be one number a head, [{q.shape[2]}]; they are {list(sinks.shape)}")
+
+
+_TARGETS = frozenset({"targets", "labels", "shift_labels"})
+
+
+def _dims(batch: Any, names: Any, dims: Mapping[Any, int | None], shift: Sequence[Any]) -> dict[Any, int]:
+    """The dim of tokens of each tensor of a batch that has one."""
+    for name in (*dims, *shift):
+        if name not in names:
+            raise ValueError(f"there is no {name!r} in the batch; it has {list(names)}")
+    along = {}
+    for name in names:
+        x, dim = batch[name], dims.get(name, 1)
+        if not isinstance(x, Tensor) or dim is None:
+            continue
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(
+                f"{name!r} is {list(x.shape)} and has no dim {dim} of tokens; name it, dims={{{name!r}: ...}}, or "
+                f"leave the tensor whole, dims={{{name!r}: None}}"
+            )
+        along[name] = dim % x.dim()
+    for name in shift:
+        if name not in along:
+            raise ValueError(f"{name!r} cannot be shifted: it has no tokens")
+    if not along:
+        raise ValueError("no tensor of the batch has tokens; there is nothing to cut")
+    return along
+
+
+def _size(batch: Any, along: dict[Any, int]) -> tuple[int, int]:
+    """The number of tokens of a row, and of rows."""
+    lengths = {name: batch[name].shape[dim] for name, dim in along.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"tensors of the batch have different lengths: {lengths}; name the dim of tokens in dims=")
+    rows = [batch[name].shape[0] for name, dim in along.items() if dim > 0]
+    return next(iter(lengths.values())), rows[0] if rows else 1
+
+
+def _shifted(whole: Tensor, following: Tensor, dim: int) -> Tensor:
+    """The next token of the same document for each local token, -100 where there is none.
+
+    Args:
+        whole: Whole rows [B, ..., length, ...].
+        following: The place of the next token, -1 where there is none, int64 [B or 1, s].
+        dim: The dim of the tokens.
+    """
+    last = whole.movedim(dim, -1)  # [B, ..., length]
+    places = following.view(following.shape[0], *[1] * (last.dim() - 2), -1) if last.dim() > 1 else following[0]
+    places = places.expand(*last.shape[:-1], -1)
+    found = last.gather(-1, places.clamp_min(0)).masked_fill(places < 0, -100)
+    return found.movedim(-1, dim)
+
+
+def _in_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in the dtype of autocast, as torch's own attention casts them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x.to(dtype) if x.dtype in {torch.float32, torch.bfloat16, torch.float16} else x for x in tensors]

@@ -1,0 +1,76 @@
+"""Tokens put together, and numbers summed, over the ranks of a sequence; graphs keep the name of their group alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._torch_private import functional_collectives, group_of_name
+
+
+def all_sum(x: Tensor, group: str) -> Tensor:
+    """The sum over the ranks, on each of them; its gradient is the sum of all ranks' gradients.
+
+    Args:
+        x: This rank's part of the sum.
+        group: The name of the ranks' group.
+    """
+    result: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_tokens(x: Tensor, home: Tensor, dim: int, group: str) -> Tensor:
+    """The tokens of all ranks in the order of the row, on each of them; gradients of all ranks are summed.
+
+    Args:
+        x: This rank's tokens along `dim`.
+        home: Where each token of the row lies when all ranks' tokens stand one after another, int64 [length].
+        dim: The dim of the tokens.
+        group: The name of the ranks' group.
+    """
+    result: Tensor = _AllTokens.apply(x, home, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(x: Tensor, group: str) -> Tensor:
+    ops = functional_collectives
+    summed: Tensor = ops.wait_tensor.default(ops.all_reduce.default(x.contiguous(), "sum", group))
+    return summed
+
+
+class _AllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, home: Tensor, dim: int, group: str) -> Tensor:
+        ranks = group_of_name(group).size()
+        mine = x.movedim(dim, 0).contiguous()  # [s, ...]
+        everything = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
+        ops = functional_collectives
+        everything = ops.wait_tensor.default(ops.all_gather_into_tensor_out.default(mine, ranks, group, out=everything))
+        ctx.save_for_backward(home)
+        ctx.dim, ctx.group, ctx.padded = dim, group, len(everything)
+        row: Tensor = everything.index_select(0, home).movedim(0, dim)
+        return row
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (home,) = ctx.saved_tensors
+        rows = gradient.movedim(ctx.dim, 0)
+        everything = rows.new_zeros((ctx.padded, *rows.shape[1:]))
+        everything[home] = rows
+        ops, ranks = functional_collectives, group_of_name(ctx.group).size()
+        mine: Tensor = ops.wait_tensor.default(ops.reduce_scatter_tensor.default(everything, "sum", ranks, ctx.group))
+        return mine.movedim(0, ctx.dim), None, None, None

@@ -1,0 +1,294 @@
+"""Attention over a sequence that is cut: one exchange brings every rank the keys and values that its queries see.
+
+Forward computes the local keys while they travel. Backward fetches them again (or keeps them), computes them first, and
+sends their gradients home while it computes those of the local keys. Heads go in parts, so that less is held at once
+and one part travels while another is computed. What comes home is added in the order of ranks, so the result does not
+depend on time.
+
+Also attention on one rank, where nothing travels.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._torch_private import functional_collectives
+from .fetch import Fetch, transfers
+from .kernels import wide_dtype
+from .mask import Mask
+from .merge import Sum, add_sinks_, empty_sum, sinks_gradient
+from .steps import Attention, Keys, Masks, Queries, Work, by_rows, halves, make_work, plain
+from .tokens import Ints, Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class GatherPlan:
+    """What one rank fetches and computes for one mask and one cut. Holds no group.
+
+    Args:
+        works: For each row of documents, what is computed against the local keys (buffer 0) and the fetched ones (1).
+        fetch: What is fetched.
+        silent: Whether no rank fetches anything, so that there is no exchange.
+        masks: The additive masks of its pieces.
+    """
+
+    works: tuple[Work, ...]
+    fetch: Fetch
+    silent: bool
+    masks: Masks = field(default_factory=Masks)
+    _exchanges: dict[tuple[int, torch.device], "Exchange"] = field(default_factory=dict)
+
+    def exchange(self, batch: int, device: torch.device) -> "Exchange":
+        """The exchange for a batch of so many rows."""
+        key = (batch, device)
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange.of(self.fetch, batch, device)
+        return self._exchanges[key]
+
+
+def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int) -> GatherPlan:
+    """Plans attention for one rank. Pure.
+
+    Args:
+        mask: What tokens see.
+        tokens: How the sequence is cut.
+        rank: The rank.
+        block: Most queries of a piece that needs a mask.
+    """
+    first, last = mask.intervals(tokens)
+    table = transfers(first, last, tokens)
+    fetch, mine = Fetch(table, rank), tokens.runs[rank]
+    works = tuple(
+        make_work(first[row], last[row], mine, (mine, fetch.keys[row]), block=block) for row in range(len(first))
+    )
+    return GatherPlan(works, fetch, silent=not table.received().any())
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """The two ways of fetched keys and values, there and home, for a batch of so many rows.
+
+    Args:
+        sent: Number of rows that this rank sends to each rank.
+        received: Number of rows that it receives of each rank.
+        buffered: Number of rows of the buffer of each row of the batch.
+        index: The local rows that are sent to each rank, counted over [B, s].
+        order: For each row of the buffers, which row of the message it is; None where they are the same.
+    """
+
+    sent: list[int]
+    received: list[int]
+    buffered: list[int]
+    index: tuple["slice | Tensor", ...]
+    order: Tensor | None
+
+    @classmethod
+    def of(cls, fetch: Fetch, batch: int, device: torch.device) -> "Exchange":
+        """The exchange of one rank, its indices on a device."""
+        sent, order = fetch.send_splits(batch), fetch.order(batch)
+        parts = np.split(fetch.send_index(batch), np.cumsum(sent)[:-1])
+        return cls(
+            sent,
+            fetch.receive_splits(batch),
+            fetch.buffered(batch),
+            tuple(_as_slice(part, device) for part in parts),
+            None if order is None else torch.from_numpy(order).to(device),
+        )
+
+    def start(self, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
+        """Starts to fetch rows of keys and values [B, s, heads, D]; `finish` gives them."""
+        flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
+        head = k.shape[3]
+        message = k.new_empty((sum(self.sent), k.shape[2], head + v.shape[3]))
+        for place, index in zip(self._places, self.index, strict=True):
+            message[place, :, :head] = flat_k[index]
+            message[place, :, head:] = flat_v[index]
+        return message, functional_collectives.all_to_all_single.default(message, self.received, self.sent, group)
+
+    def finish(self, started: tuple[Tensor, Tensor]) -> Tensor:
+        """The fetched rows in the order of the buffers, [rows, heads, D + D]: keys and values beside each other."""
+        fetched: Tensor = functional_collectives.wait_tensor.default(started[1])
+        return fetched if self.order is None else fetched.index_select(0, self.order)
+
+    def start_home(self, gradients: Tensor, group: str) -> tuple[Tensor, Tensor]:
+        """Starts to send gradients of the buffers home, [rows, heads, D + D]."""
+        message = gradients
+        if self.order is not None:
+            message = torch.empty_like(gradients)
+            message[self.order] = gradients
+        return message, functional_collectives.all_to_all_single.default(message, self.sent, self.received, group)
+
+    def add_home(self, started: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> None:
+        """Adds what came home to the gradients of local keys and values, [B, s, heads, D], in the order of ranks."""
+        arrived: Tensor = functional_collectives.wait_tensor.default(started[1])
+        flat_k, flat_v, head = dk.flatten(0, 1), dv.flatten(0, 1), dk.shape[3]  # views, as nobody else made them
+        for place, index in zip(self._places, self.index, strict=True):
+            if isinstance(index, slice):
+                flat_k[index] += arrived[place, :, :head]
+                flat_v[index] += arrived[place, :, head:]
+            else:
+                flat_k.index_add_(0, index, arrived[place, :, :head].to(dk.dtype))
+                flat_v.index_add_(0, index, arrived[place, :, head:].to(dv.dtype))
+
+    def rows(self, buffers: Tensor, works: Sequence[Work]) -> Iterator[Tensor]:
+        """The buffer of each row of a batch, or one for all rows where these have the same documents."""
+        if len(works) == 1:
+            yield buffers.unflatten(0, (len(self.buffered), -1))
+            return
+        for part in buffers.split(self.buffered):
+            yield part.unsqueeze(0)
+
+    @cached_property
+    def _places(self) -> list[slice]:
+        """Where the rows for each rank lie in what is sent."""
+        ends = np.cumsum(self.sent).tolist()
+        return [slice(end - number, end) for end, number in zip(ends, self.sent, strict=True)]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, plan: GatherPlan, how: Attention, options: "GatherOptions"
+) -> Tensor:
+    """Attention of local queries to everything that they see; [B, s, H, D] of q's dtype.
+
+    Args:
+        q: Queries [B, s, H, D].
+        k: Local keys [B, s, Hk, D].
+        v: Local values [B, s, Hk, D].
+        sinks: The logarithm of a term of each head's sum of exponentials, [H].
+        plan: What is fetched and computed.
+        how: How pieces are computed.
+        options: The group, and how heads travel.
+    """
+    result: Tensor = _Gather.apply(q, k, v, sinks, plan, how, options)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True)
+class GatherOptions:
+    """How keys and values travel.
+
+    Args:
+        group: The name of the ranks' group.
+        parts: Most parts that heads travel in.
+        keep: Whether what was fetched is kept until backward.
+    """
+
+    group: str
+    parts: int = 2
+    keep: bool = False
+
+    def heads(self, q: Tensor, k: Tensor, plan: GatherPlan) -> list[tuple[slice, slice]]:
+        """The heads and the key heads of each part: as many parts as divide the key heads, `parts` at most.
+
+        Where nothing travels it is one part.
+        """
+        if plan.silent:
+            return [(slice(None), slice(None))]
+        number = next(number for number in range(min(self.parts, k.shape[2]), 0, -1) if k.shape[2] % number == 0)
+        mine, keys = q.shape[2] // number, k.shape[2] // number
+        return [
+            (slice(part * mine, (part + 1) * mine), slice(part * keys, (part + 1) * keys)) for part in range(number)
+        ]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - torch's signature
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        plan: GatherPlan,
+        how: Attention,
+        options: GatherOptions,
+    ) -> Tensor:
+        out, lse = empty_sum(q, v.shape[3])
+        rows, parts, head = by_rows(plan.works, q.shape[0]), options.heads(q, k, plan), k.shape[3]
+        exchange = None if plan.silent else plan.exchange(q.shape[0], q.device)
+        kept: list[Tensor] = []
+
+        def start(number: int) -> tuple[Tensor, Tensor] | None:
+            """Starts to fetch the heads of a part, if there is one."""
+            if exchange is None or number == len(parts):
+                return None
+            _, heads = parts[number]
+            return exchange.start(k[:, :, heads], v[:, :, heads], options.group)
+
+        started = start(0)
+        for number, (heads, key_heads) in enumerate(parts):
+            totals = [Sum(out[row, :, heads], lse[row, heads], work.unseeing) for row, work in rows]
+            for (row, work), total in zip(rows, totals, strict=True):
+                how.forward(work.buffers[0], q[row, :, heads], k[row, :, key_heads], v[row, :, key_heads], total)
+            if exchange is None or started is None:
+                continue
+            fetched, started = exchange.finish(started), start(number + 1)
+            for (row, work), total, both in zip(rows, totals, exchange.rows(fetched, plan.works), strict=True):
+                how.forward(work.buffers[1], q[row, :, heads], both[..., :head], both[..., head:], total)
+            if options.keep:
+                kept.append(fetched)
+        if sinks is not None:
+            add_sinks_(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *kept)
+        ctx.plan, ctx.how, ctx.options = plan, how, options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
+        plan, how, options = ctx.plan, ctx.how, ctx.options
+        wide, head = wide_dtype(q.dtype), k.shape[3]
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+        queries, keys = Queries(plain(gradient), q, out, lse, dq), Keys(k, v, dk, dv)
+        rows, parts = by_rows(plan.works, q.shape[0]), options.heads(q, k, plan)
+        exchange = None if plan.silent else plan.exchange(q.shape[0], q.device)
+
+        def local(number: int, half: int) -> None:
+            """One half of the local keys, for the heads of a part."""
+            heads, key_heads = parts[number]
+            for row, work in rows:
+                how.backward(halves(work.buffers[0])[half], queries.part(row, heads), keys.part(row, key_heads))
+
+        def start(number: int) -> tuple[Tensor, Tensor] | None:
+            """Starts to fetch the heads of a part again, if there is one, unless they were kept."""
+            if exchange is None or kept or number == len(parts):
+                return None
+            _, heads = parts[number]
+            under_way: tuple[Tensor, Tensor] = exchange.start(k[:, :, heads], v[:, :, heads], options.group)
+            return under_way
+
+        homes, started = [], start(0)
+        for number, (heads, _) in enumerate(parts):
+            local(number, 0)  # while this part's keys are under way
+            if exchange is not None:
+                fetched = kept[number] if started is None else exchange.finish(started)
+                started = start(number + 1)
+                gradients = torch.zeros(fetched.shape, dtype=wide, device=fetched.device)
+                buffers = zip(exchange.rows(fetched, plan.works), exchange.rows(gradients, plan.works), strict=True)
+                for (row, work), (both, of_both) in zip(rows, buffers, strict=True):
+                    how.backward(work.buffers[1], queries.part(row, heads), Keys.beside(both, of_both, head))
+                homes.append(exchange.start_home(gradients.to(k.dtype), options.group))
+                del fetched, gradients, buffers, both, of_both
+            local(number, 1)  # while their gradients are
+        for home, (_, heads) in zip(homes, parts, strict=exchange is not None):
+            if exchange is not None:
+                exchange.add_home(home, dk[:, :, heads], dv[:, :, heads])
+        of_sinks = None if sinks is None else sinks_gradient(gradient, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
+
+
+def _as_slice(index: Ints, device: torch.device) -> "slice | Tensor":
+    """Rows that follow one another as a slice, which needs no copy; others as an index tensor."""
+    if not len(index):
+        return slice(0, 0)
+    if len(index) == index[-1] - index[0] + 1 and np.all(np.diff(index) == 1):
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return torch.from_numpy(index).to(device)

@@ -1,0 +1,418 @@
+"""The kernels that compute one piece of attention: torch's own, which give the log-sum-exp of each query.
+
+A kernel's backward is given the output and the log-sum-exp of the *whole* attention, of all pieces together, so that
+the gradients of the pieces add up to those of the whole. Heads stay where they are in memory: tensors are
+[B, S, heads, D], and kernels that want heads first get transposed views. Where query heads share key heads, kernels get
+the key heads as they are, unless they cannot.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .._torch_private import (
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
+from .pieces import Kind
+
+KernelName = Literal["auto", "math"]
+
+BIASED = frozenset({"anti", "band"})
+"""Kinds of pieces that most kernels are told by an additive mask."""
+
+
+class Kernel(Protocol):
+    """How one piece is computed."""
+
+    @property
+    def name(self) -> str:
+        """What the kernel is called."""
+        ...
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """Kinds of pieces for which it needs an additive mask."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of queries [B, Q, H, D] to keys and values [B, K, Hk, D], at least one of which each query sees.
+
+        Returns:
+            The output [B, Q, H, D] of q's dtype, and the log-sum-exp [B, H, Q], float32 at least.
+        """
+        ...
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        kind: Kind,
+        bias: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v, given the final output [B, Q, H, D] and log-sum-exp [B, H, Q] of the queries."""
+        ...
+
+
+class CpuFlash:
+    """Flash attention of the CPU, for all floating-point numbers. Takes shared key heads as they are."""
+
+    name = "cpu flash"
+    biased = BIASED
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`. Its causal mask is aligned at the top left, which is the same for squares."""
+        _check(q, k)
+        out, lse = flash_attention_on_cpu(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=kind == "causal",
+            attn_mask=bias,
+            scale=scale,
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        kind: Kind,
+        bias: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        gradients = flash_attention_on_cpu_backward(
+            gradient.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+            lse,
+            0.0,
+            kind == "causal",
+            attn_mask=bias,
+            scale=scale,
+        )
+        dq, dk, dv = (each.transpose(1, 2) for each in gradients)
+        return dq, dk, dv
+
+
+class CudaFlash:
+    """FlashAttention on a GPU, for bfloat16 and float16, without additive masks. Takes shared key heads as they are."""
+
+    name = "cuda flash"
+    biased: frozenset[str] = frozenset()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`. An "anti" piece is a window without keys at the left, and with all of them at the right."""
+        _check(q, k)
+        _check_kind(self.name, kind, bias)
+        out, lse, *_ = flash_attention(
+            q,
+            k,
+            v,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            kind == "causal",
+            False,  # no debug mask
+            scale=scale,
+            window_size_left=0 if kind == "anti" else None,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        kind: Kind,
+        bias: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        _check_kind(self.name, kind, bias)
+        numbers = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+        dq, dk, dv = flash_attention_backward(
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            kind == "causal",
+            numbers,
+            numbers,
+            scale=scale,
+            window_size_left=0 if kind == "anti" else None,
+        )
+        return dq, dk, dv
+
+
+class CudaEfficient:
+    """Memory-efficient attention on a GPU, with additive masks, also for float32. Shared key heads are copied."""
+
+    name = "cuda efficient"
+    biased = BIASED
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        _check(q, k)
+        out, lse, *_ = efficient_attention(
+            q.transpose(1, 2),
+            _expanded(k, q).transpose(1, 2),
+            _expanded(v, q).transpose(1, 2),
+            _for_heads(bias, q),
+            True,  # the log-sum-exp is wanted
+            0.0,
+            kind == "causal",
+            scale=scale,
+        )
+        return out.transpose(1, 2), lse[:, :, : q.shape[1]]  # it is longer, so that rows are aligned
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        kind: Kind,
+        bias: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        queries, number = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout
+        dq, dk, dv, _ = efficient_attention_backward(
+            gradient.transpose(1, 2),
+            q.transpose(1, 2),
+            _expanded(k, q).transpose(1, 2),
+            _expanded(v, q).transpose(1, 2),
+            _for_heads(bias, q),
+            out.transpose(1, 2),
+            torch.nn.functional.pad(lse, (0, -queries % 32)),
+            number,
+            number,
+            0.0,
+            [True, True, True, False],
+            kind == "causal",
+            scale=scale,
+        )
+        shared = (k.shape[2], -1)
+        dk, dv = (each.transpose(1, 2).unflatten(2, shared).sum(3) for each in (dk, dv))
+        return dq.transpose(1, 2), dk, dv
+
+
+@dataclass(frozen=True)
+class Math:
+    """Attention by plain products, in blocks: for every device and dtype, and values of another head size.
+
+    Args:
+        block: Number of queries of a block; four times as many keys are.
+    """
+
+    block: int = 512
+    name = "math"
+    biased = BIASED
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`. Halves are computed in float32."""
+        wide = wide_dtype(q.dtype)
+        out = q.new_empty(q.shape[:3] + v.shape[3:])
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+        values = v.to(wide)
+        for rows, blocks in self._blocks(q.shape[1], k.shape[1], kind):
+            shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], rows.stop - rows.start)  # [B, Hk, H / Hk, q]
+            largest = q.new_full((*shape, 1), torch.finfo(wide).min, dtype=wide)
+            total, mixed = torch.zeros_like(largest), q.new_zeros((*shape, v.shape[3]), dtype=wide)
+            for columns in blocks:
+                scores = _scores(q, k, rows, columns, kind=kind, bias=bias, scale=scale)
+                new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+                weights, kept = torch.exp(scores - new), torch.exp(largest - new)
+                total = total * kept + weights.sum(-1, keepdim=True)
+                mixed = mixed * kept + torch.einsum("bhgqk,bkhd->bhgqd", weights, values[:, columns])
+                largest = new
+            out[:, rows] = (mixed / total).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            lse[:, :, rows] = (largest + total.log()).squeeze(-1).flatten(1, 2)
+        return out, lse
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        kind: Kind,
+        bias: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        shared, wide = (k.shape[2], -1), wide_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros_like(each, dtype=wide) for each in (q, k, v))
+        keys, values = k.to(wide), v.to(wide)
+        for rows, blocks in self._blocks(q.shape[1], k.shape[1], kind):
+            queries = q[:, rows].to(wide).unflatten(2, shared)
+            upstream = gradient[:, rows].to(wide).unflatten(2, shared)  # [B, q, Hk, H / Hk, D]
+            sums = lse[:, :, rows].unflatten(1, shared).unsqueeze(-1)
+            delta = (upstream * out[:, rows].to(wide).unflatten(2, shared)).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
+            for columns in blocks:
+                weights = torch.exp(_scores(q, k, rows, columns, kind=kind, bias=bias, scale=scale) - sums)
+                dv[:, columns] += torch.einsum("bhgqk,bqhgd->bkhd", weights, upstream)
+                by_weight = torch.einsum("bqhgd,bkhd->bhgqk", upstream, values[:, columns])
+                by_score = weights * (by_weight - delta) * scale
+                dq[:, rows] += torch.einsum("bhgqk,bkhd->bqhgd", by_score, keys[:, columns]).flatten(2, 3)
+                dk[:, columns] += torch.einsum("bhgqk,bqhgd->bkhd", by_score, queries)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _blocks(self, queries: int, keys: int, kind: Kind) -> list[tuple[slice, list[slice]]]:
+        """Blocks of queries, each with the blocks of keys of which it sees any."""
+        wide = 4 * self.block
+        result = []
+        for start in range(0, queries, self.block):
+            stop = min(start + self.block, queries)
+            first = start // wide * wide if kind == "anti" else 0
+            last = stop + keys - queries if kind == "causal" else keys
+            result.append((slice(start, stop), [slice(a, min(a + wide, keys)) for a in range(first, last, wide)]))
+        return result
+
+
+def _scores(
+    q: Tensor, k: Tensor, rows: slice, columns: slice, *, kind: Kind, bias: Tensor | None, scale: float
+) -> Tensor:
+    """Scaled products of a block of queries and one of keys, [B, Hk, H / Hk, q, k], -inf where the mask hides."""
+    wide = wide_dtype(q.dtype)
+    queries, keys = q[:, rows].to(wide).unflatten(2, (k.shape[2], -1)), k[:, columns].to(wide)
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", queries, keys) * scale
+    if bias is not None:
+        scores += bias[rows, columns]
+    elif kind == "causal":
+        last = torch.arange(rows.start, rows.stop, device=q.device) + (k.shape[1] - q.shape[1])
+        hidden = torch.arange(columns.start, columns.stop, device=q.device) > last[:, None]
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernel computes which kind of piece, for tensors of one device, dtype and head size.
+
+    Args:
+        plain: The one for full and causal pieces.
+        masked: The one for the others.
+    """
+
+    plain: Kernel
+    masked: Kernel
+
+    def of(self, kind: Kind) -> Kernel:
+        """The kernel that computes a piece of that kind."""
+        return self.masked if kind == "band" or kind in self.plain.biased else self.plain
+
+
+def choose(q: Tensor, v: Tensor, kernel: str = "auto", block: int = 512) -> Kernels:
+    """The kernels that can compute attention of such tensors, the fastest ones.
+
+    Args:
+        q: Queries, whose device, dtype and head size are looked at.
+        v: Values, whose head size is.
+        kernel: "auto", or "math" for plain products alone.
+        block: Number of queries of a block, where attention is computed by plain products.
+    """
+    device, dtype, head = q.device, q.dtype, q.shape[3]
+    math = Math(block)
+    if kernel == "math" or head != v.shape[3]:
+        return Kernels(math, math)
+    if device.type == "cpu" and dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}:
+        return Kernels(CpuFlash(), CpuFlash())
+    if device.type == "cuda":
+        halves = dtype in {torch.bfloat16, torch.float16}
+        masked: Kernel = (
+            CudaEfficient() if (halves or dtype == torch.float32) and head * dtype.itemsize % 16 == 0 else math
+        )
+        if halves and head % 8 == 0 and head <= 256:
+            return Kernels(CudaFlash(), masked)
+        return Kernels(masked, masked)
+    return Kernels(math, math)
+
+
+def check_kernel(kernel: object) -> None:
+    """Raises ValueError unless the name of a kernel is known."""
+    if kernel not in {"auto", "math"}:
+        raise ValueError(f"kernel is {kernel!r}; it must be 'auto' or 'math'")
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that pieces are added in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check(q: Tensor, k: Tensor) -> None:
+    """Raises where torch's kernels would end the process, or take what is no attention."""
+    if not k.shape[1] or not q.shape[1]:
+        raise ValueError("a piece of attention without queries or keys; leave it out")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} heads do not divide by {k.shape[2]} key heads")
+
+
+def _check_kind(name: str, kind: Kind, bias: Tensor | None) -> None:
+    if kind == "band" or bias is not None:
+        raise ValueError(f"{name} takes no additive mask; compute the piece with another kernel")
+
+
+def _expanded(keys: Tensor, q: Tensor) -> Tensor:
+    """A key head for each query head: a copy where they share it."""
+    copies = q.shape[2] // keys.shape[2]
+    return keys if copies == 1 else keys.repeat_interleave(copies, 2)
+
+
+def _for_heads(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """An additive mask [Q, K] as a kernel on a GPU wants it, [B, H, Q, K], rows aligned to 16 elements."""
+    if bias is None:
+        return None
+    columns = bias.shape[1]
+    aligned = torch.nn.functional.pad(bias, (0, -columns % 16))[:, :columns]
+    return aligned.expand(q.shape[0], q.shape[2], -1, -1)

@@ -1,0 +1,288 @@
+"""Attention over a sequence that is cut: keys and values go from rank to rank while the last ones are computed.
+
+They travel as far as a rank sees any of them. In backward their gradients travel one hop behind them: they begin at the
+first foreign rank that sees the keys, and the last one sends them straight home, so that both are done after one round
+less one hop. Each kind of message has a communicator of its own, on which receives are posted before sends.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from par_groups import Axes, Channels, ProcessGroups, sendable
+
+from .._torch_private import group_of_name
+from .fetch import Hops, hops, transfers
+from .kernels import wide_dtype
+from .mask import Mask
+from .merge import Sum, add_sinks_, empty_sum, sinks_gradient
+from .steps import Attention, Keys, Masks, Queries, Work, by_rows, make_work, plain
+from .tokens import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """What one rank computes for one mask and one cut, hop by hop. Holds no group.
+
+    Args:
+        works: For each row of documents, what is computed against the keys that arrive with each hop; hop 0 are the
+            local ones.
+        hops: How far the keys of each rank travel.
+        rank: The rank.
+        ranks: Number of ranks.
+        masks: The additive masks of its pieces.
+    """
+
+    works: tuple[Work, ...]
+    hops: Hops
+    rank: int
+    ranks: int
+    masks: Masks = field(default_factory=Masks)
+
+    def owner(self, hop: int) -> int:
+        """The rank whose keys are here after so many hops."""
+        return (self.rank - hop) % self.ranks
+
+    def sends(self, hop: int) -> bool:
+        """Whether this rank sends keys on in a hop."""
+        return self.hops.travels(self.owner(hop - 1), hop)
+
+    def receives(self, hop: int) -> bool:
+        """Whether keys arrive here in a hop."""
+        return self.hops.travels(self.owner(hop), hop)
+
+    def has_gradient(self, owner: int, hop: int) -> bool:
+        """Whether gradients of a rank's keys have begun, and are not home, where the keys are after so many hops."""
+        return 0 < self.hops.near[owner] <= hop <= self.hops.far[owner]
+
+
+def plan_ring(mask: Mask, tokens: Tokens, rank: int, block: int) -> RingPlan:
+    """Plans attention for one rank. Pure.
+
+    Args:
+        mask: What tokens see.
+        tokens: How the sequence is cut.
+        rank: The rank.
+        block: Most queries of a piece that needs a mask.
+    """
+    first, last = mask.intervals(tokens)
+    travel, ranks = hops(transfers(first, last, tokens)), tokens.ranks
+    keys = [tokens.runs[(rank - hop) % ranks] for hop in range(travel.steps + 1)]
+    works = tuple(make_work(first[row], last[row], tokens.runs[rank], keys, block=block) for row in range(len(first)))
+    return RingPlan(works, travel, rank, ranks)
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """The names of the communicators around the ring.
+
+    Args:
+        keys: That of keys and values.
+        gradients: That of their gradients.
+    """
+
+    keys: str
+    gradients: str
+
+
+def channels_of(groups: ProcessGroups, axes: Axes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The communicators around the ring; makes them where nobody declared them, as all ranks of the world do then."""
+    try:
+        first, second = groups.channels(axes, 2)
+    except ValueError:
+        groups.add(Channels(axes, 2))
+        first, second = groups.channels(axes, 2)
+    return first, second
+
+
+def attend_ring(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, plan: RingPlan, how: Attention, options: RingOptions
+) -> Tensor:
+    """Attention of local queries to everything that they see; [B, s, H, D] of q's dtype.
+
+    Args:
+        q: Queries [B, s, H, D].
+        k: Local keys [B, s, Hk, D].
+        v: Local values [B, s, Hk, D].
+        sinks: The logarithm of a term of each head's sum of exponentials, [H].
+        plan: What travels and is computed.
+        how: How pieces are computed.
+        options: The communicators.
+    """
+    result: Tensor = _Ring.apply(q, k, v, sinks, plan, how, options)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - torch's signature
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        plan: RingPlan,
+        how: Attention,
+        options: RingOptions,
+    ) -> Tensor:
+        out, lse = empty_sum(q, v.shape[3])
+        rows = by_rows(plan.works, q.shape[0])
+        totals = [Sum(out[row], lse[row], work.unseeing) for row, work in rows]
+        travelling = TravellingKeys(plan, k, v, options.keys)
+        for hop in range(plan.hops.steps + 1):
+            here = travelling.start(hop + 1)
+            if here is not None:
+                for (row, work), total in zip(rows, totals, strict=True):
+                    how.forward(work.buffers[hop], q[row], here[0][row], here[1][row], total)
+            travelling.finish()
+        if sinks is not None:
+            add_sinks_(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.plan, ctx.how, ctx.options = plan, how, options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        plan, how = ctx.plan, ctx.how
+        wide, head, rows = wide_dtype(q.dtype), k.shape[3], by_rows(plan.works, q.shape[0])
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+        queries = Queries(plain(gradient), q, out, lse, dq)
+        travelling = TravellingKeys(plan, k, v, ctx.options.keys)
+        home = HomewardGradients(plan, ctx.options.gradients)
+        for hop in range(plan.hops.steps + 1):
+            here, own = travelling.start(hop + 1), None
+            if here is not None and any(work.buffers[hop] for _, work in rows):
+                keys = Keys(k, v, dk, dv)
+                if hop > 0:
+                    own = torch.zeros((*k.shape[:3], head + v.shape[3]), dtype=wide, device=k.device)
+                    keys = Keys(*here, own[..., :head], own[..., head:])
+                for row, work in rows:
+                    how.backward(work.buffers[hop], queries.part(row), keys.part(row))
+            travelling.finish()
+            if hop > 0:
+                home.pass_on(hop, own, k, v)
+        arrived = home.arrived()
+        if arrived is not None:
+            arrived = arrived.to(dk.device)
+            dk += arrived[..., :head]
+            dv += arrived[..., head:]
+        of_sinks = None if sinks is None else sinks_gradient(gradient, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
+
+
+class TravellingKeys:
+    """Keys and values on their way around the ring, in one direction.
+
+    Args:
+        plan: How far they go.
+        k: Local keys [B, s, Hk, D].
+        v: Local values [B, s, Hk, D].
+        group: The name of their communicator.
+    """
+
+    def __init__(self, plan: RingPlan, k: Tensor, v: Tensor, group: str) -> None:
+        self._plan, self._group, self._head, self._device = plan, group, k.shape[3], k.device
+        self._shape, self._dtype = (*k.shape[:3], k.shape[3] + v.shape[3]), k.dtype
+        self._own: tuple[Tensor, Tensor] | None = (k, v)
+        self._here: Tensor | None = None  # after the first hop
+        self._next: Tensor | None = None
+        self._sent: Tensor | None = None  # alive until it was waited for
+        self._works: list[dist.Work] = []
+
+    def start(self, hop: int) -> tuple[Tensor, Tensor] | None:
+        """Starts a hop, and gives what the one before has brought: keys and values [B, s, Hk, D], or None."""
+        plan, group, batch = self._plan, group_of_name(self._group) if self._group else None, []
+        own, here, self._own = self._own, self._here, None
+        if plan.receives(hop):
+            device = sendable(torch.empty(0, device=self._device), group).device
+            self._next = torch.empty(self._shape, dtype=self._dtype, device=device)
+            batch.append(_receive(self._next, (plan.rank - 1) % plan.ranks, group))
+        if plan.sends(hop):
+            message = here if own is None else torch.cat(own, -1)
+            if message is None:
+                raise RuntimeError(f"rank {plan.rank} holds no keys to send in hop {hop}")
+            self._sent = sendable(message, group)
+            batch.append(_send(self._sent, (plan.rank + 1) % plan.ranks, group))
+        self._works = dist.batch_isend_irecv(batch) if batch else []
+        if own is not None or here is None:
+            return own
+        return here[..., : self._head], here[..., self._head :]
+
+    def finish(self) -> None:
+        """Waits for the hop that was started."""
+        for work in self._works:
+            work.wait()
+        self._here = None if self._next is None else self._next.to(self._device)
+        self._next = self._sent = None
+
+
+class HomewardGradients:
+    """Gradients of keys and values on their way home, one hop behind them.
+
+    Args:
+        plan: How far they go.
+        group: The name of their communicator.
+    """
+
+    def __init__(self, plan: RingPlan, group: str) -> None:
+        self._plan, self._group = plan, group
+        self._works: list[dist.Work] = []
+        self._sent: Tensor | None = None  # alive until it was waited for
+        self._incoming: Tensor | None = None
+        self._home: Tensor | None = None
+
+    def pass_on(self, hop: int, own: Tensor | None, k: Tensor, v: Tensor) -> None:
+        """Adds this rank's gradients to those that arrived with the keys of a hop, and sends them on, or home.
+
+        Args:
+            hop: Number of hops that the keys have made.
+            own: This rank's gradients of them, [B, s, Hk, D + D], or None.
+            k: Local keys, for the shape and dtype of messages.
+            v: Local values.
+        """
+        plan = self._plan
+        self._wait()
+        total = own
+        if self._incoming is not None:
+            received = self._incoming.to(k.device)
+            total = received if own is None else own + received
+        group, batch = group_of_name(self._group), []
+        owner, following = plan.owner(hop), (plan.rank - 1 - hop) % plan.ranks
+        like = sendable(k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3])), group)
+        self._incoming, self._sent = None, None
+        if plan.has_gradient(following, hop) and hop < plan.hops.far[following]:
+            self._incoming = torch.empty_like(like)
+            batch.append(_receive(self._incoming, (plan.rank - 1) % plan.ranks, group))
+        if hop == plan.hops.far[plan.rank]:
+            self._home = torch.empty_like(like)
+            batch.append(_receive(self._home, (plan.rank + hop) % plan.ranks, group))
+        if plan.has_gradient(owner, hop) and total is not None:
+            self._sent = sendable(total.to(k.dtype), group)
+            peer = (plan.rank + 1) % plan.ranks if hop < plan.hops.far[owner] else owner
+            batch.append(_send(self._sent, peer, group))
+        self._works = dist.batch_isend_irecv(batch) if batch else []
+
+    def arrived(self) -> Tensor | None:
+        """Waits for all messages, and gives the gradients that came home, if any rank saw the local keys."""
+        self._wait()
+        return self._home
+
+    def _wait(self) -> None:
+        for work in self._works:  # each of them once, as gloo waits for ever for what was waited for
+            work.wait()
+        self._works = []
+
+
+def _receive(into: Tensor, peer: int, group: dist.ProcessGroup | None) -> dist.P2POp:
+    return dist.P2POp(dist.irecv, into, group=group, group_peer=peer)
+
+
+def _send(message: Tensor, peer: int, group: dist.ProcessGroup | None) -> dist.P2POp:
+    return dist.P2POp(dist.isend, message, group=group, group_peer=peer)

@@ -1,0 +1,231 @@
+"""The pieces of one rank, ready to be computed: in their order, with their masks, one buffer of keys after another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .kernels import Kernels
+from .merge import Spans, Sum, spans_in_order
+from .pieces import Piece, pieces, seen
+from .tokens import Ints, Runs
+
+
+@dataclass(frozen=True)
+class Step:
+    """One piece, and when its turn is.
+
+    Args:
+        piece: The piece.
+        spans: Which of its queries it is the first piece of.
+        bounds: For a piece with an irregular mask the keys that its queries see, counted from its first one, int64
+            [2, queries].
+    """
+
+    piece: Piece
+    spans: Spans
+    bounds: Ints | None
+
+    @property
+    def pairs(self) -> int:
+        """About how many pairs of a query and a key it computes."""
+        area = (self.piece.q1 - self.piece.q0) * (self.piece.k1 - self.piece.k0)
+        return area // 2 if self.piece.kind in {"causal", "anti"} else area
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes for one row of a batch, or for all rows alike.
+
+    Args:
+        buffers: The steps against each buffer of keys, in the order in which the buffers are computed.
+        unseeing: Ranges of queries that see nothing.
+    """
+
+    buffers: tuple[tuple[Step, ...], ...]
+    unseeing: tuple[tuple[int, int], ...]
+
+
+def make_work(first: Ints, last: Ints, queries: Runs, buffers: Sequence[Runs], *, block: int) -> Work:
+    """Plans the pieces of local queries against several buffers of keys, which follow one another.
+
+    Args:
+        first: First token of the whole row that each token of it sees, int64 [padded].
+        last: One more than the last token that each token sees, int64 [padded].
+        queries: Ranges of tokens that the local queries are.
+        buffers: For each buffer the ranges of tokens that it holds, ascending.
+        block: Most queries of a piece that needs a mask.
+    """
+    found = [pieces(first, last, queries, keys, block=block) for keys in buffers]
+    number = sum(stop - start for start, stop in queries)
+    spans, unseeing = spans_in_order([piece for of_buffer in found for piece in of_buffer], number)
+    remaining = iter(spans)
+    result = []
+    for keys, of_buffer in zip(buffers, found, strict=True):
+        low, high = seen(first, last, queries, keys) if any(p.kind == "band" for p in of_buffer) else (None, None)
+        steps = []
+        for piece in of_buffer:
+            bounds = None
+            if piece.kind == "band" and low is not None and high is not None:
+                rows = slice(piece.q0, piece.q1)
+                bounds = np.stack([low[rows], high[rows]]).clip(piece.k0, piece.k1) - piece.k0
+            steps.append(Step(piece, next(remaining), bounds))
+        result.append(tuple(steps))
+    return Work(tuple(result), unseeing)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The additive masks of pieces, made when they are first needed, and each one once."""
+
+    made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+
+    def of(self, step: Step, like: Tensor) -> Tensor:
+        """The mask [queries, keys] of a piece, 0 where a query sees a key, else -inf; like a tensor."""
+        queries, keys = step.piece.q1 - step.piece.q0, step.piece.k1 - step.piece.k0
+        bounds = step.bounds
+        if bounds is None:
+            bounds = np.stack([np.arange(queries), np.full(queries, keys)])
+        key = (like.device, like.dtype, queries, keys, bounds.tobytes())
+        if key not in self.made:
+            low, high = torch.from_numpy(bounds).to(like.device).unsqueeze(-1)
+            places = torch.arange(keys, device=like.device)
+            mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device)
+            self.made[key] = mask.masked_fill_((places < low) | (places >= high), -torch.inf)
+        return self.made[key]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How pieces are computed, whatever the mode.
+
+    Args:
+        kernels: The kernels.
+        masks: The additive masks.
+        scale: What products of queries and keys are multiplied by.
+    """
+
+    kernels: Kernels
+    masks: Masks
+    scale: float
+
+    def forward(self, steps: Sequence[Step], q: Tensor, k: Tensor, v: Tensor, total: Sum) -> None:
+        """Computes pieces, and adds them up.
+
+        Args:
+            steps: The pieces.
+            q: Queries [B, s, H, D].
+            k: The buffer's keys [B, n, Hk, D].
+            v: The buffer's values [B, n, Hk, D].
+            total: What the pieces are added to.
+        """
+        for step in steps:
+            q0, q1, k0, k1, kind = step.piece
+            kernel = self.kernels.of(kind)
+            bias = self.masks.of(step, q) if kind in kernel.biased else None
+            out, lse = kernel.forward(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], kind=kind, bias=bias, scale=self.scale)
+            total.add(q0, step.spans, out, lse)
+
+    def backward(self, steps: Sequence[Step], queries: "Queries", keys: "Keys") -> None:
+        """Adds the gradients of pieces to those of queries and keys.
+
+        Args:
+            steps: The pieces.
+            queries: The queries, and what is known of their attention.
+            keys: The buffer's keys and values.
+        """
+        for step in steps:
+            q0, q1, k0, k1, kind = step.piece
+            rows, columns, kernel = slice(q0, q1), slice(k0, k1), self.kernels.of(kind)
+            bias = self.masks.of(step, queries.q) if kind in kernel.biased else None
+            dq, dk, dv = kernel.backward(
+                queries.gradient[:, rows],
+                queries.q[:, rows],
+                keys.k[:, columns],
+                keys.v[:, columns],
+                queries.out[:, rows],
+                queries.lse[:, :, rows],
+                kind=kind,
+                bias=bias,
+                scale=self.scale,
+            )
+            queries.dq[:, rows] += dq
+            keys.dk[:, columns] += dk
+            keys.dv[:, columns] += dv
+
+
+class Queries(NamedTuple):
+    """Queries in backward.
+
+    Args:
+        gradient: The gradient of their output, [B, s, H, D].
+        q: The queries [B, s, H, D].
+        out: Their final output, of all pieces together, [B, s, H, D].
+        lse: Their final log-sum-exp, [B, H, s].
+        dq: Where their gradient is added up, [B, s, H, D], float32 at least.
+    """
+
+    gradient: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+
+    def part(self, rows: slice, heads: slice = slice(None)) -> "Queries":
+        """Some rows of the batch, and some heads."""
+        gradient, q, out, dq = (x[rows, :, heads] for x in (self.gradient, self.q, self.out, self.dq))
+        return Queries(gradient, q, out, self.lse[rows, heads], dq)
+
+
+class Keys(NamedTuple):
+    """A buffer of keys in backward.
+
+    Args:
+        k: The keys [B, n, Hk, D].
+        v: The values [B, n, Hk, D].
+        dk: Where the gradient of the keys is added up, [B, n, Hk, D], float32 at least.
+        dv: Where the gradient of the values is added up.
+    """
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def beside(cls, both: Tensor, gradients: Tensor, head: int) -> "Keys":
+        """Keys and values that lie beside each other, [B, n, Hk, D + D], as messages have them."""
+        return cls(both[..., :head], both[..., head:], gradients[..., :head], gradients[..., head:])
+
+    def part(self, rows: slice, heads: slice = slice(None)) -> "Keys":
+        """Some rows of the batch, and some heads."""
+        return Keys(*(x[rows, :, heads] for x in self))
+
+
+Rows = slice
+"""Rows of a batch that have the same documents."""
+
+
+def by_rows(works: Sequence[Work], batch: int) -> list[tuple[Rows, Work]]:
+    """The rows of a batch, with their work: all of them at once where they have the same documents."""
+    if len(works) == 1:
+        return [(slice(0, batch), works[0])]
+    return [(slice(row, row + 1), work) for row, work in enumerate(works)]
+
+
+def halves(steps: Sequence[Step]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Cuts steps into two parts of about the same work, for two times of waiting."""
+    half, done = sum(step.pairs for step in steps) / 2, 0
+    for number, step in enumerate(steps):
+        if done + step.pairs / 2 >= half:
+            return tuple(steps[:number]), tuple(steps[number:])
+        done += step.pairs
+    return tuple(steps), ()
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """A gradient as kernels take it: features next to each other, and each number in its own place."""
+    return gradient if gradient.stride(-1) == 1 and 0 not in gradient.stride() else gradient.contiguous()

@@ -1,0 +1,182 @@
+"""Exchanges of tokens for heads: each rank gets all tokens of its share of the heads, and back.
+
+Queries, keys and values go in one message. Where ranks share key heads, each is sent those that its query heads use,
+and their gradients are summed. Between both exchanges stands attention of another mode: over the whole sequence where
+all of its ranks take part (ulysses), or over a longer one that is cut over groups of them (2d).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._torch_private import functional_collectives
+
+
+@dataclass(frozen=True)
+class HeadShares:
+    """Which heads each rank has between the exchanges.
+
+    Args:
+        group: The name of the group of ranks.
+        ranks: Number of ranks.
+        rank: This rank's number in the group.
+        heads: Number of query heads; they divide by the ranks.
+        key_heads: Number of key heads; the query heads divide by them.
+    """
+
+    group: str
+    ranks: int
+    rank: int
+    heads: int
+    key_heads: int
+
+    @property
+    def mine(self) -> int:
+        """Number of query heads of each rank."""
+        return self.heads // self.ranks
+
+    def keys_of(self, rank: int) -> range:
+        """The key heads that a rank's query heads use."""
+        shared, first = self.heads // self.key_heads, rank * self.mine
+        return range(first // shared, (first + self.mine - 1) // shared + 1)
+
+    @property
+    def copies(self) -> list[int] | None:
+        """For each key head that attention is given, which of those that were sent; None where it is given these.
+
+        Attention wants as many query heads for each key head. Where a rank has a part of some heads' queries, it gets
+        the key head several times.
+        """
+        shared, keys = self.heads // self.key_heads, self.keys_of(self.rank)
+        users = [
+            [h // shared for h in range(self.rank * self.mine, (self.rank + 1) * self.mine)].count(key) for key in keys
+        ]
+        if len(set(users)) == 1:
+            return None
+        size = next(size for size in range(min(users), 0, -1) if all(number % size == 0 for number in users))
+        return [place for place, number in enumerate(users) for _ in range(number // size)]
+
+
+def to_heads(q: Tensor, k: Tensor, v: Tensor, shares: HeadShares) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens of this rank's heads: [B, S, H / ranks, D] and the key heads that these use.
+
+    Args:
+        q: This rank's queries of all heads, [B, s, H, D].
+        k: Its keys [B, s, Hk, D].
+        v: Its values [B, s, Hk, D].
+        shares: Who gets which heads.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _ToHeads.apply(q, k, v, shares)  # type: ignore[no-untyped-call]
+    if shares.copies is None:
+        return result
+    index = torch.tensor(shares.copies, device=k.device)
+    queries, keys, values = result
+    return queries, keys.index_select(2, index), values.index_select(2, index)
+
+
+def to_tokens(out: Tensor, shares: HeadShares) -> Tensor:
+    """This rank's tokens of all heads, [B, s, H, D], of all tokens of its heads, [B, S, H / ranks, D].
+
+    Args:
+        out: All tokens of this rank's heads.
+        shares: Who has which heads.
+    """
+    result: Tensor = _ToTokens.apply(out, shares)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shares: HeadShares) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.shares, ctx.shapes = shares, (q.shape, k.shape, v.shape)
+        batch, s = q.shape[:2]
+        widths = [_widths(shares, rank, q, k, v) for rank in range(shares.ranks)]
+        ctx.widths = widths
+        sent, sizes = [batch * s * sum(width) for width in widths], widths[shares.rank]
+        message = q.new_empty(sum(sent))
+        for rank, part in enumerate(message.split(sent)):
+            keys = shares.keys_of(rank)
+            key_heads = slice(keys.start, keys.stop)
+            _pack(part, q[:, :, _heads(shares, rank)], k[:, :, key_heads], v[:, :, key_heads])
+        arrived = _all_to_all(message, [s * batch * sum(sizes)] * shares.ranks, sent, shares.group)
+        queries, keys, values = arrived.view(shares.ranks * s, batch, sum(sizes)).split(sizes, -1)
+        return (
+            queries.unflatten(-1, (-1, q.shape[3])).transpose(0, 1),
+            keys.unflatten(-1, (-1, k.shape[3])).transpose(0, 1),
+            values.unflatten(-1, (-1, v.shape[3])).transpose(0, 1),
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        shares, (of_q, of_k, of_v) = ctx.shares, ctx.shapes
+        batch, s = of_q[:2]
+        message = _pack(dq.new_empty(dq.numel() + dk.numel() + dv.numel()), dq, dk, dv)  # the tokens of rank 0 first
+        widths = ctx.widths
+        received = [s * batch * sum(width) for width in widths]
+        arrived = _all_to_all(message, received, [len(message) // shares.ranks] * shares.ranks, shares.group)
+        queries = dq.new_empty(of_q)
+        keys, values = dk.new_zeros(of_k), dv.new_zeros(of_v)
+        for rank, (part, width) in enumerate(zip(arrived.split(received), widths, strict=True)):
+            a, b, c = part.view(s, batch, sum(width)).transpose(0, 1).split(width, -1)
+            places = shares.keys_of(rank)
+            queries[:, :, _heads(shares, rank)] = a.unflatten(-1, (-1, of_q[3]))
+            keys[:, :, places.start : places.stop] += b.unflatten(-1, (-1, of_k[3]))
+            values[:, :, places.start : places.stop] += c.unflatten(-1, (-1, of_v[3]))
+        return queries, keys, values, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, shares: HeadShares) -> Tensor:
+        ctx.shares = shares
+        return _tokens_of(out, shares)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shares = ctx.shares
+        batch, s, _, head = gradient.shape
+        sizes = [s * batch * shares.mine * head] * shares.ranks
+        message = gradient.new_empty(sum(sizes))
+        for rank, part in enumerate(message.split(sizes)):
+            _pack(part, gradient[:, :, _heads(shares, rank)])
+        arrived = _all_to_all(message, sizes, sizes, shares.group)
+        return arrived.view(shares.ranks * s, batch, shares.mine, head).transpose(0, 1), None
+
+
+def _tokens_of(out: Tensor, shares: HeadShares) -> Tensor:
+    batch, whole, mine, head = out.shape
+    s = whole // shares.ranks
+    sizes = [s * batch * mine * head] * shares.ranks
+    arrived = _all_to_all(_pack(out.new_empty(out.numel()), out), sizes, sizes, shares.group)
+    by_rank = arrived.view(shares.ranks, s, batch, mine, head)
+    return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def _pack(message: Tensor, *parts: Tensor) -> Tensor:
+    """Fills a flat message with parts [B, tokens, heads, D], beside each other, token by token; returns it."""
+    batch, tokens = parts[0].shape[:2]
+    widths = [part.shape[2] * part.shape[3] for part in parts]
+    for place, part in zip(message.view(tokens, batch, -1).split(widths, -1), parts, strict=True):
+        place.unflatten(-1, part.shape[2:]).copy_(part.transpose(0, 1))
+    return message
+
+
+def _widths(shares: HeadShares, rank: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Number of features of the heads that a rank has, of queries, keys and values."""
+    keys = len(shares.keys_of(rank))
+    return shares.mine * q.shape[3], keys * k.shape[3], keys * v.shape[3]
+
+
+def _heads(shares: HeadShares, rank: int) -> slice:
+    return slice(rank * shares.mine, (rank + 1) * shares.mine)
+
+
+def _all_to_all(message: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+    ops = functional_collectives
+    arrived: Tensor = ops.wait_tensor.default(ops.all_to_all_single.default(message, received, sent, group))
+    return arrived

@@ -1,0 +1,255 @@
+"""Every mode equals torch's attention on one device, sends what its formula says, and leaves no rank waiting."""
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from par_groups import ProcessGroups, Topology
+from par_layers import Context, Mask, context_attention
+from par_testing import count_collectives
+
+from .reference import attention, numbers
+
+S = 37
+STEPS = Mask.from_intervals([max(0, t - 3 * (t % 3)) for t in range(S)], [min(S, t + t % 5) for t in range(S)])
+"""A mask of no kind, under which some tokens see nothing."""
+
+TYPICAL = [  # mask, documents, key heads, length
+    (Mask(causal=True), None, 2, S),
+    (Mask(), [1, 2, 20, 14], 1, S),
+    (Mask(causal=True, window=7), [[37], [30, 7]], 4, S),
+    (STEPS, None, 2, S),
+    (Mask(causal=True, prefix=9), [20, 17], 4, S),
+    (Mask(causal=True), None, 4, 1),
+]
+MASKS = [
+    Mask(),
+    Mask(causal=True),
+    Mask(causal=True, window=1),
+    Mask(causal=True, window=7),
+    Mask(causal=True, window=S),
+    Mask(window=5),
+    Mask(causal=True, prefix=9),
+    Mask(causal=True, chunk=10),
+    STEPS,
+]
+EVERY = [
+    *(
+        (mask, documents, heads, S)
+        for mask in MASKS
+        for documents in (None, [1, 2, 20, 14], [[37], [30, 7]])
+        for heads in (4, 2, 1)
+    ),
+    *((mask, None, heads, length) for mask in MASKS[:4] for heads in (4, 1) for length in (1, 15, 17, 123)),
+]
+MODES = {
+    1: [{"mode": "gather"}, {"mode": "ring"}, {"mode": "ulysses"}],
+    2: [
+        {"mode": "gather", "cut": "balanced"},
+        {"mode": "gather", "cut": "zigzag", "parts": 1, "keep": True},
+        {"mode": "ring", "cut": "zigzag"},
+        {"mode": "ulysses"},
+    ],
+    4: [
+        {"mode": "gather", "cut": "zigzag"},
+        {"mode": "ring", "cut": "balanced"},
+        {"mode": "2d", "ulysses": 2, "cut": "zigzag"},
+        {"mode": "2d", "ulysses": 2, "outer": "gather", "keep": True},
+    ],
+    8: [{"mode": "2d", "ulysses": 4, "cut": "zigzag"}],
+}
+MORE = {
+    **MODES,
+    4: [
+        *MODES[4],
+        {"mode": "gather", "cut": "contiguous", "parts": 4},
+        {"mode": "gather", "cut": "balanced", "keep": True},
+        {"mode": "ring", "cut": "contiguous"},
+        {"mode": "ring", "cut": "zigzag"},
+        {"mode": "ulysses"},
+        {"mode": "2d", "ulysses": 4},
+        {"mode": "2d", "ulysses": 1},
+    ],
+}
+
+
+def live(config):
+    """The groups of a world whose ranks are all on the axis of the sequence."""
+    world = dist.get_world_size()
+    return ProcessGroups(Topology.from_config({"sequence": {"size": world, **config}}, world))
+
+
+def compare(context, mask, documents, heads, length, *, sinks=None):
+    """Output and all gradients of whole rows, cut here, with those of one device."""
+    q, k, v = (numbers(2, length, h, 8, seed=seed) for seed, h in enumerate((4, heads, heads)))
+    (mine_q, mine_k, mine_v), tokens = context.cut((q, k, v), documents=documents, masks=(mask,), pad=True)
+    out = context.gather(context.attention(mine_q, mine_k, mine_v, tokens, mask=mask, sinks=sinks), tokens)
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+    expected = attention(q, k, v, mask, tokens, sinks=sinks)
+    upstream = numbers(*expected.shape, seed=9).detach()
+    found = torch.autograd.grad(out, inputs, upstream / context.ranks)  # as `gather` sums those of all ranks
+    found = [context.sum(gradient) for gradient in found]
+    gradients = torch.autograd.grad(expected, inputs, upstream)
+    for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *found), (expected, *gradients), strict=False):
+        say = f"{what}, {context.mode}, {context.how}, {mask}, {documents}, {heads} key heads, {length} tokens: "
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=lambda text, say=say: say + text)  # order of sums
+
+
+def run_cases(configs, cases):
+    for config in configs:
+        with live(config) as groups:
+            context = Context(groups, block=16)
+            for case in cases:
+                compare(context, *case)
+
+
+@pytest.mark.ranks([1, 2, 4])
+def test_output_and_gradients_are_those_of_one_device():
+    run_cases(MODES[dist.get_world_size()], TYPICAL)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks([1, 2, 4], timeout=500)
+def test_output_and_gradients_in_every_product_of_modes_masks_and_documents():
+    run_cases(MORE[dist.get_world_size()], EVERY)
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(8, timeout=300)
+def test_two_by_four():
+    for config in MODES[8]:
+        with live(config) as groups:
+            for case in TYPICAL:
+                compare(Context(groups, block=16), *case)
+
+
+@pytest.mark.ranks(2, backend="strict")
+@pytest.mark.parametrize(
+    "config", [{"mode": "gather", "cut": "zigzag"}, {"mode": "ring"}, {"mode": "ulysses"}], ids=str
+)
+def test_messages_as_nccl_wants_them(config):
+    run_cases([config], [TYPICAL[2]])
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(4, backend="strict", timeout=300)
+@pytest.mark.parametrize("config", MORE[4], ids=str)
+def test_every_message_as_nccl_wants_them(config):
+    run_cases([config], TYPICAL)
+
+
+@pytest.mark.ranks(2)
+def test_sinks_and_kernels_of_plain_products():
+    for config in MODES[2]:
+        with live(config) as groups:
+            for kernel in ("auto", "math"):
+                compare(Context(groups, kernel=kernel, block=8), *TYPICAL[2], sinks=numbers(4, seed=5))
+
+
+@pytest.mark.ranks(2)
+def test_the_function_alone_takes_one_document():
+    with live({"mode": "ring"}) as groups:
+        q, k, v = (numbers(1, 16, h, 8, seed=h) for h in (4, 2, 2))
+        context = Context(groups)
+        parts, tokens = context.cut((q, k, v))
+        assert tokens == context.static(8)
+        for mode in ("ring", "gather"):
+            out = context.gather(context_attention(*parts, groups, mode=mode, scale=0.3), tokens)
+            expected = attention(q, k, v, Mask(causal=True), tokens, scale=0.3)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)  # sums in another order
+
+
+class Received(TorchDispatchMode):
+    """Counts the elements that all-to-alls bring from other ranks, and what each of them sends and brings."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.elements, self.exchanges = rank, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            message, received, _, _ = args
+            self.elements += (sum(received) - received[self.rank]) * math.prod(message.shape[1:])
+            self.exchanges += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(config, mask, length=32, documents=None, key_heads=2):
+    """Elements received in forward and backward of one attention, the mean over ranks, and this rank's exchanges."""
+    with live(config) as groups:
+        context = Context(groups)
+        parts = (numbers(2, length, heads, 8) for heads in (4, key_heads, key_heads))
+        (q, k, v), tokens = context.cut(tuple(parts), documents=documents, masks=(mask,))
+        inside = groups.rank("ulysses") if config["mode"] == "2d" else dist.get_rank()
+        with count_collectives() as seen, Received(inside) as received:
+            context.attention(q, k, v, tokens, mask=mask).sum().backward()
+        total = torch.tensor(received.elements + int(seen.received("recv")))
+        dist.all_reduce(total)
+        exchanges = torch.tensor([received.exchanges, -received.exchanges])
+        dist.all_reduce(exchanges, op=dist.ReduceOp.MAX)
+        assert exchanges[0] == -exchanges[1]  # no exchange is missing on one rank
+        return total.item() / dist.get_world_size(), int(exchanges[0])
+
+
+@pytest.mark.ranks([2, 4])
+def test_what_travels_is_what_the_formulas_say():
+    p, s, b = dist.get_world_size(), 32, 2
+    m, h, k, causal = b * s, 32, 16, Mask(causal=True)
+    gather = {"mode": "gather", "cut": "contiguous"}
+    for config, mask, expected in [
+        ({"mode": "ring"}, Mask(), 6 * (p - 1) / p * m * k),
+        ({"mode": "ring", "cut": "contiguous"}, Mask(causal=True, window=5), 6 * (p - 1) / p * (m / p) * k),
+        (gather, causal, 6 * b * (p - 1) / (2 * p) * s * k),
+        ({**gather, "cut": "zigzag"}, causal, 6 * b * 3 * (p - 1) / (4 * p) * s * k),
+        (gather, Mask(), 6 * b * (p - 1) / p * s * k),
+        ({**gather, "keep": True}, Mask(), 4 * b * (p - 1) / p * s * k),
+        (gather, Mask(causal=True, window=5), 6 * b * (p - 1) / p * 4 * k),
+        ({"mode": "ulysses"}, causal, 4 * (p - 1) / p**2 * m * (h + max(k, 8 * p))),
+    ]:
+        found, exchanges = counted(config, mask)
+        assert found == expected, (config, mask)
+        assert exchanges == {"ring": 0, "ulysses": 4, "gather": 4 if config.get("keep") else 6}[config["mode"]]
+    if p == 4:
+        u = r = 2
+        found, _ = counted({"mode": "2d", "ulysses": u}, Mask())
+        assert found == 4 * (u - 1) / u**2 * (m / r) * (h + k) + 6 * (r - 1) / r * m * k / u
+
+
+@pytest.mark.ranks(2)
+def test_documents_that_are_whole_on_a_rank_move_nothing():
+    for mode in ("gather", "ring"):
+        assert counted({"mode": mode, "cut": "contiguous"}, Mask(), documents=[16, 16]) == (0, 0)
+
+
+@pytest.mark.ranks(2)
+def test_runs_are_bit_equal_whoever_is_late():
+    mask = Mask(causal=True, window=20)
+    for config in MODES[2]:
+        with live(config) as groups:
+            context, results = Context(groups, block=8), []
+            for late in (None, 0, 1):
+                parts = (numbers(1, 48, heads, 8, dtype=torch.float32) for heads in (4, 2, 2))
+                (q, k, v), tokens = context.cut(tuple(parts))
+                time.sleep(0.05 * (dist.get_rank() == late))
+                out = context.attention(q, k, v, tokens, mask=mask)
+                time.sleep(0.05 * (dist.get_rank() == late))
+                results.append((out, *torch.autograd.grad(out, (q, k, v), out.detach())))
+            for other in results[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_halves_and_autocast():
+    with live({"mode": "ring"}) as groups:
+        context = Context(groups)
+        parts = (numbers(1, 64, heads, 8, seed=heads, dtype=torch.float32) for heads in (4, 2, 2))
+        (q, k, v), tokens = context.cut(tuple(parts))
+        halves = [x.bfloat16() for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = context.attention(q, k, v, tokens)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, context.attention(*halves, tokens))
