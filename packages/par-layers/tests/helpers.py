@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,11 +36,15 @@ MODES: dict[int, list[dict[str, Any]]] = {  # every mode that a world of so many
 PRODUCTS = {**MODES, 4: MODES[4][:3], 8: [{"mode": "3d"}]}
 """One mode for each way to multiply: 2.5d is 2d's, so what asks nothing about the rest of a layer leaves it out."""
 
-TYPICAL = {**MODES, 4: [tensor for tensor in MODES[4] if tensor["mode"] != "2.5d"]}
-"""What most tests run: 2.5d of depth 2 on 8 ranks stands for the others, whose squares or depth are single ranks.
+TYPICAL = {size: [tensor for tensor in every if tensor["mode"] != "2.5d"] for size, every in MODES.items()}
+DEEP = {size: [tensor for tensor in every if tensor["mode"] == "2.5d"] for size, every in MODES.items()}
+in_the_typical_modes = pytest.mark.parametrize(
+    "configs", [TYPICAL, pytest.param(DEEP, marks=pytest.mark.storm)], ids=["typical", "2.5d"]
+)
+"""What most tests run; 2.5d, which is 2d's products in tokens that are cut once more, is among the storms.
 
 The suites that run every mode in worlds of 1, 2, 4 and 8 ranks are the gradients of whole models (test_models.py), the
-linear layers (test_linear.py) and the counts of collectives (test_counts.py).
+linear layers (test_linear.py), the counts of collectives (test_counts.py) and their predictions (test_cost.py).
 """
 
 
@@ -59,7 +64,7 @@ class Mode:
 def modes(configs: list[dict[str, Any]] | None = None) -> Iterator[Mode]:
     """Modes of this world, live, one after another: those of `configs`, or the typical ones."""
     world = dist.get_world_size()
-    for tensor in configs or TYPICAL[world]:
+    for tensor in TYPICAL[world] if configs is None else configs:
         with ProcessGroups(Topology.from_config({"tensor": {"size": world, **tensor}}, world)) as groups:
             yield Mode(tensor, layer_set("auto", groups), groups)
 

@@ -1,18 +1,20 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import GPT
 
-from .helpers import run_checks
+from .helpers import modes, run_checks
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the tracer does it itself
 @pytest.mark.ranks(2, timeout=180)
 def test_a_1d_model_and_losses_are_one_graph_that_computes_the_same():
     """In one world: the first thing that a process compiles takes as long as two more."""
-    check_the_losses_of_one_device()
+    if dist.get_rank() == 0:
+        check_the_losses_of_one_device()
     run_checks([check_a_model_and_its_loss, check_a_loss_in_chunks_and_the_accuracy])
 
 
@@ -35,7 +37,18 @@ class WithoutMLP(nn.Module):
 
 
 def check_a_model_and_its_loss(mode):
-    model = WithoutMLP(mode.layers) if mode.by_sequence else GPT(mode.layers, 13, 16, 4, 1, 8, tied=True)
+    check_as_one_graph(WithoutMLP(mode.layers))
+
+
+@pytest.mark.storm  # whose MLPs are the other test's column and row
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.ranks(2, timeout=180)
+def test_a_gpt_is_one_graph_that_computes_the_same():
+    for mode in modes():
+        check_as_one_graph(GPT(mode.layers, 13, 16, 4, 1, 8, tied=True))
+
+
+def check_as_one_graph(model):
     initialize(model, seed=0, dtype=torch.float64)
     ids = torch.arange(16).view(2, 8) * 5 % 13
     results = []

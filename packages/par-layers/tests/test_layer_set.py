@@ -6,7 +6,7 @@ from torch.nn import functional
 from par_groups import ProcessGroups, Split, Topology, register_mode
 from par_layers import Cut, Layout, Rules, copy_to, layer_set, reduce_from, register_layer_set
 
-from .helpers import assert_layer_equals_one_device, integers, modes, numbers, run_checks
+from .helpers import assert_layer_equals_one_device, in_the_typical_modes, integers, modes, numbers, run_checks
 
 
 def groups_of(**parallel):
@@ -125,13 +125,15 @@ def test_a_mode_of_our_own():
 
 
 @pytest.mark.ranks([4, 8])
-def test_what_is_between_layers_in_the_typical_modes():
+@in_the_typical_modes
+def test_what_is_between_layers_in_the_typical_modes(configs):
     run_checks(
         [
             check_split_and_gather_are_each_others_way_back,
             check_split_cuts_ids_as_embeddings_do,
             check_the_first_token_is_there_on_every_rank_of_its_batch,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 

@@ -1,12 +1,13 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import filled, integers, numbers, run_checks, whole_state
+from ..helpers import filled, in_the_typical_modes, integers, numbers, run_checks, whole_state
 
 
 class Tied(nn.Module):
@@ -28,7 +29,8 @@ def gathered(mode, logits, vocabulary):
 
 
 @pytest.mark.ranks([4, 8])
-def test_the_typical_modes():
+@in_the_typical_modes
+def test_the_typical_modes(configs):
     run_checks(
         [
             check_vocabulary_logits_equal_one_device,
@@ -36,7 +38,8 @@ def test_the_typical_modes():
             check_the_vocabulary_of_gpt2,
             check_whole_logits_of_few_classes_equal_one_device,
             check_a_shared_table_has_one_parameter_and_the_classifiers_shape,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 

@@ -8,16 +8,18 @@ from torch.utils.checkpoint import checkpoint
 from par_layers import layer_set
 from par_layers._random_bits import random_bits
 
-from ..helpers import MODES, filled, modes, numbers, run_checks
+from ..helpers import MODES, filled, in_the_typical_modes, modes, numbers, run_checks
 
 
 @pytest.mark.ranks([4, 8])
-def test_the_typical_modes():
+@in_the_typical_modes
+def test_the_typical_modes(configs):
     run_checks(
         [
             check_the_mask_is_that_of_one_device,
             check_the_mask_in_the_inner_layout,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 

@@ -8,7 +8,15 @@ from par_groups import sharding_of
 from par_layers import PartialGradients, layer_set
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import assert_layer_equals_one_device, filled, integers, numbers, run_checks, whole_state
+from ..helpers import (
+    assert_layer_equals_one_device,
+    filled,
+    in_the_typical_modes,
+    integers,
+    numbers,
+    run_checks,
+    whole_state,
+)
 
 
 def assert_equal(mode, make, whole_input):
@@ -39,7 +47,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.ranks([4, 8])
-def test_the_typical_modes():
+@in_the_typical_modes
+def test_the_typical_modes(configs):
     run_checks(
         [
             check_tables_equal_one_device,
@@ -52,7 +61,8 @@ def test_the_typical_modes():
             check_images_that_do_not_divide_are_refused,
             check_a_batch_or_a_sequence_that_does_not_divide_is_named,
             check_an_id_outside_the_vocabulary_is_refused_on_every_rank,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 

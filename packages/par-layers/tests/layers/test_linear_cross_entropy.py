@@ -2,14 +2,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_groups import ProcessGroups, Topology
 from par_layers import initialize, layer_set
 
-MODES = {
-    1: [{"mode": "1d"}],
-    4: [{"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}, {"mode": "2d"}],
-    8: [{"mode": "2.5d", "depth": 2}, {"mode": "3d"}],
-}
+from ..helpers import in_the_typical_modes, modes
+
 BATCH, LENGTH, WIDTH, VOCABULARY = 4, 8, 8, 30
 
 
@@ -20,29 +16,28 @@ def made(layers):
 
 
 @pytest.mark.ranks([1, 4, 8])
-def test_in_parts_it_is_the_same_loss_with_the_same_gradients():
+@in_the_typical_modes
+def test_in_parts_it_is_the_same_loss_with_the_same_gradients(configs):
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     target = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
     target[1, 2:6] = -100
-    world = dist.get_world_size()
-    for tensor in MODES[world]:
-        with ProcessGroups(Topology.from_config({"tensor": {"size": world, **tensor}}, world)) as groups:
-            layers = layer_set("auto", groups)
-            results = []
-            for chunks in (None, 3):  # unequal ones; where the sequence is cut, more than a rank has tokens
-                classifier, hidden = made(layers), layers.split(whole).detach().requires_grad_()
-                if chunks is None:
-                    loss = layers.cross_entropy(classifier(hidden), target, classes=VOCABULARY, label_smoothing=0.1)
-                else:
-                    loss = layers.linear_cross_entropy(
-                        hidden, classifier, target, classes=VOCABULARY, chunks=chunks, label_smoothing=0.1
-                    )
-                loss.backward()
-                results.append((loss.detach(), hidden.grad, classifier.weight.grad))
-            for result in results[1:]:
-                for got, expected in zip(result, results[0], strict=True):
-                    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)  # sums in parts, fp64
+    for mode in modes(configs[dist.get_world_size()]):
+        layers = mode.layers
+        results = []
+        for chunks in (None, 3):  # unequal ones; where the sequence is cut, more than a rank has tokens
+            classifier, hidden = made(layers), layers.split(whole).detach().requires_grad_()
+            if chunks is None:
+                loss = layers.cross_entropy(classifier(hidden), target, classes=VOCABULARY, label_smoothing=0.1)
+            else:
+                loss = layers.linear_cross_entropy(
+                    hidden, classifier, target, classes=VOCABULARY, chunks=chunks, label_smoothing=0.1
+                )
+            loss.backward()
+            results.append((loss.detach(), hidden.grad, classifier.weight.grad))
+        for result in results[1:]:
+            for got, expected in zip(result, results[0], strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)  # sums in parts, fp64
 
 
 def test_the_whole_logits_are_never_kept():

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from par_layers import layer_set, scatter_to
 
-from ..helpers import integers, numbers, run_checks
+from ..helpers import in_the_typical_modes, integers, numbers, run_checks
 
 
 def cut(mode, logits):
@@ -30,7 +30,8 @@ def assert_equal_to_torch(mode, logits, target, exact=1e-10, **options):
 
 
 @pytest.mark.ranks([4, 8])
-def test_the_typical_modes():
+@in_the_typical_modes
+def test_the_typical_modes(configs):
     run_checks(
         [
             check_cross_entropy_equals_torch,
@@ -41,7 +42,8 @@ def test_the_typical_modes():
             check_a_wrong_target_or_smoothing_is_refused_on_every_rank,
             check_accuracy_equals_one_device_also_where_logits_tie,
             check_every_rank_has_the_same_loss,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 

@@ -1,12 +1,21 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from par_groups import sharding_of
 from par_layers import layer_set
 
-from ..helpers import assert_layer_equals_one_device, every_config, filled, modes, numbers, run_checks
+from ..helpers import (
+    assert_layer_equals_one_device,
+    every_config,
+    filled,
+    in_the_typical_modes,
+    modes,
+    numbers,
+    run_checks,
+)
 
 
 class Scaled(nn.Module):
@@ -24,7 +33,8 @@ class Scaled(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch tells that it is not fused
 @pytest.mark.ranks([1, 4, 8])
-def test_the_typical_modes():
+@in_the_typical_modes
+def test_the_typical_modes(configs):
     run_checks(
         [
             check_norms_equal_one_device,
@@ -32,7 +42,8 @@ def test_the_typical_modes():
             check_a_mean_far_from_zero_loses_no_digits,
             check_bfloat16_is_computed_in_fp32,
             check_fp32_weights_leave_bfloat16_activations_as_they_are,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 

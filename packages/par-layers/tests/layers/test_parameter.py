@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology, check_owned, sharding_of
@@ -7,7 +8,7 @@ from par_layers import constant, initialize, layer_set, normal, uniform
 from par_layers.examples import GPT, ViT
 from par_testing import assert_equal_to_one_device
 
-from ..helpers import MODES, filled, run_checks
+from ..helpers import MODES, filled, in_the_typical_modes, run_checks
 
 
 class Everything(nn.Module):
@@ -24,14 +25,16 @@ class Everything(nn.Module):
 
 
 @pytest.mark.ranks([4, 8])
-def test_the_typical_modes():
+@in_the_typical_modes
+def test_the_typical_modes(configs):
     run_checks(
         [
             check_weights_are_the_same_bits_in_every_mode,
             check_a_parameter_keeps_its_identity_and_its_record,
             check_local_parts_add_up_and_padding_is_zero,
             check_the_tensor_group_owns_every_element_once,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 

@@ -9,7 +9,16 @@ from par_layers import PartialGradients, layer_set
 from par_layers.examples import GPT, ViT
 from par_layers.modes.arithmetic import in_autocast_dtype
 
-from ..helpers import PRODUCTS, assert_layer_equals_one_device, filled, integers, modes, numbers, run_checks
+from ..helpers import (
+    PRODUCTS,
+    assert_layer_equals_one_device,
+    filled,
+    in_the_typical_modes,
+    integers,
+    modes,
+    numbers,
+    run_checks,
+)
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 """Of products and activations; in fp32, where sums over tokens and ranks round as often, four of them."""
@@ -82,14 +91,16 @@ def check_model(mode, parallel, whole, batch, dtype, *, autocast=True):
 
 
 @pytest.mark.ranks([4, 8])
-def test_models_are_as_exact_as_on_one_device():
+@in_the_typical_modes
+def test_models_are_as_exact_as_on_one_device(configs):
     run_checks(
         [
             check_gpt_in_fp32,
             check_gpt_under_autocast,
             check_vit_under_autocast,
             check_gpt_with_all_weights_in_half_precision,
-        ]
+        ],
+        configs[dist.get_world_size()],
     )
 
 
