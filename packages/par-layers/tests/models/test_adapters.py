@@ -41,13 +41,13 @@ def adapted(family, *, model=None, **options):
 
 @pytest.mark.ranks([2, 4], timeout=120)
 def test_adapters_train_as_on_one_device():
-    """Each family where heads of keys are copied, and where they are not."""
+    """Each family, and on 4 ranks, where heads of keys are copied, those that have fewer of them."""
     if dist.get_world_size() == 2:
         check_adapters(sequence=False, families=("qwen3", "phi3", "bert"))
         check_adapters(sequence=True, families=("llama", "gpt2"))
     else:
-        check_adapters(sequence=False, families=("llama", "gpt2"))
-        check_adapters(sequence=True, families=("qwen3", "phi3", "bert"))
+        check_adapters(sequence=False, families=("llama",))
+        check_adapters(sequence=True, families=("qwen3", "phi3"))
 
 
 @pytest.mark.storm

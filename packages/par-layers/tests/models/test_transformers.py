@@ -201,12 +201,21 @@ ROUTED = {
 }
 
 
+COUNTED = {
+    (2, False): ("llama", "mixtral"),
+    (2, True): ("llama", "mixtral"),
+    (4, False): ("llama", "phi3", "gpt2"),
+    (4, True): ("llama", "deepseek", "mixtral"),
+}
+"""Families by the number of ranks, and by whether the sequence is cut."""
+
+
 @pytest.mark.ranks([2, 4])
 def test_collectives_are_what_the_formulas_say():
     p, m = dist.get_world_size(), 16
     for sequence in (False, True):
         with live(sequence_parallel=sequence) as groups, stays_wide():
-            for family in ("llama", "phi3", "deepseek", "mixtral", "gpt2") if p == 4 else ("llama", "mixtral"):
+            for family in COUNTED[p, sequence]:
                 cut = make(family)
                 parts = costs(cut, groups.topology, m)
                 parallelize(cut, groups)
