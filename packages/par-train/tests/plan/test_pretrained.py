@@ -255,6 +255,8 @@ def test_steps_in_16_bits():
 def test_experts_without_values(family, times):
     """Where a token's experts are chosen by values, as many as it goes to are counted; GPT-OSS' are not cut."""
     options = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": 0}
+    if not on_meta(family, **options).tp_plan:
+        pytest.skip(f"transformers {transformers.__version__} has no plan for {family}")
     two, four = (
         predict(shape(family, **options, intermediate_size=size), topology(2, tensor=IN_1D), JOB).memory
         for size in (96, 192)
