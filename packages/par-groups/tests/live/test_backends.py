@@ -1,11 +1,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 
 from par_groups import backend_of, check_collectives, sendable
 from par_groups.live import backends as _backends
-from par_testing import count_collectives
+from par_testing import count_collectives, limited_backend
 
 CPU = torch.device("cpu")
 
@@ -33,37 +32,9 @@ def test_gloo_sends_from_the_cpu_and_nccl_from_where_the_tensor_is(monkeypatch):
         assert (sendable(elsewhere, None) is elsewhere) is not copied
 
 
-class Limited(dist.ProcessGroup):
-    """A backend of somebody else's, which can neither scatter nor exchange. What is not here fails."""
-
-    def __init__(self, options):
-        super().__init__(options.group_rank, options.group_size)
-        self._inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-        none = FakeProcessGroup.Options()
-        none.error_on_collective = True
-        backend = FakeProcessGroup._create_internal(options.group_rank, options.group_size, none)
-        self._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
-
-    def getBackendName(self):
-        return "limited"
-
-    def allreduce(self, *given):
-        return self._inner.allreduce(*given)
-
-    def broadcast(self, *given):
-        return self._inner.broadcast(*given)
-
-    def allgather(self, *given):
-        return self._inner.allgather(*given)
-
-    def barrier(self, *given):
-        return self._inner.barrier(*given)
-
-
 @pytest.mark.ranks(2, backend="gloo", timeout=10)
 def test_what_a_backend_cannot_do_is_refused_on_every_rank_before_it_is_needed():
-    dist.Backend.register_backend("limited", lambda options, _: Limited(options), extended_api=True, devices=["cpu"])
-    group = dist.new_group([0, 1], backend="limited")
+    group = dist.new_group([0, 1], backend=limited_backend("allreduce", "broadcast", "allgather"))
     check_collectives(group, CPU, ["all_reduce", "broadcast"], "this test")
     for collective in ("all_gather", "reduce_scatter", "all_to_all"):
         words = (

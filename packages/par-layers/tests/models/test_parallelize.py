@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +25,7 @@ from par_layers import (
     parallel_of,
     parallelize,
 )
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, limited_backend
 
 from ..helpers import numbers
 from .helpers import Mlp, close, live
@@ -464,38 +463,11 @@ def test_ranks_that_disagree():
         assert model.up.weight.shape == (16, 8)
 
 
-class Limited(dist.ProcessGroup):
-    """A backend of somebody else's, which cannot scatter. What is not here fails."""
-
-    def __init__(self, options):
-        super().__init__(options.group_rank, options.group_size)
-        self._inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-        none = FakeProcessGroup.Options()
-        none.error_on_collective = True
-        backend = FakeProcessGroup._create_internal(options.group_rank, options.group_size, none)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
-
-    def getBackendName(self):
-        return "limited"
-
-    def allreduce(self, *given):
-        return self._inner.allreduce(*given)
-
-    def allgather(self, *given):
-        return self._inner.allgather(*given)
-
-    def _allgather_base(self, *given):
-        return self._inner._allgather_base(*given)
-
-    def barrier(self, *given):
-        return self._inner.barrier(*given)
-
-
 @pytest.mark.ranks(2, backend="gloo", timeout=20)
 def test_a_backend_that_lacks_a_collective_is_refused_before_anything_is_changed():
-    dist.Backend.register_backend("limited", lambda options, _: Limited(options), extended_api=True, devices=["cpu"])
+    backend = limited_backend("allreduce", "allgather", "_allgather_base")
     tensor = {"size": 2, "mode": "1d", "sequence_parallel": True}
-    with ProcessGroups(Topology.from_config({"tensor": tensor}, 2), backend="limited") as groups:
+    with ProcessGroups(Topology.from_config({"tensor": tensor}, 2), backend=backend) as groups:
         model = make()
         with pytest.raises(ValueError, match="parallelize needs reduce_scatter, which the backend 'limited'"):
             parallelize(model, groups, PLAN)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._faults import Fault, InjectedFault, fail_at
     from ._for_each import for_each
+    from ._limited import limited_backend
     from ._once import once
     from .counting.counting import Collective, Counted, count_collectives
     from .counting.memory import live_bytes, live_storages, peak_bytes, saved_bytes
@@ -40,6 +41,7 @@ __all__ = [
     "fail_at",
     "for_each",
     "label",
+    "limited_backend",
     "live_bytes",
     "live_storages",
     "modules_called",
@@ -57,6 +59,7 @@ _LATE = {
     "counting.counting": ("Collective", "Counted", "count_collectives"),
     "_faults": ("Fault", "InjectedFault", "fail_at"),
     "_for_each": ("for_each",),
+    "_limited": ("limited_backend",),
     "_once": ("once",),
     "counting.memory": ("live_bytes", "live_storages", "peak_bytes", "saved_bytes"),
     "counting.modules": ("modules_called",),
