@@ -6,18 +6,14 @@ import torch
 from par_testing import once
 from par_train import Strategy
 
+from . import tiny_llama
+from .tiny_llama import WORDS
+
 transformers = pytest.importorskip("transformers")
 
 Llama = transformers.LlamaForCausalLM  # whose module is imported here once, and not by each rank
-WORDS = 101
 TEXT = {
-    "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
+    **tiny_llama.TEXT,
     "initializer_range": 0.2,  # far from ties, which sums in another order could decide otherwise
     "eos_token_id": None,
 }

@@ -9,21 +9,14 @@ from torch.nn.utils import clip_grad_norm_
 from par_testing import once
 from par_train import Strategy
 
+from .tiny_llama import TEXT, WORDS
+
 transformers = pytest.importorskip("transformers")
 for _family in ("Llama", "Mixtral", "Qwen3Moe"):  # imported here once, and not by each rank of each test
     getattr(transformers, f"{_family}ForCausalLM")
 
-STEPS, WORDS = 2, 101  # the second step's weights show momentum
+STEPS = 2  # the second step's weights show momentum
 TOLERANCE = 2e-5  # relative, fp32: sums over ranks and microbatches in another order
-TEXT = {
-    "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
 
 
 def make_model(family="Llama", **options):
