@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from par_groups import agree, together
 
+from .._disk import sync
 from .._errors import UserError
 from .tokenize import Document, documents_of, load_tokenizer, tokenizer_files
 
@@ -274,7 +275,7 @@ def _write(source: _Source, place: Path, progress: bool | None) -> None:
         except OSError:
             if not (place / _SUMMARY).exists():  # else another process, perhaps of another machine, was first
                 raise
-        _sync(place.parent)
+        sync(place.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -343,13 +344,4 @@ def _write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Brings a folder's list of names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)

@@ -43,7 +43,7 @@ class Trainer(Training):
         self._train_text = np.frombuffer(text.train, np.uint8)
         self._held_out = np.frombuffer(text.held_out, np.uint8)
         self._order = DataOrder(windows=window_count(len(text.train), self.context), seed=options.seed)
-        self._evaluate(*self._tokens(self._train_text, self._next_windows()))  # sizes that cannot be cut are said here
+        self._loss(*self._tokens(self._train_text, self._next_windows()))  # sizes that cannot be cut are said here
         self._validation = spread(window_count(len(text.held_out), self.context), options.data.validation_windows)
 
     def _make_model(self) -> tuple[GPT, nn.Module]:
@@ -71,24 +71,6 @@ class Trainer(Training):
         batch = self._tokens(self._train_text, self._next_windows())
         return self.strategy.execute_pipeline(iter([batch]), self.model, self.gpt.loss, self.optimizer), 1.0
 
-    def validate(self) -> float:
-        """The mean loss over the validation windows, which the replicas share as evenly as they can."""
-        mine = share(self._validation, self.replica, self.replicas)
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, count
-        most = -(-len(self._validation) // self.replicas)  # all ranks go as often: forward may be collective
-        for start in range(0, most, self._share_size):
-            windows = mine[start : start + self._share_size]
-            # Every batch has the same size, for a tensor mode may cut it; what it is filled up with does not count.
-            filled = np.resize(windows if len(windows) else self._validation[:1], self._share_size)
-            inputs, targets = self._tokens(self._held_out, filled)
-            targets = targets.clone()  # it shares memory with the inputs
-            targets[len(windows) :] = _IGNORED
-            loss, count = self._evaluate(inputs, targets), len(windows) * targets.shape[1]
-            if loss is not None and len(windows):
-                total += torch.stack([loss.double() * count, total.new_tensor(count)])
-        total = total_over(self.groups, total)
-        return float(total[0] / total[1])
-
     def state(self, seconds: float) -> TrainingState:
         """Progress, and the digest of the text."""
         return TrainingState(step=self.step, samples=self.samples, seconds=seconds, text=self._text.digest)
@@ -106,8 +88,24 @@ class Trainer(Training):
         batch = self._order.batch(self.samples, self.options.train.batch_size)
         return share(batch, self.replica, self.replicas)
 
+    def _evaluate(self, rows: Windows, count: int) -> Tensor:
+        """The last stage of a pipeline alone knows a loss."""
+        inputs, targets = self._tokens(self._held_out, rows)
+        targets = targets.clone()  # it shares memory with the inputs
+        targets[count:] = _IGNORED
+        loss, targets_count = self._loss(inputs, targets), count * targets.shape[1]
+        if loss is None or not count:
+            return torch.zeros(2, dtype=torch.float64, device=self.device)
+        return torch.stack([loss.double() * targets_count, loss.new_tensor(targets_count, dtype=torch.float64)])
+
+    def _add_up_(self, total: Tensor) -> None:
+        """Also brings the sums from the last stage to the others."""
+        super()._add_up_(total)
+        if self.groups.size("pipeline") > 1:
+            dist.all_reduce(total, group=self.groups["pipeline"])  # all but the last stage bring zeros
+
     @torch.no_grad()
-    def _evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """The loss of a batch, where the model ends."""
         if self.schedule is None:
             return self.gpt.loss(self.model(inputs), targets)
@@ -120,11 +118,3 @@ class Trainer(Training):
         places = windows[:, None] * self.context + np.arange(self.context + 1)
         tokens = torch.from_numpy(text[places].astype(np.int64)).to(self.device)
         return tokens[:, :-1], tokens[:, 1:]
-
-
-def total_over(groups: ProcessGroups, total: Tensor) -> Tensor:
-    """The sum over the replicas, and from the last stage to all others. In place."""
-    dist.all_reduce(total, group=groups["data"])  # sum over the data group
-    if groups.size("pipeline") > 1:
-        dist.all_reduce(total, group=groups["pipeline"])  # all but the last stage bring zeros
-    return total

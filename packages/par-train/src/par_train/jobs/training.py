@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
 from .._errors import TrainingError, UserError
+from ..data.shares import share
 from ..run.stop import SIGNALS
 from ..strategy.strategy import Strategy
 from .checkpoint import TrainingState
 from .options import Options, TrainOptions, learning_rate
+from .order import Windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,9 @@ class Training(ABC):
     optimizer: MixedOptimizer
     parameters: int
 
+    _validation: Windows
+    """Numbers of the held-out windows, or rows, over which the loss is a mean."""
+
     def __init__(self, options: Options, groups: ProcessGroups, device: torch.device) -> None:
         self.options = options
         self.groups, self.device = groups, device
@@ -102,10 +108,6 @@ class Training(ABC):
         """What the banner says of the model, the data and the batch: lines by label."""
 
     @abstractmethod
-    def validate(self) -> float:
-        """The mean loss over held-out windows, or over the targets of held-out rows. Collective."""
-
-    @abstractmethod
     def state(self, seconds: float) -> TrainingState:
         """What a checkpoint has to say beside weights and optimizer.
 
@@ -123,6 +125,17 @@ class Training(ABC):
 
         Returns:
             The mean loss of the share, and the number of targets that it is a mean over.
+        """
+
+    @abstractmethod
+    def _evaluate(self, rows: Windows, count: int) -> Tensor:
+        """The sum of the losses of held-out targets and their number, fp64 [2]; zeros where this rank does not know.
+
+        Collective, in the same order on all ranks of a replica.
+
+        Args:
+            rows: Numbers of windows, or rows, of the held-out data; as many in every call.
+            count: How many of them count, from the first on; the others fill up the batch.
         """
 
     @abstractmethod
@@ -153,6 +166,25 @@ class Training(ABC):
         self.step += 1
         self.samples += self.options.train.batch_size
         return self._agree(loss, count, outcome, signal)
+
+    def validate(self) -> float:
+        """The mean loss over the targets of the held-out data, which the replicas share evenly. Collective."""
+        self.model.eval()
+        mine = share(self._validation, self.replica, self.replicas)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, count
+        most = -(-len(self._validation) // self.replicas)  # all ranks go as often: forward may be collective
+        for start in range(0, most, self._share_size):
+            rows = mine[start : start + self._share_size]
+            # Every batch has the same size, for microbatches and modes that cut it; what fills it up does not count.
+            filled = np.resize(rows if len(rows) else self._validation[:1], self._share_size)
+            total += self._evaluate(filled, len(rows))
+        self.model.train()
+        self._add_up_(total)
+        return float(total[0] / total[1])
+
+    def _add_up_(self, total: Tensor) -> None:
+        """Sums what `_evaluate` gave over the replicas, in place; the ranks of a replica have the same numbers."""
+        dist.all_reduce(total, group=self.groups["data"])  # two numbers
 
     def restore(self, path: Path, state: TrainingState) -> None:
         """Goes on from a checkpoint, of which this rank takes its part. Collective."""

@@ -1,11 +1,12 @@
 """The files of a run, and writing one so that a crash at any moment leaves the old one or the new one."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from .._disk import sync
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,12 @@ def write_file(path: Path, data: bytes) -> None:
     with writing(path):
         try:
             new.write_bytes(data)
-            _sync(new)
+            sync(new)
             new.replace(path)
         except OSError:
             new.unlink(missing_ok=True)
             raise
-        _sync(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
@@ -94,12 +95,3 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(f"cannot write {str(path)!r}: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

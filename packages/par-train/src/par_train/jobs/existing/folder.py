@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._disk import config_file
 from ..._errors import UserError
 from ...data.tokenize import tokenizer_files
 from ..options import Options
@@ -109,12 +110,7 @@ def read_config(path: Path, key: str) -> Mapping[str, Any]:
     Raises:
         UserError: There is none, or it is no table of JSON.
     """
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(
-            f"{key} {str(path)!r} holds no config.json; give the folder of a model, such as save_pretrained or "
-            "huggingface_hub.snapshot_download leaves it"
-        )
+    file = config_file(path, f"{key} {str(path)!r}")
     try:
         config = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -7,9 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -19,12 +17,11 @@ from par_precision import precision_of
 
 from ..._errors import UserError
 from ...data.packing import IGNORED
-from ...data.shares import share
 from ...strategy.pretrained.adapters import write_config
 from ...strategy.stages import Stages
 from ..checkpoint import TrainingState
 from ..options import Options
-from ..order import spread
+from ..order import Windows, spread
 from ..report import end_of
 from ..training import Training, make_optimizer
 from .adapter import adapter_parts, lora_config
@@ -106,24 +103,13 @@ class ModelTrainer(Training):
         loss = self.strategy.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
         return loss, target_count(batch)
 
-    def validate(self) -> float:
-        """The mean over the targets of the validation rows, which the replicas share as evenly as they can."""
-        self.model.eval()
-        mine = share(self._validation, self.replica, self.replicas)
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, count
-        most = -(-len(self._validation) // self.replicas)  # all ranks go as often: forward may be collective
-        for start in range(0, most, self._share_size):
-            rows = mine[start : start + self._share_size]
-            # Every batch has the same size, for microbatches; what it is filled up with does not count.
-            filled = np.resize(rows if len(rows) else self._validation[:1], self._share_size)
-            batch = default_collate([self._data.held_out[0, int(row)] for row in filled])
-            batch["labels"][len(rows) :] = IGNORED
-            count = target_count(batch).to(self.device)
-            loss = self.strategy.execute_pipeline(iter([batch]), self.model, None, forward_only=True)
-            total += torch.stack([torch.where(count > 0, loss * count, 0.0), count])
-        self.model.train()
-        dist.all_reduce(total, group=self.groups["data"])  # two numbers; the ranks of a replica have the same ones
-        return float(total[0] / total[1])
+    def _evaluate(self, rows: Windows, count: int) -> Tensor:
+        """The ranks of a replica have the same numbers, on whatever stage they are."""
+        batch = default_collate([self._data.held_out[0, int(row)] for row in rows])
+        batch["labels"][count:] = IGNORED
+        targets = target_count(batch).to(self.device, torch.float64)
+        loss = self.strategy.execute_pipeline(iter([batch]), self.model, None, forward_only=True)
+        return torch.stack([torch.where(targets > 0, loss * targets, 0.0), targets])
 
     def write_samples(self) -> list[dict[str, str]]:
         """What the model goes on with after each prompt, always by its most likely token. Collective."""

@@ -12,6 +12,7 @@ from par_checkpoint import load
 from par_groups import together
 from par_layers import parallelize
 
+from ..._disk import config_file
 from ..existing import PathLike, Plan
 from ..setup import Setup
 from ..stages import build_model_stages
@@ -74,11 +75,7 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
             "from_pretrained() makes models of transformers, which is not installed; "
             "pip install 'par-train[transformers]'"
         ) from None
-    if not Path(path, "config.json").is_file():
-        raise ValueError(
-            f"{path!r} holds no config.json; give the folder of a model, such as save_pretrained or "
-            "huggingface_hub.snapshot_download leaves it"
-        )
+    config_file(Path(path), repr(path))
     config = transformers.AutoConfig.from_pretrained(path)
     chosen = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
