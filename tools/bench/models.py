@@ -1,8 +1,9 @@
 """A Llama as transformers has it, on two gloo ranks: cut by par-layers, cut by transformers itself, and whole.
 
 Forward, loss and backward at three sizes: many tiny layers, where Python and calls are what costs; a mid-size model;
-and one that is mostly vocabulary. Then greedy generation with a cache. Contenders take turns in the same processes, in
-another order each time; ratios are medians over the turns. Run as `python tools/bench/models.py`; takes five minutes,
+and one that is mostly vocabulary; and greedy generation with a cache. Then how long a folder takes to load, and how
+much memory; then the CPU time of a step beside that of a Llama written against a layer set. Contenders take turns, in
+another order each time; ratios are medians over the turns. Run as `python tools/bench/models.py`; takes ten minutes,
 and writes docs/benchmarks/models.md and .json.
 """
 
@@ -11,15 +12,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from _folders import loading
+from _llama import Case
+from _overhead import overhead
 from _ranks import spawned
-from _table import write
+from _table import Section, write_sections
 from _turns import quartile, ratio, shuffled
 from torch import Tensor
 from tqdm import tqdm
@@ -29,27 +33,6 @@ from par_layers import parallelize
 
 RANKS, WARM_UPS = 2, 3
 WHOLE, THEIRS, OURS, SEQUENCE = "whole on one rank", "transformers", "par-layers", "par-layers, sequence parallel"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model and a batch.
-
-    Args:
-        layers: Number of layers.
-        width: Features of a token.
-        words: Size of the vocabulary.
-        rows: Rows of the batch.
-        length: Tokens in a row.
-        turns: How often every contender runs.
-    """
-
-    layers: int
-    width: int
-    words: int
-    rows: int
-    length: int
-    turns: int
 
 
 CASES = {
@@ -62,6 +45,12 @@ NEW_TOKENS = 16
 
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
+    on_one_rank = {name: replace(CASES[name], turns=turns) for name, turns in (("overhead", 40), ("mid-size", 20))}
+    write_sections("models", "An existing model over two ranks", [steps(), loading(), overhead(on_one_rank)])
+
+
+def steps() -> Section:
+    """Measures steps and generation, and gives the table."""
     rows = []
     for name, case in CASES.items():
         for what in ("forward and backward", "generate, a token"):
@@ -81,17 +70,14 @@ def main() -> None:
                         "to whole": f"{ratio(times, wall[WHOLE]):.2f}",
                     }
                 )
-    sizes = "; ".join(
-        f"{name}: {case.layers} layers of {case.width}, {case.words} words, {case.rows} x {case.length} tokens"
-        for name, case in CASES.items()
-    )
+    sizes = "; ".join(f"{name}: {case.described()}" for name, case in CASES.items())
     note = (
         f"{sizes}. Forward, loss and backward in training mode, fp32; generation is greedy, with a dynamic cache, "
         f"{NEW_TOKENS} tokens after a prompt of 16. {RANKS} gloo ranks, one thread each; times are those of the slower "
         f"rank, and of the whole model that of ranks that each compute all of it. transformers "
         f"{transformers.__version__} cuts the model by its own plan."
     )
-    write("models", "An existing model over two ranks", rows, note)
+    return Section(title="A step, and generation", note=note, rows=rows)
 
 
 def timed(name: str, case: Case, what: str) -> Mapping[str, list[tuple[float, float]]]:
@@ -123,16 +109,7 @@ def timed(name: str, case: Case, what: str) -> Mapping[str, list[tuple[float, fl
 
 def contenders(case: Case) -> dict[str, Any]:
     """A Llama by the name of each contender: whole, cut by transformers, and cut by par-layers."""
-    config = transformers.LlamaConfig(
-        vocab_size=case.words,
-        hidden_size=case.width,
-        intermediate_size=4 * case.width,
-        num_hidden_layers=case.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        eos_token_id=None,
-    )
+    config = case.config()
     made = {WHOLE: fresh(config), THEIRS: cut_by_transformers(config)}
     for name, sequence in ((OURS, False), (SEQUENCE, True)):
         tensor = {"size": RANKS, "mode": "1d", "sequence_parallel": sequence}
