@@ -11,6 +11,11 @@ def pytest_addoption(parser):
     parser.addoption("--matrix-results", metavar="FILE", help="add a JSON line for each cell of the matrix to FILE")
 
 
+def pytest_configure(config):
+    """Has what the first model of transformers in a process makes there where ranks are forked."""
+    config.addinivalue_line("ranks_preload", "par_testing.ranks.transformers_once")
+
+
 @pytest.fixture
 def device(request):
     """The device type as a string, which goes to ranks as it is."""

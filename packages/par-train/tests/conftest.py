@@ -20,6 +20,7 @@ def pytest_configure(config):
     """Has what the command imports, beside torch, imported where ranks and warm commands are forked."""
     drawing = ("matplotlib.figure", "matplotlib.backends.backend_agg")
     models = ("transformers.models.llama.modeling_llama", "transformers.generation.utils")  # a second a rank
+    models += ("par_testing.ranks.transformers_once",)
     for module in ("par_train.jobs.job_run", "torch.distributed.run", *drawing, *models):
         config.addinivalue_line("ranks_preload", module)
 
