@@ -18,13 +18,22 @@ from .plugin import Plugin
 
 
 def check_layers(topology: Topology) -> None:
-    """Raises ValueError if ranks lie on an axis for which there are no layers: all of them would do the same work."""
-    for axis in ("sequence", "expert"):
-        if axis in (*topology.axes, *topology.products) and topology.size(axis) > 1:
-            raise ValueError(
-                f"no layers for {axis}={topology.size(axis)} yet: all its ranks would do the same work; give these "
-                "ranks to data, tensor or pipeline"
-            )
+    """Raises ValueError if ranks lie on an axis over which nothing is cut: all of them would do the same work."""
+    sizes = {
+        axis: topology.size(axis) if axis in (*topology.axes, *topology.products) else 1
+        for axis in ("sequence", "expert")
+    }
+    if sizes["sequence"] > 1:
+        raise ValueError(
+            f"Strategy does not cut batches over sequence={sizes['sequence']} yet: all its ranks would do the same work; "
+            "give these ranks to data, tensor or pipeline, or cut batches in a loop of your own with the context of "
+            "par_layers.layer_set"
+        )
+    if sizes["expert"] > 1:
+        raise ValueError(
+            f"no layers for expert={sizes['expert']} yet: all its ranks would do the same work; give these ranks to "
+            "data, tensor or pipeline"
+        )
 
 
 class Setup:
