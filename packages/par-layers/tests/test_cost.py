@@ -49,6 +49,14 @@ def test_sequence_parallelism_gathers_once_more():
     assert predicted.each == Fraction(10 * 3, 4) * 96 * 64
 
 
+def test_tokens_are_cut_over_sequence_ranks_and_weights_are_not():
+    sizes, shape = {"row": 4, "col": 4}, TransformerShape(tokens=64, width=8)
+    expected = cost("2d", sizes, TransformerShape(tokens=16, width=8))
+    assert cost("2d", {**sizes, "sequence": 4}, shape) == expected
+    assert cost("2d", {**sizes, "ring": 2, "ulysses": 2}, shape) == expected
+    assert cost("1d", {"tensor": 4, "sequence": 3}, shape).each == cost("1d", {"tensor": 4}, shape).each / 3
+
+
 def test_where_2d_and_3d_begin_to_pay():
     """2D beats 1D on 16 ranks once tokens exceed 1.9 widths, 3D on 8 once they exceed 2.12."""
 

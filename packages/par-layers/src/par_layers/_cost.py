@@ -5,7 +5,7 @@ Counted are elements that a rank receives: an all-reduce of n over g ranks 2(g-1
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -42,7 +42,7 @@ class LinearShape:
         role: Whether it opens a pair or closes one.
     """
 
-    tokens: int
+    tokens: int | Fraction
     k: int
     n: int
     role: Literal["column", "row"] = "column"
@@ -58,7 +58,7 @@ class NormShape:
         mean: Whether it is LayerNorm.
     """
 
-    tokens: int
+    tokens: int | Fraction
     features: int
     mean: bool = True
 
@@ -74,7 +74,7 @@ class TableShape:
         role: What the table is used for.
     """
 
-    tokens: int
+    tokens: int | Fraction
     features: int
     vocabulary: int
     role: Literal["embedding", "tied classifier"] = "embedding"
@@ -89,7 +89,7 @@ class TransformerShape:
         width: Features of the residual stream.
     """
 
-    tokens: int
+    tokens: int | Fraction
     width: int
 
 
@@ -108,7 +108,7 @@ class ModelShape:
         norms: Number of vectors of the width in each layer, outside what is cut, as norms have.
     """
 
-    tokens: int
+    tokens: int | Fraction
     width: int
     layers: int
     expert_layers: int = 0
@@ -137,7 +137,8 @@ def cost(
         mode: "1d", "2d", "2.5d", "3d"; for an `AttentionShape` "gather", "ring", "ulysses", "2d"; None is one device
             and costs nothing.
         sizes: Number of ranks on the mode's axes, such as `{"row": 4, "col": 4}` or a topology's `axes`; 1d takes
-            "tensor", attention takes "sequence", and in 2d "ring" and "ulysses".
+            "tensor", attention takes "sequence", and in 2d "ring" and "ulysses". Other shapes take these too: over them
+            tokens are cut, and parameters are not.
         shape: The kind and the sizes of the layer.
         sequence_parallel: Whether activations are cut along the sequence, in 1d.
         keep: Whether attention in mode "gather" keeps what it fetched in forward for backward.
@@ -151,6 +152,10 @@ def cost(
         return Cost()
     if isinstance(shape, AttentionShape):
         return Cost(received(mode, sizes, shape, keep=keep, recompute=recompute, outer=outer))
+    ranks = sizes.get("sequence", sizes.get("ring", 1) * sizes.get("ulysses", 1))
+    if ranks > 1:
+        sizes = {axis: size for axis, size in sizes.items() if axis not in ("sequence", "ring", "ulysses")}
+        shape = replace(shape, tokens=Fraction(shape.tokens, ranks))
     if isinstance(shape, TransformerShape):
         return _transformer(mode, sizes, shape, sequence_parallel=sequence_parallel)
     if mode not in _MODES:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import Any, Self, TypeVar
 
 import torch
@@ -11,8 +13,11 @@ from torch.nn import functional
 from par_groups import ProcessGroups, Topology
 
 from ._collectives import gather_from, reduce_from, scatter_to
+from .context.context import Context
+from .context.mask import Mask
+from .context.tokens import Tokens
 from .layers.classifier import ParallelClassifier, ParallelVocabClassifier
-from .layers.debug import Mark, check, mark, watched
+from .layers.debug import Mark, check, common, mark, watched
 from .layers.dropout import ParallelDropout, numbers_of_rank
 from .layers.embedding import (
     ParallelEmbedding,
@@ -25,8 +30,9 @@ from .layers.linear import ParallelLinear, block_rows, check_divides
 from .layers.losses import LossOptions, accuracy, cross_entropy, linear_cross_entropy
 from .layers.norm import ParallelNorm
 from .layers.parameter import Init, Rows
+from .layers.places import Places
 from .modes.grid import Axes, Grid
-from .modes.layout import Layout
+from .modes.layout import Layout, part
 from .modes.modes import rules_of
 from .modes.rules import Rules
 
@@ -55,7 +61,7 @@ def layer_set(
     Raises:
         ValueError: The mode is unknown or needs groups, it does not take an option, the topology lacks the mode's axes,
             or the mode is "auto" and the topology has a tensor axis without a mode. Or the topology has several ranks
-            on an axis "sequence" or "expert", for which the mode has no layers.
+            on an axis "expert", for which the mode has no layers.
 
     Example:
         layers = layer_set("auto", groups)
@@ -80,28 +86,37 @@ def layer_set(
     grid = Grid(groups)  # in mode None too: data-parallel replicas are copies
     rules = rules_of(mode, grid, given)
     if groups is not None:
-        _check_axes(groups.topology, rules)
+        unknown = [axis for axis in ("sequence", "expert") if _is_unknown(axis, groups.topology, rules)]
+        if "expert" in unknown:
+            raise ValueError(
+                f"no layers for expert={grid.size(('expert',))} yet: all its ranks would do the same work; give these "
+                "ranks to data, tensor or pipeline"
+            )
+        if "sequence" in unknown:
+            rules = _over_context(rules, grid.larger(groups.topology.leaves("sequence")))
     return LayerSet(mode, grid, rules, debug=debug)
 
 
-def _check_axes(topology: Topology, rules: Rules) -> None:
-    """Raises ValueError if the sequence or the experts are cut over ranks, but no layer would know."""
+def _is_unknown(axis: str, topology: Topology, rules: Rules) -> bool:
+    """Whether the topology has several ranks on an axis that the mode itself has no use for."""
     known = {*rules.residual.tokens, *rules.residual.features, *rules.inner.tokens, *rules.inner.features}
-    for axis in ("sequence", "expert"):
-        if axis not in (*topology.axes, *topology.products) or not known.isdisjoint((axis, *topology.leaves(axis))):
-            continue
-        if topology.size(axis) > 1:
-            raise ValueError(
-                f"no layers for {axis}={topology.size(axis)} yet: all its ranks would do the same work; give these "
-                "ranks to data, tensor or pipeline"
-            )
+    if axis not in (*topology.axes, *topology.products) or not known.isdisjoint((axis, *topology.leaves(axis))):
+        return False
+    return topology.size(axis) > 1
+
+
+def _over_context(rules: Rules, axes: Axes) -> Rules:
+    """The rules of a mode for tokens that were cut over further axes before the layers see them."""
+    residual, inner = replace(rules.residual, context=axes), replace(rules.inner, context=axes)
+    return replace(rules, residual=residual, inner=inner)
 
 
 class LayerSet:
     """Makes layers, and cuts and measures what flows through them. `layer_set` makes one.
 
-    Each rank is given the whole ids, images and targets of its tensor group: embeddings and losses cut them. Every size
-    that is given here is that of one device. Activations between layers are in the mode's *residual* layout; between a
+    Each rank is given the whole ids, images and targets of its tensor group: embeddings and losses cut them. Over an
+    axis `sequence` they were cut before, by `context.cut`: then they are those of one sequence rank. Every size that is
+    given here is that of one device. Activations between layers are in the mode's *residual* layout; between a
     `ColumnLinear` and the `RowLinear` that closes the pair they are in its *inner* layout.
 
     Args:
@@ -120,6 +135,18 @@ class LayerSet:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: copies of a model are of the same layer set."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle keeps; the context, with its plans, is made again."""
+        return {name: value for name, value in self.__dict__.items() if name != "context"}
+
+    @cached_property
+    def context(self) -> Context:
+        """What cuts batches along the sequence over the ranks of the axis `sequence`, and attends over them.
+
+        On ranks that have whole sequences it cuts nothing, so that a model may be given documents there, too.
+        """
+        return Context(self.grid.groups if self.rules.residual.context else None)
 
     # Layers; the names are torch's and Megatron's
 
@@ -224,7 +251,7 @@ class LayerSet:
             features: Features of the residual stream.
             init: How the vectors are filled; default: normal(0.02).
         """
-        made = ParallelPositionEmbedding(length, features, self.rules, self.grid, init)
+        made = ParallelPositionEmbedding(length, features, self._places(self.rules.residual), init)
         return self._made(made, self.rules.residual, self.rules.residual)
 
     def PatchEmbedding(self, patch: int, channels: int, features: int) -> ParallelPatchEmbedding:  # noqa: N802
@@ -234,7 +261,11 @@ class LayerSet:
             patch: Side of a patch, in pixels.
             channels: Channels of the images.
             features: Features of the residual stream.
+
+        Raises:
+            ValueError: Sequences are cut over ranks before the layers see them, but images are not.
         """
+        self._refuse_context("PatchEmbedding", "give the ranks of 'sequence' to data or tensor")
         made = ParallelPatchEmbedding(patch, channels, features, self.rules, self.grid)
         return self._made(made, None, self.rules.residual)
 
@@ -266,7 +297,7 @@ class LayerSet:
             inner: Whether it is used on activations in the inner layout, and not in the residual one.
         """
         layout = self.rules.inner if inner else self.rules.residual
-        return self._made(ParallelDropout(p, layout, self.grid), layout, layout)
+        return self._made(ParallelDropout(p, self._places(layout)), layout, layout)
 
     def Classifier(self, hidden: int, classes: int, bias: bool = True) -> ParallelClassifier:  # noqa: N802
         """Whole logits of few classes, from [B, hidden] with batch and features cut as in the residual layout.
@@ -296,22 +327,45 @@ class LayerSet:
     # What models do between layers
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, head: int, causal: bool = False, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        head: int,
+        causal: bool = False,
+        mask: Mask | None = None,
+        tokens: Tokens | None = None,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
-        """Attention of this rank's heads, each of which is in one piece on one rank.
+        """Attention of this rank's heads, each of which is in one piece on one rank, over the whole sequence.
 
         Args:
-            q: Queries [b, S, heads * head], local, in the inner layout.
+            q: Queries [b, S, heads * head], local, in the inner layout; S are the tokens of this sequence rank.
             k: Keys [b, S, key heads * head], local; fewer heads than the queries' are shared among them.
             v: Values [b, S, key heads * head], local.
             head: Number of features of a head.
             causal: Whether a position attends only to itself and those before it.
+            mask: What a token sees of its document; in the place of `causal`.
+            tokens: How the batch was cut along the sequence, and its documents; None for rows of one document.
+            sinks: What each query may attend to beside keys, [heads], of this rank's heads: a score that takes its part
+                of the weights, and has no value.
             dropout: Probability that an attention weight is dropped; each rank drops others. Equal to one device in
                 distribution only.
 
         Returns:
             [b, S, heads * head], local, in the inner layout.
+
+        Raises:
+            ValueError: `causal` and `mask` are both given, the activations are no part of a batch that was cut so, or
+                there is a dropout with a mask, tokens or sinks, or over several sequence ranks.
         """
+        if causal and mask is not None:
+            raise ValueError(f"causal=True and mask={mask} are given; say it in the mask alone: Mask(causal=True, ...)")
+        if self.rules.inner.context or not (mask is None and tokens is None and sinks is None):
+            mask = Mask(causal=causal) if mask is None else mask
+            return self._attention((q, k, v), head, mask, tokens=tokens, sinks=sinks, dropout=dropout)
         queries, keys, values = (x.unflatten(-1, (-1, head)).transpose(1, 2) for x in (q, k, v))  # [b, heads, S, head]
         shared = keys.shape[1] != queries.shape[1]
         apart = dropout > 0.0 and self.grid.size(self.grid.tensor_axes) > 1  # else ranks drop alike, as seeds are
@@ -320,6 +374,54 @@ class LayerSet:
                 queries, keys, values, dropout_p=dropout, is_causal=causal, enable_gqa=shared
             )
         return mixed.transpose(1, 2).flatten(-2)
+
+    def _attention(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        head: int,
+        mask: Mask,
+        *,
+        tokens: Tokens | None,
+        sinks: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        """Attention that knows documents, masks and other ranks' tokens."""
+        if dropout > 0.0:
+            raise ValueError(f"dropout is {dropout}: attention dropout cannot be equal over ranks; set it to 0")
+        takes = self._mark(self.rules.inner, tokens)
+        carried = common(qkv, "attention")
+        q, k, v = (check(x, takes, "attention") for x in qkv)
+        places = self._places(self.rules.inner)
+        known = places.tokens_of(q, tokens, "attention") or self.context.static(q.shape[1])
+        q, k, v = (x.unflatten(-1, (-1, head)) for x in (q, k, v))  # [b, s, heads, head]
+        mixed = self.context.attention(q, k, v, self._rows(known), mask=mask, sinks=sinks).flatten(-2)
+        return mixed if carried is None else mark(mixed, carried)
+
+    def positions(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """The place of each token inside its document, as rotary embeddings of queries and keys need it.
+
+        Args:
+            x: A local activation in the inner layout, [b, s, ...], such as queries.
+            tokens: How the batch was cut along the sequence, and its documents; None for rows of one document.
+
+        Returns:
+            int64 [b, s]; [1, s] where all rows have the same documents. 0 for padding.
+
+        Raises:
+            ValueError: The activation is no part of a batch that was cut so.
+        """
+        layout = self.rules.inner
+        places = self._places(layout)
+        length = x.shape[1] * self.grid.size(layout.sequence)
+        known = places.tokens_of(x, tokens, "positions") or self.context.static(length)
+        return places.in_document(known, x.device)
+
+    def _rows(self, tokens: Tokens) -> Tokens:
+        """The tokens of this rank's rows, of all that the batch has."""
+        if len(tokens.documents) == 1 or self.grid.size(self.rules.inner.batch) == 1:
+            return tokens
+        rows = part(len(tokens.documents), self.rules.inner.batch, self.grid, "the batch")
+        return _rows_of(tokens, rows.start, rows.stop)
 
     def local_heads(self, heads: int) -> int:
         """The number of heads on this rank; fewer heads than ranks are one on each rank, copied.
@@ -424,7 +526,11 @@ class LayerSet:
 
         Args:
             x: An activation in the residual layout.
+
+        Raises:
+            ValueError: The sequence was cut over ranks before the layers saw it.
         """
+        self._refuse_context("first_token", "use context.gather(x, tokens)[:, 0]")
         axes: Axes = self.rules.residual.sequence
         token: Tensor = check(x, self._mark(self.rules.residual), "first_token")[:, 0]
         if self.grid.size(axes) == 1:
@@ -459,8 +565,23 @@ class LayerSet:
     def _made(self, module: M, takes: Layout | None, gives: Layout | None) -> M:
         return watched(module, self._mark(takes), self._mark(gives)) if self.debug else module
 
-    def _mark(self, layout: Layout | None) -> Mark | None:
-        return None if layout is None else Mark(layout, self)
+    def _mark(self, layout: Layout | None, tokens: Tokens | None = None) -> Mark | None:
+        return Mark(layout, self, tokens) if self.debug and layout is not None else None
+
+    def _places(self, layout: Layout) -> Places:
+        return Places(layout=layout, grid=self.grid, static=self._static if layout.context else None)
+
+    def _static(self, local: int) -> Tokens:
+        """The cut of rows of one document, of which each sequence rank has `local` tokens."""
+        return self.context.static(local)
+
+    def _refuse_context(self, who: str, remedy: str) -> None:
+        axes = self.rules.residual.context
+        if axes:
+            raise ValueError(
+                f"{who} does not know that a sequence was cut over {self.grid.size(axes)} ranks ({' x '.join(axes)}) "
+                f"before the layers saw it; {remedy}"
+            )
 
     def _cuts(self, layout: Layout, dims: int) -> list[tuple[Axes, int]]:
         """The axes that cut an activation, with the dim that they cut; the slowest first."""
@@ -469,3 +590,8 @@ class LayerSet:
             cuts.append((layout.sequence, 1))
         cuts.append((layout.features, dims - 1))
         return [(axes, dim) for axes, dim in cuts if self.grid.size(axes) > 1]
+
+
+@lru_cache(maxsize=64)  # plans are looked up by tokens, and so are to be the same objects in all layers
+def _rows_of(tokens: Tokens, start: int, stop: int) -> Tokens:
+    return tokens.rows(start, stop)

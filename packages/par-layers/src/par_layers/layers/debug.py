@@ -1,15 +1,17 @@
 """A debug mode: activations carry their layout and layer set, and a layer refuses one that it was not made for.
 
 Two column layers in a row have the right shapes in 3D and the wrong values; so has a residual that is added to an inner
-activation. With `layer_set(..., debug=True)` both raise. It costs a tensor subclass, so it is for finding mistakes.
+activation, and a layer that is given the tokens of another batch. With `layer_set(..., debug=True)` all of these raise.
+It costs a tensor subclass, so it is for finding mistakes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..context.tokens import Tokens
 from ..modes.layout import Layout
 
 M = TypeVar("M", bound=nn.Module)
@@ -29,7 +31,7 @@ class LaidOut(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Computes as usual; raises if the layouts of the inputs differ."""
-        carried = _common_mark((*args, *(kwargs or {}).values()), f"torch's {getattr(func, '__name__', func)}")
+        carried = common((*args, *(kwargs or {}).values()), f"torch's {getattr(func, '__name__', func)}")
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
         if carried is not None:
             for tensor in result if isinstance(result, tuple | list) else (result,):
@@ -49,39 +51,58 @@ def watched(module: M, takes: "Mark | None", gives: "Mark | None") -> M:
 
     def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         who = type(module).__name__
-        plain = {name: check(value, takes, who) for name, value in named.items()}
-        return tuple(check(value, takes, who) for value in inputs), plain
+        values = (*inputs, *named.values())
+        carried = common(values, who)
+        given = next((value for value in values if isinstance(value, Tokens)), None)
+        if given is None and carried is not None and carried.tokens is not None and who in _KNOW_PLACES:
+            raise ValueError(
+                f"{who} was given no tokens, but an activation of a batch that was cut to {carried.tokens}; give it "
+                "the same tokens"
+            )
+        known = given if carried is None or given is not None else carried.tokens
+        expected = None if takes is None else replace(takes, tokens=known)
+        module.__dict__["par_tokens"] = known  # what its output will carry, too
+        plain = {name: check(value, expected, who) for name, value in named.items()}
+        return tuple(check(value, expected, who) for value in inputs), plain
 
     def after(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
-        return output if gives is None else mark(output, gives)
+        known = module.__dict__.pop("par_tokens", None)
+        return output if gives is None else mark(output, replace(gives, tokens=known))
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
     return module
 
 
-@dataclass(frozen=True)
+_KNOW_PLACES = ("ParallelDropout", "ParallelPositionEmbedding")  # layers whose numbers depend on where a token stands
+
+
+@dataclass(frozen=True, eq=False)
 class Mark:
     """What an activation carries.
 
     Args:
         layout: How it is cut.
         layers: The layer set that made it; only its identity counts.
+        tokens: How its batch was cut along the sequence; None if no layer was told yet.
     """
 
     layout: Layout
     layers: object
+    tokens: Tokens | None = None
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mark) and self.layout == other.layout and self.layers is other.layers
-
-    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+    def fits(self, other: "Mark") -> bool:
+        """Whether two activations may meet, or an activation a layer."""
+        alike = self.tokens is None or other.tokens is None or self.tokens == other.tokens
+        return alike and self.layout == other.layout and self.layers is other.layers
 
     def differs(self, other: "Mark") -> str:
         """How this mark and another one differ, in words."""
-        if self.layout == other.layout:
+        if self.layout != other.layout:
+            return f"{self.layout.describe()}, and {other.layout.describe()}"
+        if self.layers is not other.layers:
             return "two layer sets; make all layers of a model with one"
-        return f"{self.layout.describe()}, and {other.layout.describe()}"
+        return f"two batches, one cut to {self.tokens}, and one to {other.tokens}; give all layers the same tokens"
 
 
 def check(x: Any, takes: Mark | None, who: str) -> Any:
@@ -97,7 +118,7 @@ def check(x: Any, takes: Mark | None, who: str) -> Any:
     """
     if not isinstance(x, LaidOut):
         return x
-    if takes is not None and x.par_mark != takes:
+    if takes is not None and not takes.fits(x.par_mark):
         raise ValueError(
             f"{who} was given an activation of another layout than it takes: {takes.differs(x.par_mark)}. A column "
             "layer is closed by a row layer, and a Linear stays in the residual layout"
@@ -112,12 +133,21 @@ def mark(x: Tensor, carried: Mark) -> Tensor:
     return marked
 
 
-def _common_mark(values: Iterable[Any], who: str) -> Mark | None:
-    common: Mark | None = None
+def common(values: Iterable[Any], who: str) -> Mark | None:
+    """The mark of all activations among the values, or None if there are no activations.
+
+    Args:
+        values: Arguments, some of which may be tuples and lists.
+        who: What they are given to, for the message.
+
+    Raises:
+        ValueError: Two of them carry different marks.
+    """
+    carried: Mark | None = None
     for value in values:
         for tensor in value if isinstance(value, tuple | list) else (value,):
             if isinstance(tensor, LaidOut) and hasattr(tensor, "par_mark"):
-                if common is not None and tensor.par_mark != common:
-                    raise ValueError(f"{who} mixes activations: {common.differs(tensor.par_mark)}")
-                common = tensor.par_mark
-    return common
+                if carried is not None and not carried.fits(tensor.par_mark):
+                    raise ValueError(f"{who} mixes activations: {carried.differs(tensor.par_mark)}")
+                carried = tensor.par_mark if carried is None or carried.tokens is None else carried
+    return carried

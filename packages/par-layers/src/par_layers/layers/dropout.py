@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .._random_bits import random_bits
+from ..context.tokens import Tokens
 from ..modes.grid import Axes, Grid
 from ..modes.layout import Layout
+from .places import Places
 
 
 class ParallelDropout(nn.Module):
@@ -21,32 +23,43 @@ class ParallelDropout(nn.Module):
 
     Args:
         p: Probability that an element is dropped, 0 <= p < 1.
-        layout: The layout of the activations on which it is used.
-        grid: This rank's place.
+        places: Where activations on which it is used stand in their rows.
 
     Raises:
         ValueError: The probability is out of range.
     """
 
-    def __init__(self, p: float, layout: Layout, grid: Grid) -> None:
+    def __init__(self, p: float, places: Places) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise ValueError(f"p is {p}; a probability of dropping is at least 0 and below 1")
         self.p = p
-        self._layout, self._grid = layout, grid
+        self._places = places
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, ..., features] in the layer's layout, with elements dropped in training."""
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """[b, ..., features] in the layer's layout, with elements dropped in training.
+
+        Args:
+            x: The activation; its second dim are tokens if it has three or more.
+            tokens: How its batch was cut along the sequence; None for rows of one document that nobody padded.
+
+        Raises:
+            ValueError: The activation is no part of a batch that was cut so.
+        """
         if not self.training or self.p == 0.0:
             return x
-        return dropped(x, self.p, self._layout, self._grid)
+        places, numbers = self._places, None
+        if x.dim() > 2:
+            tokens = places.tokens_of(x, tokens, "Dropout")
+            numbers = None if tokens is None else (places.in_row(tokens, x.device), tokens.length)
+        return dropped(x, self.p, places.layout, places.grid, numbers)
 
     def extra_repr(self) -> str:
         """The probability."""
         return f"p={self.p}"
 
 
-def dropped(x: Tensor, p: float, layout: Layout, grid: Grid) -> Tensor:
+def dropped(x: Tensor, p: float, layout: Layout, grid: Grid, in_row: tuple[Tensor, int] | None = None) -> Tensor:
     """Zeroes elements with probability p and scales the rest by 1 / (1 - p).
 
     Args:
@@ -54,13 +67,15 @@ def dropped(x: Tensor, p: float, layout: Layout, grid: Grid) -> Tensor:
         p: Probability that an element is dropped, 0 <= p < 1.
         layout: Their layout.
         grid: This rank's place.
+        in_row: The numbers of this rank's tokens in the whole row, int64 [s], and the number of tokens of a row; None
+            counts them by the layout.
     """
-    bits = random_bits(*_places(x, layout, grid), draw_key())
+    bits = random_bits(*_places(x, layout, grid, in_row), draw_key())
     keep = bits >= int(p * 2**32) - 2**31
     return x * keep.to(x.dtype).mul_(1 / (1 - p))
 
 
-def _places(x: Tensor, layout: Layout, grid: Grid) -> tuple[Tensor, Tensor]:
+def _places(x: Tensor, layout: Layout, grid: Grid, in_row: tuple[Tensor, int] | None) -> tuple[Tensor, Tensor]:
     """The place of each local element in the whole activation: a row-major number of its row, and its column."""
     axes: list[Axes] = [()] * x.dim()
     axes[0] = layout.batch
@@ -68,8 +83,12 @@ def _places(x: Tensor, layout: Layout, grid: Grid) -> tuple[Tensor, Tensor]:
         axes[1] = layout.sequence
     axes[-1] = axes[-1] + layout.features
     rows = torch.zeros((), dtype=torch.int64, device=x.device)
-    for along, length in zip(axes[:-1], x.shape, strict=False):
-        rows = rows.unsqueeze(-1) * (length * grid.size(along)) + _along(along, length, x.device, grid)
+    for dim, (along, length) in enumerate(zip(axes[:-1], x.shape, strict=False)):
+        if dim == 1 and in_row is not None:
+            numbers, whole = in_row
+        else:
+            numbers, whole = _along(along, length, x.device, grid), length * grid.size(along)
+        rows = rows.unsqueeze(-1) * whole + numbers
     return rows.unsqueeze(-1), _along(axes[-1], x.shape[-1], x.device, grid)
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from .._collectives import all_gather_to, reduce_from, reduce_scatter_to
 from .._torch_private import assert_async
+from ..context.tokens import Tokens
 from ..modes.grid import Axes, Grid
 from ..modes.layout import Layout, part
 from ..modes.product_1d import SEQUENCE
@@ -16,6 +17,7 @@ from ..modes.rules import Rules
 from .linear import check_divides
 from .parallel_layer import ParallelLayer
 from .parameter import Bits, ByPlace, Init, Rows, constant, make_parameter, normal, uniform
+from .places import Places
 
 
 class ParallelEmbedding(ParallelLayer):
@@ -142,27 +144,43 @@ class ParallelPositionEmbedding(ParallelLayer):
     Args:
         length: The longest sequence.
         features: Features of the residual stream.
-        rules: How the mode cuts and multiplies.
-        grid: This rank's place.
+        places: Where the tokens of activations in the residual layout stand.
         init: How it is filled; default: normal(0.02).
     """
 
-    def __init__(self, length: int, features: int, rules: Rules, grid: Grid, init: Init | None = None) -> None:
+    def __init__(self, length: int, features: int, places: Places, init: Init | None = None) -> None:
         super().__init__()
-        check_divides(features, rules.residual.features, grid, "features")
+        layout, grid = places.layout, places.grid
+        check_divides(features, layout.features, grid, "features")
         self.length = length
-        self._axes, self._grid = rules.residual.sequence, grid
-        others = [(features, rules.residual.features)]
-        self.weight = make_parameter([Rows(length=length)], others, grid, init or normal(0.02), rules.residual.tokens)
+        self._places = places
+        others = [(features, layout.features)]
+        self.weight = make_parameter([Rows(length=length)], others, grid, init or normal(0.02), layout.tokens)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, features] in the residual layout, plus the positions."""
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """[b, s, features] in the residual layout, plus the positions.
+
+        Args:
+            x: The activation.
+            tokens: How its batch was cut along the sequence; positions are those inside the documents. None for rows of
+                one document.
+
+        Raises:
+            ValueError: There are more positions than vectors, or the activation is no part of a batch that was cut so.
+        """
+        tokens = self._places.tokens_of(x, tokens, "PositionEmbedding")
+        if tokens is not None:
+            self._check(max(map(max, tokens.documents)))
+            return x + functional.embedding(self._places.in_document(tokens, x.device), self.weight)
+        axes, grid = self._places.layout.sequence, self._places.grid
         local_length = x.shape[SEQUENCE]
-        length = local_length * self._grid.size(self._axes)
+        self._check(local_length * grid.size(axes))
+        first = grid.index(axes) * local_length
+        return x + self.weight[first : first + local_length]
+
+    def _check(self, length: int) -> None:
         if length > self.length:
             raise ValueError(f"the sequence has {length} positions, this embedding {self.length}; shorten it")
-        first = self._grid.index(self._axes) * local_length
-        return x + self.weight[first : first + local_length]
 
 
 class ParallelPatchEmbedding(ParallelLayer):

@@ -44,6 +44,8 @@ class LossOptions:
 def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
     """The mean over all tokens of the tensor group that are not ignored, on every rank alike; in fp32 at least.
 
+    Where the sequence was cut before the layers saw it, it is the mean over the tokens of all these ranks.
+
     Args:
         logits: [b, ..., classes or less], in the layout that the classifier gave them.
         target: The whole targets [B, ...], int64.
@@ -56,8 +58,7 @@ def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, opti
             assertion instead.
     """
     check_targets(target, options)
-    total = _summed_losses(logits, target, rules, grid, options)
-    return total / (target != options.ignore_index).sum()
+    return _mean(_summed_losses(logits, target, rules, grid, options), target, rules, grid, options)
 
 
 def linear_cross_entropy(
@@ -91,8 +92,26 @@ def linear_cross_entropy(
         return _summed_losses(classifier(part), of_part.flatten(1), rules, grid, options)
 
     sums = [checkpoint(loss_of, *part, use_reentrant=False) for part in parts]
-    total: Tensor = torch.stack(sums).sum()
-    return total / (target != options.ignore_index).sum()
+    return _mean(torch.stack(sums).sum(), target, rules, grid, options)
+
+
+def _mean(total: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
+    """A sum over the tensor group's tokens, by the number of those that count; over all sequence ranks alike.
+
+    Args:
+        total: The sum over the tokens of the tensor group.
+        target: Its whole targets.
+        rules: How the mode cuts and multiplies.
+        grid: This rank's place.
+        options: What is ignored.
+    """
+    count = (target != options.ignore_index).sum()
+    context: Axes = grid.larger(rules.residual.context)
+    if not context:
+        return total / count
+    both = torch.stack([total.double(), count.double()])  # counts are exact beyond 2**24 tokens
+    summed: Tensor = _OverContext.apply(both, grid.group(context))  # type: ignore[no-untyped-call]
+    return (summed[0] / summed[1]).to(total.dtype if total.is_floating_point() else torch.get_default_dtype())
 
 
 def _summed_losses(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
@@ -160,7 +179,7 @@ def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: 
         guesses = guesses.masked_fill(values < highest, classes)  # no class: another rank's logit is higher
         guesses = finish(start_all_reduce(guesses, group, "min"))
     right = ((guesses == mine) & (mine != ignore_index)).sum()
-    return over_tokens(right, layout, grid) / (target != ignore_index).sum()
+    return _mean(over_tokens(right, layout, grid), target, rules, grid, options)
 
 
 def logits_layout(rules: Rules, *, cut: bool) -> Layout:
@@ -187,6 +206,24 @@ def check_targets(target: Tensor, options: LossOptions) -> None:
             raise ValueError(f"target {wrong} is no class: classes are 0 to {classes - 1}, {ignore_index} is ignored")
     else:
         assert_async(fine.all(), f"a target is no class: classes are 0 to {classes - 1}")
+
+
+class _OverContext(torch.autograd.Function):
+    """Sums over the ranks that a sequence was cut over.
+
+    Backward multiplies by their number: the gradient of the mean over all tokens is then, on each rank, that of its own
+    tokens' part times the number of ranks, and the mean of the ranks' gradients is the gradient of one device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = group.size()
+        return finish(start_all_reduce(x, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.ranks, None
 
 
 class _CutVocabulary(torch.autograd.Function):

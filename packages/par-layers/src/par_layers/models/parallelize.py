@@ -76,6 +76,12 @@ def parallelize(
     try:
         if layers.mode not in (None, "1d"):
             raise ValueError(f"mode {layers.mode!r} cuts activations that this model's code takes whole; use mode='1d'")
+        if layers.rules.residual.context:
+            ranks = grid.size(layers.rules.residual.context)
+            raise ValueError(
+                f"the sequence is cut over {ranks} ranks, but attention of this model would see tokens of one alone; "
+                "give the ranks of 'sequence' to data, tensor or pipeline, or write the model with a layer set"
+            )
         if logits not in ("auto", "whole", "cut"):
             raise ValueError(f"logits is {logits!r}; it is 'auto', 'whole' or 'cut'")
         before = parallel_of(inner)

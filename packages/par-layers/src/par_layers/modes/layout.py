@@ -20,21 +20,28 @@ class Layout:
         batch: Axes over which the first dim is cut.
         sequence: Axes over which the second dim is cut.
         features: Axes over which the last dim is cut.
+        context: Axes over which the second dim was cut before the layers saw it: ids and targets are those of one of
+            these ranks, and attention looks at the others.
     """
 
     batch: Axes = ()
     sequence: Axes = ()
     features: Axes = ()
+    context: Axes = ()
 
     def describe(self) -> str:
         """The layout in words, for messages."""
-        cuts = [("batch", self.batch), ("sequence", self.sequence), ("features", self.features)]
+        along = self.context + self.sequence
+        cuts = [("batch", self.batch), ("sequence", along), ("features", self.features)]
         words = [f"{dim} over {' x '.join(axes)}" for dim, axes in cuts if axes]
         return f"cut by {', '.join(words)}" if words else "whole"
 
     @property
     def tokens(self) -> Axes:
-        """Axes along which ranks see different tokens: a parameter used here has partial gradients along them."""
+        """Axes along which ranks see different tokens: a parameter used here has partial gradients along them.
+
+        Those over `context` are not among them: gradients are averaged over them, as over data.
+        """
         return self.batch + self.sequence
 
 

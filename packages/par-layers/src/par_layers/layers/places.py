@@ -1,0 +1,100 @@
+"""Where this rank's tokens stand in their rows, for layers whose numbers depend on it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..context.tokens import Tokens
+from ..modes.grid import Grid
+from ..modes.layout import Layout, part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The places of activations [b, s, ...] that lie in one layout.
+
+    Args:
+        layout: The layout.
+        grid: This rank's place.
+        static: From the number of a sequence rank's tokens to the cut of rows of one document; None where nothing cut
+            the sequence before the layers saw it.
+    """
+
+    layout: Layout
+    grid: Grid
+    static: Callable[[int], Tokens] | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: copies of a model work on the same ranks."""
+        return self
+
+    def tokens_of(self, x: Tensor, tokens: Tokens | None, who: str) -> Tokens | None:
+        """The cut of an activation, as it was given; else the static one, or None on ranks that have whole rows.
+
+        Args:
+            x: The activation, [b, s, ...].
+            tokens: The cut of its batch, if the model was given one.
+            who: The layer, for the message.
+
+        Raises:
+            ValueError: The activation is no part of such a batch.
+        """
+        if tokens is None and self.static is None:
+            return None
+        ranks = self.grid.size(self.layout.context)
+        length = x.shape[1] * self.grid.size(self.layout.sequence)
+        if tokens is None:
+            return None if self.static is None else self.static(length)
+        check_tokens(tokens, ranks, length, who)
+        rows = x.shape[0] * self.grid.size(self.layout.batch)
+        if len(tokens.documents) not in (1, rows):
+            raise ValueError(
+                f"{who} was given tokens of {len(tokens.documents)} rows, but the batch has {rows}; give the tokens "
+                "that the batch was cut to, of a microbatch their rows(start, stop)"
+            )
+        return tokens
+
+    def in_row(self, tokens: Tokens, device: torch.device) -> Tensor:
+        """The place in the whole row of each token of this rank, int64 [s]; padding is behind the row."""
+        return _in_row(tokens, self.grid.index(self.layout.context), self._here(tokens), device)
+
+    def in_document(self, tokens: Tokens, device: torch.device) -> Tensor:
+        """The place inside its document of each token of this rank, int64 [b, s]; b is 1 if all rows are alike."""
+        rows = len(tokens.documents)
+        batch = part(rows, self.layout.batch, self.grid, "the batch") if rows > 1 else slice(0, 1)
+        where = (batch.start, batch.stop)
+        return _in_document(tokens, self.grid.index(self.layout.context), where, self._here(tokens), device)
+
+    def _here(self, tokens: Tokens) -> tuple[int, int]:
+        """This rank's tokens among those of its sequence rank."""
+        here = part(tokens.local, self.layout.sequence, self.grid, "this rank's part of the sequence")
+        return here.start, here.stop
+
+
+def check_tokens(tokens: Tokens, ranks: int, length: int, who: str) -> None:
+    """Raises ValueError unless rows that were cut so have `length` tokens on each of `ranks` sequence ranks."""
+    if tokens.ranks != ranks:
+        raise ValueError(
+            f"{who} was given tokens that are cut over {tokens.ranks} ranks, but the layers are of {ranks} sequence "
+            "ranks; cut the batch with the context of these layers"
+        )
+    if tokens.local != length:
+        raise ValueError(
+            f"{who}: tokens are {tokens.local} a rank, the activation has {length}; cut the batch with the same tokens"
+        )
+
+
+@lru_cache(maxsize=64)  # a batch's first layer computes it, and copies it to the device; the others find it
+def _in_row(tokens: Tokens, rank: int, here: tuple[int, int], device: torch.device) -> Tensor:
+    return torch.from_numpy(tokens.index(rank)[slice(*here)]).to(device)
+
+
+@lru_cache(maxsize=64)
+def _in_document(
+    tokens: Tokens, rank: int, rows: tuple[int, int], here: tuple[int, int], device: torch.device
+) -> Tensor:
+    return torch.from_numpy(tokens.positions(rank)[slice(*rows), slice(*here)].copy()).to(device)
