@@ -26,8 +26,8 @@ def check_layers(topology: Topology) -> None:
     if sizes["sequence"] > 1:
         raise ValueError(
             f"Strategy does not cut batches over sequence={sizes['sequence']} yet: all its ranks would do the same "
-            "work; give these ranks to data, tensor or pipeline, or cut batches in a loop of your own with the context of "
-            "par_layers.layer_set"
+            "work; give these ranks to data, tensor or pipeline, or cut batches in a loop of your own with the context "
+            "of par_layers.layer_set"
         )
     if sizes["expert"] > 1:
         raise ValueError(
