@@ -33,7 +33,7 @@ TOLERANCE = 1e-5  # relative, fp32: sums over ranks and microbatches in another 
 BFLOAT16 = 1e-2  # relative: gradients that are rounded to 8 bits in each of 20 steps; 1e-3 was seen
 
 SMALL = ["--model.width=32", "--model.layers=2", "--model.heads=4", "--model.context=16"]
-SMALL += ["--train.batch_size=16", "--train.steps=8", "--train.warmup_steps=4", "--data.patterns=d*.py"]
+SMALL += ["--train.batch_size=16", "--train.steps=5", "--train.warmup_steps=4", "--data.patterns=d*.py"]
 SMALL += ["--device=cpu", "--output=run", "--model.tied"]
 
 
@@ -57,7 +57,7 @@ def one_rank(tmp_path_factory, warm_python):
     _, errors = done.communicate(60)
     assert done.returncode == 0, errors
     losses = losses_in(folder)
-    assert len(losses) == 8
+    assert len(losses) == 5
     assert losses[-1] < losses[0]
     return losses
 
@@ -74,12 +74,14 @@ EXACT = '--gradient_handlers=[{type="YourGradientHandler", dtype="float32"}, {ty
 def test_a_config_trains_as_one_rank_does(arguments, site, one_rank, tmp_path):
     """The command on four ranks that somebody else has started, as torchrun does; it ends its process."""
     from par_train.command.cli import main
+    from par_train.jobs import job_run
 
     config, *flags = arguments
     child = os.fork()
     if not child:
         sys.path.insert(0, site)
         os.chdir(tmp_path)
+        job_run.draw_loss = lambda *_, **__: None  # the picture takes longer than the steps
         os._exit(main(["run", str(PROJECT / config), *flags, *SMALL]))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert losses_in(tmp_path) == pytest.approx(one_rank, rel=TOLERANCE)

@@ -327,7 +327,7 @@ def test_an_unknown_copy_is_refused(tmp_path):
 @pytest.mark.ranks(4)
 def test_shards_are_saved_as_they_are_at_the_call(tmp_path, copied):
     tmp_path = tmp_path / copied
-    for kind in ("tensor", "zero1", "strided"):
+    for kind in ("tensor", "zero1", "strided") if copied == "background" else ("zero1",):
         run = RUNS[kind]()
         run.steps(range(1))
         expected = run.whole()

@@ -26,7 +26,7 @@ def pytest_configure(config):
 
 
 SMALL = ["--model.width=16", "--model.layers=1", "--model.heads=2", "--model.context=16", "--train.batch_size=6"]
-SMALL += ["--train.steps=24", "--train.warmup_steps=4", "--train.validate_every=6", "--ranks=3", "--device=cpu"]
+SMALL += ["--train.steps=12", "--train.warmup_steps=4", "--train.validate_every=3", "--ranks=3", "--device=cpu"]
 
 # Read by Python when it starts, so that a test can reach into a rank that the command starts. With TEST_HOLD=3 a rank
 # waits in its fourth step until it is asked to leave, or the file TEST_GO is there: nothing depends on who is faster.

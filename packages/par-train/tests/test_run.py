@@ -49,16 +49,16 @@ def reference(command):
 def test_files_and_words(reference):
     folder, done = reference
     lines = read_lines(folder)
-    assert [line["step"] for line in lines] == list(range(1, 25))
-    assert [line["step"] for line in lines if "validation_loss" in line] == [6, 12, 18, 24]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines if "validation_loss" in line] == [3, 6, 9, 12]
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert lines[-1]["tokens"] == 24 * 6 * 16
+    assert lines[-1]["tokens"] == 12 * 6 * 16
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     files = [".par-train.lock", "checkpoint", "loss.png", "metrics.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == files
     for word in ("3 ranks", "parameters", "held out", "wrote reference/checkpoint", "wrote reference/loss.png"):
         assert word in done.stdout
-    assert "step 24/24" in done.stderr
+    assert "step 12/12" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -363,7 +363,7 @@ def test_a_corrupt_checkpoint_is_one_line(command, reference):
     with (folder / "checkpoint" / "model.safetensors").open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"\xff\x00\xff")
-    done = command.finish(command.train("corrupt", "--resume=auto", "--train.steps=28"))
+    done = command.finish(command.train("corrupt", "--resume=auto", "--train.steps=16"))
     assert done.returncode == 1
     assert done.stderr.startswith("par-train: rank "), done.stderr
     assert "failed: " in done.stderr

@@ -226,9 +226,8 @@ def test_documents_are_held_out_by_what_they_say(tiny, tmp_path):
     def held_out(corpus, fraction):
         train, others = corpus.split(fraction)
         assert sorted([*train, *others]) == list(range(len(corpus)))
-        return {tuple(documents_in(corpus)[number]) for number in others}, {
-            tuple(documents_in(corpus)[number]) for number in train
-        }
+        documents = [tuple(document) for document in documents_in(corpus)]
+        return {documents[number] for number in others}, {documents[number] for number in train}
 
     out, kept = held_out(some, 0.2)
     out_of_more, kept_of_more = held_out(more, 0.2)

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from par_train.data import packing as module
@@ -61,6 +61,7 @@ def test_every_token_lies_in_one_row(lengths, context, packing, seed, epoch):
         assert all(parts.count(document) == 1 for document in whole)
 
 
+@settings(max_examples=25)
 @given(LENGTHS, st.integers(2, 17), PACKINGS)
 def test_rows_are_a_function_of_lengths_seed_and_epoch(lengths, context, packing):
     def made(seed, epoch):
