@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+from par_layers import Tokens
 from par_train import GlobalDataLoader, Plugin, Strategy
 from par_train.data.place import placed
 from par_train.strategy import strategy as _strategy
@@ -114,3 +115,10 @@ def test_a_step_in_microbatches_takes_its_batch_there_unless_a_plugin_sees_to_th
             model, optimizer = strategy.initialize(module, torch.optim.SGD(module.parameters(), lr=0.1))
             strategy.execute_pipeline(iter(loader()), model, nn.functional.mse_loss, optimizer)
     assert taken == [torch.device("cpu")]
+
+
+def test_who_has_which_tokens_stays_the_object_that_it_is():
+    tokens = Tokens(4, 4, ((4,),), (((0, 4),),))
+    ids, same = placed((torch.zeros(2, 4), tokens), "meta")
+    assert ids.is_meta
+    assert same is tokens

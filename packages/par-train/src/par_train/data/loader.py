@@ -44,6 +44,8 @@ class GlobalDataLoader:
     Attributes:
         device: Where its batches are brought to; the CPU, which leaves them where the loader put them, unless it is
             set.
+        cut: What each batch goes through on this rank before it comes to the device, such as a function that gives the
+            tokens of one sequence rank; None, which leaves it as it is, unless it is set.
 
     Raises:
         TypeError: The loader is not a DataLoader.
@@ -57,6 +59,7 @@ class GlobalDataLoader:
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.device: torch.device | str = "cpu"
+        self.cut: Callable[[Any], Any] | None = None
         self.position = Position()
         self.epoch = 0
         mine = partial(_share_of, replica=replica, replicas=replicas)
@@ -74,7 +77,8 @@ class GlobalDataLoader:
         item = self._take() or self._take()  # if the last batch of an epoch has been taken, the next one begins
         epoch = self.epoch
         while item is not None:
-            yield placed(item.samples, self.device, non_blocking=self._plain.pin_memory)
+            samples = item.samples if self.cut is None else self.cut(item.samples)
+            yield placed(samples, self.device, non_blocking=self._plain.pin_memory)
             item = self._take() if self.epoch == epoch else None
 
     @property

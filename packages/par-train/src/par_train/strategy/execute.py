@@ -13,6 +13,7 @@ from par_pipeline import Batch, Pipeline, Schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
+from ..data.shares import averaged_over
 from .existing import CausalModel, pretrained_of
 from .stages import Stages
 
@@ -139,11 +140,19 @@ class Execution:
         return self._optimizer.scale(loss, weight=weight)
 
     def _mean(self) -> Tensor:
-        """The mean loss of this replica's batch. Broadcast of one number over the pipeline group."""
+        """The mean loss of this replica's batch, of which sequence ranks have parts.
+
+        An all-reduce of two numbers over the sequence group, a broadcast of one over the pipeline group.
+        """
         device = self._groups.device
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if self.pipeline.is_last:
             mean = torch.as_tensor(self._sum / self._count, dtype=torch.float64, device=device)
+        if self.pipeline.is_last and averaged_over(self._groups.topology) != "data":
+            count = torch.as_tensor(self._count, dtype=torch.float64, device=device)
+            both = torch.stack([torch.as_tensor(self._sum, dtype=torch.float64, device=device), count])
+            dist.all_reduce(both, group=self._groups["sequence"])
+            mean = both[0] / both[1]
         if self._groups.size("pipeline") > 1:
             last = self._schedule.rank_of(self._schedule.stages - 1)
             dist.broadcast(mean, group=self._groups["pipeline"], group_src=last)

@@ -119,8 +119,8 @@ class Zero(Plugin):
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """The parameters come to lie in flat buffers."""
-        options = strategy.options
-        gathers = strategy.private_group("data") if options.stage == 3 else None
+        options, averaged = strategy.options, strategy.averaged_over
+        gathers = strategy.private_group(averaged) if options.stage == 3 else None
         if optimizer is None:
             packed = {parameter for parameter in model.parameters() if parameter.requires_grad}
         else:
@@ -137,7 +137,7 @@ class Zero(Plugin):
                 if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
-        group, share_of = strategy.groups["data"], partial(strategy.groups.topology.index, "data")
+        group, share_of = strategy.groups[averaged], partial(strategy.groups.topology.index, averaged)
         keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **options.zero_keywords}
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
@@ -180,7 +180,7 @@ class Precision(Plugin):
             optimizer,
             options.precision,
             group=dist.group.WORLD,
-            **{"replicas": strategy.groups["data"], "clip_norm": options.clip_norm, **options.mixed},
+            **{"replicas": strategy.groups[strategy.averaged_over], "clip_norm": options.clip_norm, **options.mixed},
         )
         if given is not model:
             raise ValueError(f"under {options.precision!r} an nn.Linear alone is replaced; put it in an nn.Sequential")

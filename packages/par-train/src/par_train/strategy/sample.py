@@ -21,6 +21,7 @@ from par_layers import parallel_of
 from par_pipeline import Pipeline
 
 from ..data.randomness import seed_number
+from ..data.shares import averaged_over
 from .existing import logits_of, pretrained_of
 from .stages import Stages
 
@@ -76,6 +77,12 @@ def read_request(
         raise TypeError(
             f"this {type(model).__name__} is made of layers that may leave its logits cut, and sample() needs whole "
             "ones; it takes models that par_layers.parallelize has cut, such as those of transformers"
+        )
+    if averaged_over(groups.topology) != "data":
+        raise ValueError(
+            f"sample() gives every rank whole texts, and this model takes a part of each on the "
+            f"{groups.size('sequence')} ranks of 'sequence'; save the model, and sample under a Strategy without that "
+            "axis"
         )
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the number of new tokens, at least 1")

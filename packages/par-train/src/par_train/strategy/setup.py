@@ -8,32 +8,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import Channels, Environment, ProcessGroups, Topology
-from par_layers import LayerSet, layer_set
+from par_groups import Axes, Channels, Environment, ProcessGroups, Topology
+from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
 
+from ..data.shares import averaged_over
 from ..plan.schedules import make_schedule, microbatches_of
 from .options import StrategyOptions
 from .plugin import Plugin
 
 
-def check_layers(topology: Topology) -> None:
-    """Raises ValueError if ranks lie on an axis over which nothing is cut: all of them would do the same work."""
-    sizes = {
-        axis: topology.size(axis) if axis in (*topology.axes, *topology.products) else 1
-        for axis in ("sequence", "expert")
-    }
-    if sizes["sequence"] > 1:
+def check_axes(topology: Topology, groups: ProcessGroups | None) -> None:
+    """Checks that a strategy has a use for every axis, and the groups that it needs.
+
+    Args:
+        topology: The axes.
+        groups: Live groups that were given; None: they are made as the topology says.
+
+    Raises:
+        ValueError: Ranks lie on an axis for which there are no layers: all of them would do the same work. Or gradients
+            are averaged over axes over which there is no group.
+    """
+    if "expert" in (*topology.axes, *topology.products) and topology.size("expert") > 1:
         raise ValueError(
-            f"Strategy does not cut batches over sequence={sizes['sequence']} yet: all its ranks would do the same "
-            "work; give these ranks to data, tensor or pipeline, or cut batches in a loop of your own with the context "
-            "of par_layers.layer_set"
+            f"no layers for expert={topology.size('expert')} yet: all its ranks would do the same work; give these "
+            "ranks to data, tensor or pipeline"
         )
-    if sizes["expert"] > 1:
-        raise ValueError(
-            f"no layers for expert={sizes['expert']} yet: all its ranks would do the same work; give these ranks to "
-            "data, tensor or pipeline"
-        )
+    if groups is not None:
+        groups[averaged_over(topology)]
 
 
 class Setup:
@@ -46,7 +48,7 @@ class Setup:
     schedule: Schedule | None
     plugins: list[Plugin]
     _owns_groups: bool
-    _private_groups: dict[str, int]
+    _private_groups: dict[Axes, int]
     plans: Mapping[nn.Module, Any]
 
     @cached_property
@@ -54,7 +56,20 @@ class Setup:
         """The layers of the tensor mode; those of one device, where there is none."""
         return layer_set("auto", self.groups)
 
-    def private_group(self, axes: str) -> dist.ProcessGroup | None:
+    @property
+    def context(self) -> Context:
+        """What cuts batches over the ranks of the axis `sequence`, and attends over them: that of `layers`.
+
+        Without such an axis it cuts nothing, so that a loop can be written once.
+        """
+        return self.layers.context
+
+    @property
+    def averaged_over(self) -> Axes:
+        """The axes over which gradients are averaged: "data", and "sequence" with it where a sequence is cut."""
+        return averaged_over(self.groups.topology)
+
+    def private_group(self, axes: Axes) -> dist.ProcessGroup | None:
         """Another communicator over `axes`, which nothing else uses and which ends with the strategy. Collective.
 
         Returns:

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from par_groups import ProcessGroups
 from par_pipeline import Lazy, Schedule, Shared, build_stage
 
+from ..data.shares import averaged_over
+
 Layers = nn.Sequential | Sequence[nn.Module | Lazy | Mapping[str, Any]]
 """Layers one after the other, there or only described."""
 
@@ -61,7 +63,7 @@ class Stages(nn.Module):
             optimizer: The optimizer that holds the parameters.
             prefix: What comes before their names, where the optimizer has several models.
         """
-        group, replicas = groups["pipeline"], groups["data"]
+        group, replicas = groups["pipeline"], groups[averaged_over(groups.topology)]
         named = [{prefix + name: parameter for name, parameter in each.items()} for each in self.tied]
         self.shared = tuple(Shared(each, group, replicas=replicas, optimizer=optimizer) for each in named)
 

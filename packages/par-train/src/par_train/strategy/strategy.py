@@ -36,7 +36,8 @@ from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Adopted, Device, Pipelined, Precision, Tied, Zero
 from .pretrained.make import make_part
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
-from .setup import Setup, check_layers
+from .sequence import check_attention, cut_by, no_use, reaches_other_tokens
+from .setup import Setup, check_axes
 from .stages import Layers, build_stages
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Strategy(Setup):
                 self.plugins = self._find_plugins()
                 parallel = self.options.parallel
                 topology = groups.topology if groups else Topology.from_config(parallel, self.environment.world_size)
-                check_layers(topology)
+                check_axes(topology, groups)
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
@@ -243,7 +244,7 @@ class Strategy(Setup):
             shape, rank = PretrainedShape(model, context=context), self.groups.rank("pipeline")
             return plan_of_whole(shape, self.groups.topology, job, rank=rank, gloo=gloo)
         sizes = [pair.sizes for pair in self._pairs if pair.sizes is not None]
-        return plan_of(sizes, job, schedule, ranks=replicas, gloo=gloo)
+        return plan_of(sizes, job, schedule, ranks=self.groups.size(self.averaged_over), gloo=gloo)
 
     # What is done once
 
@@ -269,6 +270,8 @@ class Strategy(Setup):
         problem: Exception | None = None
         pairs: list[Pair] = []
         loaders: dict[int, GlobalDataLoader] = {}
+        models: list[nn.Module] = []
+        sequence_ranks = self.groups.size("sequence") if self.averaged_over != "data" else 1
         try:
             objects = tuple(map(joined, objects))
             pairs = paired(objects)
@@ -280,12 +283,17 @@ class Strategy(Setup):
             for pair in pairs:
                 if pair.optimizer is not None:
                     check_sees_enough(pair.optimizer, pair.models, self.groups, alone=alone)
+            models = [model for pair in pairs for model in pair.models]
+            for model in models:
+                check_attention(model, sequence_ranks)
             replica, replicas, seed = self.groups.rank("data"), self.groups.size("data"), self.options.seed
             for given in (given for given in objects if isinstance(given, DataLoader)):
                 loaders[id(given)] = GlobalDataLoader(given, replica=replica, replicas=replicas, seed=seed)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
+        if sequence_ranks > 1:
+            self._check_uses_sequence(models, sequence_ranks)
         wired: dict[int, Any] = {}  # what has become of each object, by the id of what was given
         for pair in pairs:
             became, hook = wire(pair, self.plugins, self, self._after_step)
@@ -293,6 +301,7 @@ class Strategy(Setup):
             self._hooks.extend([] if hook is None else [hook])
         for number, loader in loaders.items():
             wired[number] = loader
+            loader.cut = cut_by(self.context) if sequence_ranks > 1 else None
             for plugin in self.plugins:
                 with together(f"plugin {plugin.name!r}", None):
                     wired[number] = plugin.setup_dataloader(wired[number], self)
@@ -301,6 +310,13 @@ class Strategy(Setup):
         self._reseed()
         results = tuple(wired[id(given)] for given in objects)
         return results[0] if len(results) == 1 else results
+
+    def _check_uses_sequence(self, models: Sequence[nn.Module], ranks: int) -> None:
+        """Raises ValueError on all ranks if no stage of a model reaches the tokens of other sequence ranks."""
+        found = agree(None, [reaches_other_tokens(model) for model in models], None)
+        for number, model in enumerate(models):
+            if not any(by_model[number] for by_model in found.values()):
+                raise no_use(model, ranks)
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
