@@ -12,6 +12,7 @@ CHAINS = [
         case(2, zero=3),
         case(tensor="TP2"),
         case(pipeline="zb_v"),
+        case(sequence="Gather2", zero=2),
         case(2),
         case(tensor="SP2"),
         case(2, zero=1),
@@ -22,6 +23,7 @@ CHAINS = [
     [
         case(2, "zb_h1", zero=2),
         case(tensor="2D4"),
+        case(2, sequence="Ulysses2", zero=3),
         case(pipeline="1f1b", tensor="SP2"),
         case(2, "interleaved", zero=3),
         case(2, tensor="TP2", zero=1),
