@@ -1,6 +1,8 @@
 """Every mode equals torch's attention on one device, sends what its formula says, and leaves no rank waiting."""
 
 import math
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,7 +11,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Context, Mask, context_attention
+from par_layers import AttentionShape, Context, Mask, _torch_private, context_attention
+from par_layers.context.cost import received
 from par_testing import count_collectives
 
 from .reference import attention, numbers
@@ -166,14 +169,15 @@ def test_the_function_alone_takes_one_document():
 class Received(TorchDispatchMode):
     """Counts the elements that all-to-alls bring from other ranks, and what each of them sends and brings."""
 
-    def __init__(self, rank):
+    def __init__(self):
         super().__init__()
-        self.rank, self.elements, self.exchanges = rank, 0, 0
+        self.elements, self.exchanges = 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops._c10d_functional.all_to_all_single.default:
-            message, received, _, _ = args
-            self.elements += (sum(received) - received[self.rank]) * math.prod(message.shape[1:])
+            message, arriving, _, group = args
+            own = arriving[dist.get_rank(_torch_private.group_of_name(group))]
+            self.elements += (sum(arriving) - own) * math.prod(message.shape[1:])
             self.exchanges += 1
         return func(*args, **(kwargs or {}))
 
@@ -184,12 +188,11 @@ def counted(config, mask, length=32, documents=None, key_heads=2):
         context = Context(groups)
         parts = (numbers(2, length, heads, 8) for heads in (4, key_heads, key_heads))
         (q, k, v), tokens = context.cut(tuple(parts), documents=documents, masks=(mask,))
-        inside = groups.rank("ulysses") if config["mode"] == "2d" else dist.get_rank()
-        with count_collectives() as seen, Received(inside) as received:
+        with count_collectives() as seen, Received() as exchanged:
             context.attention(q, k, v, tokens, mask=mask).sum().backward()
-        total = torch.tensor(received.elements + int(seen.received("recv")))
+        total = torch.tensor(exchanged.elements + int(seen.received("recv")))
         dist.all_reduce(total)
-        exchanges = torch.tensor([received.exchanges, -received.exchanges])
+        exchanges = torch.tensor([exchanged.exchanges, -exchanged.exchanges])
         dist.all_reduce(exchanges, op=dist.ReduceOp.MAX)
         assert exchanges[0] == -exchanges[1]  # no exchange is missing on one rank
         return total.item() / dist.get_world_size(), int(exchanges[0])
@@ -217,6 +220,27 @@ def test_what_travels_is_what_the_formulas_say():
         u = r = 2
         found, _ = counted({"mode": "2d", "ulysses": u}, Mask())
         assert found == 4 * (u - 1) / u**2 * (m / r) * (h + k) + 6 * (r - 1) / r * m * k / u
+
+
+@pytest.mark.ranks(4)
+def test_what_travels_is_what_cost_predicts():
+    documents, mask = [[20, 1, 3, 8, 32], [64]], Mask(causal=True, window=9)
+    for config in MODES[4]:
+        sizes = {"ring": 2, "ulysses": 2} if config["mode"] == "2d" else {"sequence": 4}
+        cut = config.get("cut", "auto")
+        shape = AttentionShape(
+            tokens=128, width=32, key_width=16, mask=mask, documents=documents, rows=2, heads=4, key_heads=2, cut=cut
+        )
+        keep, outer = config.get("keep", False), config.get("outer", "ring")
+        found, _ = counted(config, mask, length=64, documents=documents)
+        assert found == received(config["mode"], sizes, shape, keep=keep, outer=outer), config
+
+
+@pytest.mark.storm  # starts Python anew, which is the point: at its exit modules and groups are torn down
+@pytest.mark.ranks(2, init=False)
+def test_a_graph_that_is_alive_at_exit_ends_no_process_badly():
+    process = subprocess.run([sys.executable, "-c", ALIVE], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.ranks(2)
@@ -253,3 +277,18 @@ def test_halves_and_autocast():
             out = context.attention(q, k, v, tokens)
         assert out.dtype == torch.bfloat16
         assert torch.equal(out, context.attention(*halves, tokens))
+
+
+ALIVE = """
+import torch
+from par_groups import ProcessGroups, Topology, launch
+from par_layers import Context
+
+kept = []
+with launch() as environment:
+    for mode in ("gather", "ring", "ulysses"):
+        with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "mode": mode}}, 2)) as groups:
+            context = Context(groups)
+            q = torch.randn(1, 4, 2, 8, requires_grad=True)
+            kept.append(context.sum(context.gather(context.attention(q, q, q), context.static(4)).sum()))
+"""

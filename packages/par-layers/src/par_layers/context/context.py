@@ -28,6 +28,9 @@ PLANS = 32
 
 MODES = ("gather", "ring", "ulysses", "2d")
 
+CPU_BLOCK = 128
+"""Most queries of a piece with a mask on a CPU, whose kernel computes what the mask hides, too."""
+
 PARTS = 2
 """Parts that heads travel in, where the topology does not say."""
 
@@ -329,7 +332,8 @@ class Context:
     def _make_plan(self, tokens: Tokens, mask: Mask) -> GatherPlan | RingPlan:
         merged = tokens if self._inner_ranks == 1 else tokens.merged(self._inner_ranks)
         plan = plan_ring if self._between == "ring" else plan_gather
-        return plan(mask, merged, self._outer_rank, self.block)
+        block = min(self.block, CPU_BLOCK) if self.device.type == "cpu" else self.block
+        return plan(mask, merged, self._outer_rank, block)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: Attention

@@ -11,6 +11,7 @@ Also attention on one rank, where nothing travels.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from .._torch_private import functional_collectives
 from .fetch import Fetch, transfers
-from .kernels import wide_dtype
 from .mask import Mask
 from .merge import Sum, add_sinks_, empty_sum, sinks_gradient
-from .steps import Attention, Keys, Masks, Queries, Work, by_rows, halves, make_work, plain
+from .steps import Attention, Keys, Masks, Saved, Work, by_rows, halves, make_work, plain
 from .tokens import Ints, Tokens
 
 
@@ -245,17 +245,17 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         plan, how, options = ctx.plan, ctx.how, ctx.options
-        wide, head = wide_dtype(q.dtype), k.shape[3]
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-        queries, keys = Queries(plain(gradient), q, out, lse, dq), Keys(k, v, dk, dv)
+        head, saved = k.shape[3], Saved(plain(gradient), q, k, v, out, lse)
+        dq, dk, dv = saved.empty_gradients()
         rows, parts = by_rows(plan.works, q.shape[0]), options.heads(q, k, plan)
         exchange = None if plan.silent else plan.exchange(q.shape[0], q.device)
+        queries = [[saved.queries(dq, row, heads) for row, _ in rows] for heads, _ in parts]
+        keys = [[saved.keys(dk, dv, row, heads) for row, _ in rows] for _, heads in parts]
 
         def local(number: int, half: int) -> None:
             """One half of the local keys, for the heads of a part."""
-            heads, key_heads = parts[number]
-            for row, work in rows:
-                how.backward(halves(work.buffers[0])[half], queries.part(row, heads), keys.part(row, key_heads))
+            for (_, work), of_row, buffer in zip(rows, queries[number], keys[number], strict=True):
+                how.backward(halves(work.buffers[0])[half], of_row, buffer)
 
         def start(number: int) -> tuple[Tensor, Tensor] | None:
             """Starts to fetch the heads of a part again, if there is one, unless they were kept."""
@@ -266,18 +266,23 @@ class _Gather(torch.autograd.Function):
             return under_way
 
         homes, started = [], start(0)
-        for number, (heads, _) in enumerate(parts):
+        for number in range(len(parts)):
             local(number, 0)  # while this part's keys are under way
             if exchange is not None:
                 fetched = kept[number] if started is None else exchange.finish(started)
                 started = start(number + 1)
-                gradients = torch.zeros(fetched.shape, dtype=wide, device=fetched.device)
+                gradients = torch.empty(fetched.shape, dtype=dq.dtype, device=fetched.device)
                 buffers = zip(exchange.rows(fetched, plan.works), exchange.rows(gradients, plan.works), strict=True)
-                for (row, work), (both, of_both) in zip(rows, buffers, strict=True):
-                    how.backward(work.buffers[1], queries.part(row, heads), Keys.beside(both, of_both, head))
+                for (_, work), of_row, (both, of_both) in zip(rows, queries[number], buffers, strict=True):
+                    buffer = Keys.beside(both, of_both, head)
+                    how.backward(work.buffers[1], of_row, buffer)
+                    buffer.finish()
                 homes.append(exchange.start_home(gradients.to(k.dtype), options.group))
-                del fetched, gradients, buffers, both, of_both
+                del fetched, gradients, buffers, both, of_both, buffer
             local(number, 1)  # while their gradients are
+        for of_row, buffer in zip(chain(*queries), chain(*keys), strict=True):
+            of_row.finish()
+            buffer.finish()
         for home, (_, heads) in zip(homes, parts, strict=exchange is not None):
             if exchange is not None:
                 exchange.add_home(home, dk[:, :, heads], dv[:, :, heads])

@@ -33,12 +33,12 @@ def spans_in_order(pieces: Sequence[Piece], queries: int) -> tuple[list[Spans], 
     begun = np.zeros(queries, bool)
     result = []
     for piece in pieces:
-        result.append(tuple((piece.q0 + a, piece.q0 + b, not old) for a, b, old in _runs(begun[piece.q0 : piece.q1])))
+        result.append(tuple((piece.q0 + a, piece.q0 + b, not old) for a, b, old in runs(begun[piece.q0 : piece.q1])))
         begun[piece.q0 : piece.q1] = True
-    return result, tuple((a, b) for a, b, seen in _runs(begun) if not seen)
+    return result, tuple((a, b) for a, b, seen in runs(begun) if not seen)
 
 
-def _runs(flags: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> list[tuple[int, int, bool]]:
+def runs(flags: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> list[tuple[int, int, bool]]:
     """Ranges of equal flags, with the flag."""
     edges = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
     return [(a, b, bool(flags[a])) for a, b in pairwise(edges) if b > a]

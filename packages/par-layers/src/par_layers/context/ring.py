@@ -17,10 +17,9 @@ from par_groups import Axes, Channels, ProcessGroups, sendable
 
 from .._torch_private import group_of_name
 from .fetch import Hops, hops, transfers
-from .kernels import wide_dtype
 from .mask import Mask
 from .merge import Sum, add_sinks_, empty_sum, sinks_gradient
-from .steps import Attention, Keys, Masks, Queries, Work, by_rows, make_work, plain
+from .steps import Attention, Keys, Masks, Saved, Work, by_rows, make_work, plain
 from .tokens import Tokens
 
 
@@ -130,14 +129,16 @@ class _Ring(torch.autograd.Function):
         options: RingOptions,
     ) -> Tensor:
         out, lse = empty_sum(q, v.shape[3])
-        rows = by_rows(plan.works, q.shape[0])
+        head, rows = k.shape[3], by_rows(plan.works, q.shape[0])
         totals = [Sum(out[row], lse[row], work.unseeing) for row, work in rows]
         travelling = TravellingKeys(plan, k, v, options.keys)
         for hop in range(plan.hops.steps + 1):
             here = travelling.start(hop + 1)
-            if here is not None:
-                for (row, work), total in zip(rows, totals, strict=True):
-                    how.forward(work.buffers[hop], q[row], here[0][row], here[1][row], total)
+            for (row, work), total in zip(rows, totals, strict=True):
+                if hop == 0:
+                    how.forward(work.buffers[0], q[row], k[row], v[row], total)
+                elif here is not None:
+                    how.forward(work.buffers[hop], q[row], here[row, ..., :head], here[row, ..., head:], total)
             travelling.finish()
         if sinks is not None:
             add_sinks_(out, lse, sinks)
@@ -151,23 +152,30 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         plan, how = ctx.plan, ctx.how
-        wide, head, rows = wide_dtype(q.dtype), k.shape[3], by_rows(plan.works, q.shape[0])
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-        queries = Queries(plain(gradient), q, out, lse, dq)
+        head, rows = k.shape[3], by_rows(plan.works, q.shape[0])
+        saved = Saved(plain(gradient), q, k, v, out, lse)
+        dq, dk, dv = saved.empty_gradients()
+        queries = [saved.queries(dq, row) for row, _ in rows]
+        local = [saved.keys(dk, dv, row) for row, _ in rows]
         travelling = TravellingKeys(plan, k, v, ctx.options.keys)
         home = HomewardGradients(plan, ctx.options.gradients)
         for hop in range(plan.hops.steps + 1):
             here, own = travelling.start(hop + 1), None
-            if here is not None and any(work.buffers[hop] for _, work in rows):
-                keys = Keys(k, v, dk, dv)
-                if hop > 0:
-                    own = torch.zeros((*k.shape[:3], head + v.shape[3]), dtype=wide, device=k.device)
-                    keys = Keys(*here, own[..., :head], own[..., head:])
-                for row, work in rows:
-                    how.backward(work.buffers[hop], queries.part(row), keys.part(row))
+            if hop == 0:
+                for (_, work), of_row, keys in zip(rows, queries, local, strict=True):
+                    how.backward(work.buffers[0], of_row, keys)
+                    keys.finish()
+            elif here is not None and any(work.buffers[hop] for _, work in rows):
+                own = torch.empty((*k.shape[:3], head + v.shape[3]), dtype=dq.dtype, device=k.device)
+                for (row, work), of_row in zip(rows, queries, strict=True):
+                    keys = Keys.beside(here[row], own[row], head)
+                    how.backward(work.buffers[hop], of_row, keys)
+                    keys.finish()
             travelling.finish()
             if hop > 0:
                 home.pass_on(hop, own, k, v)
+        for of_row in queries:
+            of_row.finish()
         arrived = home.arrived()
         if arrived is not None:
             arrived = arrived.to(dk.device)
@@ -188,7 +196,7 @@ class TravellingKeys:
     """
 
     def __init__(self, plan: RingPlan, k: Tensor, v: Tensor, group: str) -> None:
-        self._plan, self._group, self._head, self._device = plan, group, k.shape[3], k.device
+        self._plan, self._group, self._device = plan, group, k.device
         self._shape, self._dtype = (*k.shape[:3], k.shape[3] + v.shape[3]), k.dtype
         self._own: tuple[Tensor, Tensor] | None = (k, v)
         self._here: Tensor | None = None  # after the first hop
@@ -196,8 +204,11 @@ class TravellingKeys:
         self._sent: Tensor | None = None  # alive until it was waited for
         self._works: list[dist.Work] = []
 
-    def start(self, hop: int) -> tuple[Tensor, Tensor] | None:
-        """Starts a hop, and gives what the one before has brought: keys and values [B, s, Hk, D], or None."""
+    def start(self, hop: int) -> Tensor | None:
+        """Starts a hop, and gives what the one before brought: [B, s, Hk, D + D], keys and values beside each other.
+
+        None where it brought nothing.
+        """
         plan, group, batch = self._plan, group_of_name(self._group) if self._group else None, []
         own, here, self._own = self._own, self._here, None
         if plan.receives(hop):
@@ -211,9 +222,7 @@ class TravellingKeys:
             self._sent = sendable(message, group)
             batch.append(_send(self._sent, (plan.rank + 1) % plan.ranks, group))
         self._works = dist.batch_isend_irecv(batch) if batch else []
-        if own is not None or here is None:
-            return own
-        return here[..., : self._head], here[..., self._head :]
+        return here
 
     def finish(self) -> None:
         """Waits for the hop that was started."""

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import Kernels
-from .merge import Spans, Sum, spans_in_order
+from .kernels import Kernels, wide_dtype
+from .merge import Spans, Sum, runs, spans_in_order
 from .pieces import Piece, pieces, seen
 from .tokens import Ints, Runs
 
@@ -152,9 +152,37 @@ class Attention:
                 bias=bias,
                 scale=self.scale,
             )
-            queries.dq[:, rows] += dq
-            keys.dk[:, columns] += dk
-            keys.dv[:, columns] += dv
+            queries.dq.add(q0, q1, dq)
+            keys.dk.add(k0, k1, dk)
+            keys.dv.add(k0, k1, dv)
+
+
+class Gradient:
+    """A gradient that pieces are added up in; the first one of each token is copied.
+
+    Args:
+        total: Where it is made, [B, n, heads, D], float32 at least; not read before it is written.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
+        self._begun = np.zeros(total.shape[1], bool)
+
+    def add(self, start: int, stop: int, part: Tensor) -> None:
+        """Adds the gradient of tokens from `start` to `stop`."""
+        for begin, end, old in runs(self._begun[start:stop]):
+            into, given = self._total[:, start + begin : start + end], part[:, begin:end]
+            if old:
+                into += given
+            else:
+                into.copy_(given)
+        self._begun[start:stop] = True
+
+    def finish(self) -> None:
+        """Clears what no piece was added to."""
+        for begin, end, old in runs(self._begun):
+            if not old:
+                self._total[:, begin:end] = 0
 
 
 class Queries(NamedTuple):
@@ -165,19 +193,18 @@ class Queries(NamedTuple):
         q: The queries [B, s, H, D].
         out: Their final output, of all pieces together, [B, s, H, D].
         lse: Their final log-sum-exp, [B, H, s].
-        dq: Where their gradient is added up, [B, s, H, D], float32 at least.
+        dq: Where their gradient is added up.
     """
 
     gradient: Tensor
     q: Tensor
     out: Tensor
     lse: Tensor
-    dq: Tensor
+    dq: Gradient
 
-    def part(self, rows: slice, heads: slice = slice(None)) -> "Queries":
-        """Some rows of the batch, and some heads."""
-        gradient, q, out, dq = (x[rows, :, heads] for x in (self.gradient, self.q, self.out, self.dq))
-        return Queries(gradient, q, out, self.lse[rows, heads], dq)
+    def finish(self) -> None:
+        """Clears the gradients of queries that see nothing."""
+        self.dq.finish()
 
 
 class Keys(NamedTuple):
@@ -186,23 +213,60 @@ class Keys(NamedTuple):
     Args:
         k: The keys [B, n, Hk, D].
         v: The values [B, n, Hk, D].
-        dk: Where the gradient of the keys is added up, [B, n, Hk, D], float32 at least.
+        dk: Where the gradient of the keys is added up.
         dv: Where the gradient of the values is added up.
     """
 
     k: Tensor
     v: Tensor
-    dk: Tensor
-    dv: Tensor
+    dk: Gradient
+    dv: Gradient
 
     @classmethod
     def beside(cls, both: Tensor, gradients: Tensor, head: int) -> "Keys":
         """Keys and values that lie beside each other, [B, n, Hk, D + D], as messages have them."""
-        return cls(both[..., :head], both[..., head:], gradients[..., :head], gradients[..., head:])
+        return cls(both[..., :head], both[..., head:], Gradient(gradients[..., :head]), Gradient(gradients[..., head:]))
 
-    def part(self, rows: slice, heads: slice = slice(None)) -> "Keys":
+    def finish(self) -> None:
+        """Clears the gradients of what no query has seen."""
+        self.dk.finish()
+        self.dv.finish()
+
+
+class Saved(NamedTuple):
+    """What backward has of a whole attention on one rank.
+
+    Args:
+        gradient: The gradient of the output, [B, s, H, D].
+        q: The queries [B, s, H, D].
+        k: The local keys [B, s, Hk, D].
+        v: The local values [B, s, Hk, D].
+        out: The output.
+        lse: The log-sum-exp, [B, H, s].
+    """
+
+    gradient: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for the gradients of q, k and v, float32 at least."""
+        wide = wide_dtype(self.q.dtype)
+        dq, dk, dv = (torch.empty(x.shape, dtype=wide, device=x.device) for x in (self.q, self.k, self.v))
+        return dq, dk, dv
+
+    def queries(self, dq: Tensor, rows: slice, heads: slice = slice(None)) -> Queries:
         """Some rows of the batch, and some heads."""
-        return Keys(*(x[rows, :, heads] for x in self))
+        gradient, q, out, total = (x[rows, :, heads] for x in (self.gradient, self.q, self.out, dq))
+        return Queries(gradient, q, out, self.lse[rows, heads], Gradient(total))
+
+    def keys(self, dk: Tensor, dv: Tensor, rows: slice, heads: slice = slice(None)) -> Keys:
+        """Some rows of the batch, and some key heads."""
+        k, v, of_k, of_v = (x[rows, :, heads] for x in (self.k, self.v, dk, dv))
+        return Keys(k, v, Gradient(of_k), Gradient(of_v))
 
 
 Rows = slice
