@@ -222,15 +222,15 @@ class AdoptedColumn(_Adopted):
         """From [..., K], the same on all ranks, to this rank's features [..., N/p], or to all of them."""
         check_features(x, self.in_features, Layout(), "a column")
         x, weight, bias, hook = self.operands(x)
-        group = self.grid.group(self.axes)
         if self.entry is not None:
             y = self.entry.product(x, weight, bias, hook, self.linear)
         else:
-            y = Column1D(group, sequence=False)(x, weight, bias, hook, self.linear)
+            y = Column1D(self.grid.group(self.axes), sequence=False)(x, weight, bias, hook, self.linear)
         if self.region is not None:
             self.region.column(y)
         if not self.gather:
             return y
+        group = self.grid.group(self.axes)
         local = y.shape[-1]
         padding = local * group.size() - self.out_features
         if self.logits is not None and (self.logits.cut or self.logits.held):
