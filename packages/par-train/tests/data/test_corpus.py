@@ -49,6 +49,15 @@ def test_a_line_of_text_is_a_document(tiny, tmp_path):
     }
 
 
+def test_what_is_stopped_leaves_nothing(tiny, tmp_path):
+    model, corpora = tiny
+    asked = iter([False] * 5 + [True])
+    with pytest.raises(InterruptedError, match=r"stopped while the corpus '.*' was tokenized; nothing of it is kept"):
+        read_corpus(corpora["text"], model, tmp_path / "data", stop=lambda: next(asked))
+    assert list((tmp_path / "data").iterdir()) == []
+    assert len(read_corpus(corpora["text"], model, tmp_path / "data", stop=lambda: False)) > 40
+
+
 def test_a_json_object_is_a_document_and_lines_may_be_empty(tiny, tmp_path):
     model, corpora = tiny
     tokenizer = load_tokenizer(model)

@@ -8,6 +8,7 @@ from par_train.jobs.begin import find_start
 from par_train.jobs.options import DataOptions, ModelOptions, Options
 from par_train.run.files import RunFiles
 from par_train.run.lock import lock_folder
+from par_train.run.stop import Stop
 
 
 def options(folder, **changes):
@@ -35,14 +36,14 @@ def occupied(folder):
 def test_all_ranks_are_told_that_another_run_is_writing(occupied):
     for changes in ({}, {"overwrite": True}, {"resume": "auto"}):
         with pytest.raises(UserError, match=r"out' is being written by another run \(process"), ExitStack() as held:
-            find_start(options(occupied, **changes), held)
+            find_start(options(occupied, **changes), Stop(), held)
 
 
 @pytest.mark.ranks(3)
 def test_the_output_is_locked_until_the_run_ends(folder):
     for _ in range(2):
         with ExitStack() as held:
-            start = find_start(options(folder), held)
+            start = find_start(options(folder), Stop(), held)
             assert start.state is None
             with pytest.raises(UserError, match="another run"), lock_folder(RunFiles(folder / "out")):
                 pass
@@ -54,4 +55,4 @@ def test_the_output_is_locked_until_the_run_ends(folder):
 def test_what_one_rank_cannot_use_all_complain_about(folder):
     chosen = options(folder / "elsewhere" if dist.get_rank() == 1 else folder)
     with pytest.raises(UserError, match=r"rank 1: data\.folder is '.+elsewhere/text'"), ExitStack() as held:
-        find_start(chosen, held)
+        find_start(chosen, Stop(), held)

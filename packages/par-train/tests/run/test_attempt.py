@@ -57,7 +57,7 @@ def refuse(options):
         patch.setattr(dist, "get_rank", lambda: 0)
         patch.setattr("par_train.jobs.begin.agree", lambda problem, said, group: {0: said})
         with pytest.raises(UserError, match="holds a run already"):
-            find_start(options, held)
+            find_start(options, Stop(), held)
 
 
 @pytest.mark.ranks(3)

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
@@ -128,6 +128,7 @@ def read_corpus(
     template: Path | str | None = None,
     group: dist.ProcessGroup | None = None,
     progress: bool | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Corpus:
     """Turns a file into tokens, unless that was done before, and maps them. Collective where torch.distributed runs.
 
@@ -145,10 +146,13 @@ def read_corpus(
         template: A file with a chat template that takes the place of the tokenizer's.
         group: The ranks that read it; None: the world.
         progress: Whether to show a bar; None: where stderr is a terminal.
+        stop: Asked before each document by the rank that writes; where it gives true, all ranks leave, and nothing of
+            the corpus stays.
 
     Raises:
         UserError: What the caller gave or what a line holds, with the file and the line. Where ranks differ, the others
             raise a ValueError with its text.
+        InterruptedError: `stop` gave true; ranks that waited raise a ValueError with its text.
     """
     running = dist.is_available() and dist.is_initialized()
     groups = (group,) if running else ()
@@ -161,7 +165,7 @@ def read_corpus(
         source = _checked(Path(path), Path(tokenizer), format, field, template)
         place = Path(folder) / source.digest
         if is_first and not (place / _SUMMARY).exists():
-            _write(source, place, progress)
+            _write(source, place, progress, stop)
     except Exception as error:  # of any kind: the others wait for this rank
         problem = error
     digests = agree(problem, "" if place is None else place.name, *groups)
@@ -245,8 +249,8 @@ def _format_of(path: Path) -> Format:
     return "chat" if isinstance(value, dict) and "messages" in value else "jsonl"
 
 
-def _write(source: _Source, place: Path, progress: bool | None) -> None:
-    """Tokenizes a file into its folder, which appears with the last step."""
+def _write(source: _Source, place: Path, progress: bool | None, stop: Callable[[], bool] | None) -> None:
+    """Tokenizes a file into its folder, which appears with the last step, unless it is to stop before."""
     tokenizer = load_tokenizer(source.tokenizer)
     prefix = f".{place.name}.tmp-{socket.gethostname()}-"
     for left in place.parent.glob(f"{prefix}*"):
@@ -258,6 +262,11 @@ def _write(source: _Source, place: Path, progress: bool | None) -> None:
         documents = documents_of(source.path, tokenizer, source.format, source.field, source.template, progress)
         with _Files(beside, masked=source.format == "chat") as files:
             for document in documents:
+                if stop is not None and stop():
+                    raise InterruptedError(
+                        f"stopped while the corpus {str(source.path)!r} was tokenized; nothing of it is kept: start "
+                        "again"
+                    )
                 files.add(document)
         if files.count == 0:
             raise UserError(f"the corpus {str(source.path)!r} holds no document; give one with a line of text")
@@ -314,12 +323,13 @@ class _Files:
             self._files["trained.u1"].write(np.packbits(bits[:whole], bitorder="little").tobytes())
             self._bits = bits[whole:]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if len(self._bits):
             self._files["trained.u1"].write(np.packbits(self._bits, bitorder="little").tobytes())
         for file in self._files.values():
             file.flush()
-            os.fsync(file.fileno())
+            if error is None:  # else they are removed, and nobody waits for the disk
+                os.fsync(file.fileno())
             file.close()
 
     def _put(self, name: str, values: Sequence[int]) -> bytes:

@@ -44,15 +44,17 @@ class _Facts:
     step: int | None = None
 
 
-def find_start(options: Options, held: ExitStack) -> Start:
+def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:
     """Reads the text, or makes the tokens, and the checkpoint that there may be; compares them between the ranks.
 
     Args:
         options: The options of the run, the same on every rank.
+        stop: What this rank was asked for, which ends the making of tokens.
         held: Closed at the end of the run, it lets go of the lock that rank 0 takes on the output folder.
 
     Raises:
         UserError: A rank cannot use what it found, or found something else than the others; on every rank.
+        StoppedEarly: A rank was asked to leave while it made the tokens; on every rank.
     """
     try:
         lock, found, state = _look(options, held)
@@ -63,7 +65,11 @@ def find_start(options: Options, held: ExitStack) -> Start:
     _compare(_Facts(is_model=not isinstance(found, Text), data=digest, step=None if state is None else state.step))
     if isinstance(found, Text):
         return Start(data=found, state=state, lock=lock)
-    data = read_data(options, found)
+    try:
+        data = read_data(options, found, stop)
+    except Exception:  # which every rank has, in its own words
+        leave_if_asked(stop)
+        raise
     try:
         if state is not None:
             check_goes_on(options, data, state)

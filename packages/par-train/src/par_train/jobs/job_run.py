@@ -48,7 +48,7 @@ def train(options: Options, stop: Stop) -> int:
         _set_threads(environment)
         topology = check_config(options, environment.world_size)
         with ProcessGroups(topology) as groups, ExitStack() as held:
-            start = find_start(options, held)
+            start = find_start(options, stop, held)
             trainer = _make_trainer(options, start, groups, environment.device)
             with JobRun(trainer, start, stop, topology) as run:
                 for result in run.steps(run.results(), until=options.train.steps):

@@ -21,7 +21,7 @@ from par_train.jobs.options import (
     ScheduleOptions,
     TrainOptions,
 )
-from par_train.run.stop import Stop
+from par_train.run.stop import Stop, StoppedEarly
 
 transformers = pytest.importorskip("transformers")
 FAMILY, TOKENIZER = transformers.LlamaForCausalLM, transformers.AutoTokenizer  # imported once, where ranks are forked
@@ -43,6 +43,18 @@ class StopAt(Stop):
         if self.training:
             self.left -= 1
         return signal.SIGTERM if self.training and self.left <= 0 else 0
+
+
+class StopInCorpus(Stop):
+    """Rank 0, which reads the file, is asked to leave by SIGTERM before its tenth document."""
+
+    def __init__(self):
+        self.left = 10 if dist.get_rank() == 0 else math.inf
+
+    @property
+    def signal(self):
+        self.left -= 1
+        return signal.SIGTERM if self.left <= 0 else 0
 
 
 def train(options, stop, *, draws=False):
@@ -316,3 +328,12 @@ def test_one_command_fine_tunes_on_two_ranks_and_tells_of_a_wrong_line(tiny, tmp
         f"par-train: error: {tmp_path}/bad.jsonl, line 2 has no 'text', only 'no'; name the field of the text"
     ]
     assert len(lines_of(tmp_path / "out")) == 2, "the run in the folder is as it was"
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_run_that_is_asked_to_leave_while_it_tokenizes_leaves_at_once(tiny, tmp_path):
+    options = options_of(tiny, tmp_path / "out")
+    with pytest.raises(StoppedEarly, match="SIGTERM: stopped before training began") as raised:
+        train(options, StopInCorpus())
+    assert raised.value.number == signal.SIGTERM
+    assert list((tmp_path / "out" / "data").iterdir()) == []

@@ -10,6 +10,7 @@ from par_precision import precision_of
 from ..._errors import UserError
 from ...data.corpus import Corpus, read_corpus
 from ...data.rows import PackedRows
+from ...run.stop import Stop
 from ..checkpoint import START_ANEW, TrainingState
 from ..options import Options
 from .folder import ModelFolder
@@ -39,15 +40,17 @@ class ModelData:
         return self.corpus.path.name
 
 
-def read_data(options: Options, folder: ModelFolder) -> ModelData:
+def read_data(options: Options, folder: ModelFolder, stop: Stop) -> ModelData:
     """Makes the tokens of a file, or finds those that were made before, and rows of them. Collective.
 
     Args:
         options: The options of the run.
         folder: The model, whose tokenizer reads the file.
+        stop: What this rank was asked for: tokenizing ends at once.
 
     Raises:
         UserError: A line that is wrong, a tokenizer that is not the model's, or too little text; on every rank.
+        InterruptedError: This rank was asked to leave while it tokenized; the others raise a UserError.
     """
     data = options.data
     try:
@@ -58,6 +61,7 @@ def read_data(options: Options, folder: ModelFolder) -> ModelData:
             format=data.format,
             field=data.field,
             template=Path(data.template).expanduser() if data.template else None,
+            stop=lambda: stop.signal != 0,
         )
     except ValueError as error:  # its own kind on the rank that read the file, another one on those that waited
         raise UserError(str(error)) from error
