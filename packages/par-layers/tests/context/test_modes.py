@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from par_groups import ProcessGroups, Topology
 from par_layers import AttentionShape, Context, Mask, _torch_private, context_attention
 from par_layers.context.cost import received
-from par_testing import count_collectives
+from par_testing import count_collectives, step
 
 from .reference import attention, numbers
 
@@ -86,9 +87,9 @@ def live(config):
     return ProcessGroups(Topology.from_config({"sequence": {"size": world, **config}}, world))
 
 
-def compare(context, mask, documents, heads, length, *, sinks=None):
+def compare(context, mask, documents, key_heads, length, *, heads=4, sinks=None):
     """Output and all gradients of whole rows, cut here, with those of one device."""
-    q, k, v = (numbers(2, length, h, 8, seed=seed) for seed, h in enumerate((4, heads, heads)))
+    q, k, v = (numbers(2, length, h, 8, seed=seed) for seed, h in enumerate((heads, key_heads, key_heads)))
     (mine_q, mine_k, mine_v), tokens = context.cut((q, k, v), documents=documents, masks=(mask,), pad=True)
     out = context.gather(context.attention(mine_q, mine_k, mine_v, tokens, mask=mask, sinks=sinks), tokens)
     inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
@@ -98,7 +99,7 @@ def compare(context, mask, documents, heads, length, *, sinks=None):
     found = [context.sum(gradient) for gradient in found]
     gradients = torch.autograd.grad(expected, inputs, upstream)
     for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *found), (expected, *gradients), strict=False):
-        say = f"{what}, {context.mode}, {context.how}, {mask}, {documents}, {heads} key heads, {length} tokens: "
+        say = f"{what}, {context.mode}, {context.how}, {mask}, {documents}, {key_heads} key heads, {length} tokens: "
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=lambda text, say=say: say + text)  # order of sums
 
 
@@ -154,8 +155,28 @@ def test_sinks_and_kernels_of_plain_products():
 
 
 @pytest.mark.ranks(2)
+def test_ranks_of_ulysses_may_share_a_key_head_unevenly():
+    with live({"mode": "ulysses"}) as groups:
+        compare(Context(groups), *TYPICAL[0][:2], 3, 16, heads=6)  # the second key head's queries are on both ranks
+
+
+@pytest.mark.ranks(2, backend="strict")
+def test_after_the_first_step_the_host_waits_for_nothing():
+    for mode in ("gather", "ring", "ulysses"):
+        with live({"mode": mode, **({} if mode == "ulysses" else {"cut": "balanced"})}) as groups:
+            context, sinks = Context(groups, block=4), numbers(4, seed=5)
+            parts = (numbers(2, 32, heads, 8, seed=heads) for heads in (4, 2, 2))
+            cut, tokens = context.cut(tuple(parts), documents=[[32], [5, 27]])
+            q, k, v = (x.detach().requires_grad_() for x in cut)
+            for guard in (nullcontext, step):
+                with guard():
+                    out = context.attention(q, k, v, tokens, mask=Mask(causal=True, window=6), sinks=sinks)
+                    context.sum(out.square().sum()).backward()
+
+
+@pytest.mark.ranks(2)
 def test_the_function_alone_takes_one_document():
-    with live({"mode": "ring"}) as groups:
+    with live({"mode": "gather"}) as groups:  # so the communicators of a ring are made by the first call
         q, k, v = (numbers(1, 16, h, 8, seed=h) for h in (4, 2, 2))
         context = Context(groups)
         parts, tokens = context.cut((q, k, v))
