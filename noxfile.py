@@ -213,7 +213,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Every benchmark in tools/bench, or those named; tables go to docs/benchmarks/."""
-    install_workspace(session, "test", "integration")
+    install_workspace(session, "test", "integration", "bench")
     for script in [f"tools/bench/{name}.py" for name in session.posargs] or benchmarks():
         session.run("python", script)
 

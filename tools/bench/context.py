@@ -2,8 +2,8 @@
 
 Forward and backward of one attention. Contenders take turns in the same processes, in another order each time, and each
 case has processes of its own; ratios are medians over the turns. Run as `python tools/bench/context.py`; takes ten
-minutes, and writes docs/benchmarks/context.md and .json. Names of cases as arguments measure these alone, and `--turns`
-says how often; a part is printed, not written.
+minutes, and writes docs/benchmarks/context.md and .json. Names of cases as arguments (`memory` is one) measure these
+alone, and `--turns` says how often; a part is printed, not written.
 """
 
 import argparse
@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from _ranks import spawned
-from _table import table, write
+from _table import Section, table, write_sections
 from _turns import quartile, ratio, shuffled
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
@@ -76,41 +77,28 @@ CASES = {
 }
 
 
+MEMORY = ((1, "gather", 8192), (2, "gather", 16_384), (2, "ring", 16_384), (4, "gather", 32_768))
+"""Ranks, mode, and length of the row, whose parts are equally long."""
+
+BLOCKS, WIDTH = 4, 256
+
+
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"cases: {'; '.join(CASES)}")
+    names = [*CASES, "memory"]
+    parser.add_argument("cases", nargs="*", metavar="case", help=f"cases: {'; '.join(names)}")
     parser.add_argument("--turns", type=int, default=9, metavar="NUMBER", help="how often every contender runs")
     given = parser.parse_args()
-    unknown = [name for name in given.cases if name not in CASES]
+    unknown = [name for name in given.cases if name not in names]
     if unknown:
-        parser.error(f"there is no case {unknown[0]!r}; there are {'; '.join(CASES)}")
-    rows = []
-    for name in given.cases or CASES:
-        case = CASES[name]
-        plain: dict[str, list[tuple[float, float, float]]] = spawned(case.ranks, timed, name, case, given.turns)
-        measured = {each: [Turn(*turn) for turn in turns] for each, turns in plain.items()}
-        wall = {each: [turn.seconds for turn in turns] for each, turns in measured.items()}
-        spent = {each: [turn.processor for turn in turns] for each, turns in measured.items()}
-        for each, turns in measured.items():
-            alone = each in {REFERENCE, DENSE}
-            share, least = 1 if alone else CORES, 1 if alone else case.ranks
-            rows.append(
-                {
-                    "case": name,
-                    "contender": each,
-                    "median ms": f"{1000 * statistics.median(wall[each]):.0f}",
-                    "quartiles ms": f"{1000 * quartile(wall[each], 1):.0f} to {1000 * quartile(wall[each], 3):.0f}",
-                    "to its share of one process": f"{share * ratio(wall[each], wall[REFERENCE]):.2f}",
-                    "CPU to its share": f"{least * ratio(spent[each], spent[REFERENCE]):.2f}",
-                    "waits": "" if alone else f"{100 * statistics.median(turn.waits for turn in turns):.0f}%",
-                }
-            )
-    title = "Attention over a sequence that is cut"
+        parser.error(f"there is no case {unknown[0]!r}; there are {'; '.join(names)}")
+    rows = [row for name in given.cases or CASES if name in CASES for row in times(name, CASES[name], given.turns)]
+    held = memory() if "memory" in (given.cases or names) else []
     if given.cases:
-        print("\n".join([title, *table(rows)]))
+        print("\n".join([*(table(rows) if rows else []), "", *(table(held) if held else [])]))
         return
-    note = (
+    of_time = (
         f"Forward and backward of one attention, fp32, one row, {HEADS} heads of {HEAD}, on gloo ranks with one thread "
         f"each. One process is torch's attention, document by document where the row is packed; with a window it is "
         "our own attention on one rank. A share of its time is a half, as there are two cores, however many ranks, and "
@@ -118,7 +106,100 @@ def main() -> None:
         f"{given.turns} turns; ratios are medians of the ratios within a turn. Waits is the share of its time in which "
         f"the rank that waits most computes nothing. {THEIRS} is version 0.5.20."
     )
-    write("context", title, rows, note)
+    of_memory = (
+        f"A step of {BLOCKS} blocks of width {WIDTH} with 4 heads and 2 key heads, fp32, causal, each rank with 8192 "
+        "tokens of one row: what its process needs at most over what it had before, of the rank that needs most."
+    )
+    sections = [
+        Section(title="Time", note=of_time, rows=rows),
+        Section(title="Memory", note=of_memory, rows=held),
+    ]
+    write_sections("context", "Attention over a sequence that is cut", sections)
+
+
+def times(name: str, case: Case, turns: int) -> list[dict[str, object]]:
+    """A row for each contender of a case."""
+    plain: dict[str, list[tuple[float, float, float]]] = spawned(case.ranks, timed, name, case, turns)
+    measured = {each: [Turn(*turn) for turn in of_contender] for each, of_contender in plain.items()}
+    wall = {each: [turn.seconds for turn in of_contender] for each, of_contender in measured.items()}
+    spent = {each: [turn.processor for turn in of_contender] for each, of_contender in measured.items()}
+    rows: list[dict[str, object]] = []
+    for each, of_contender in measured.items():
+        alone = each in {REFERENCE, DENSE}
+        share, least = (1, 1) if alone else (CORES, case.ranks)
+        rows.append(
+            {
+                "case": name,
+                "contender": each,
+                "median ms": f"{1000 * statistics.median(wall[each]):.0f}",
+                "quartiles ms": f"{1000 * quartile(wall[each], 1):.0f} to {1000 * quartile(wall[each], 3):.0f}",
+                "to its share of one process": f"{share * ratio(wall[each], wall[REFERENCE]):.2f}",
+                "CPU to its share": f"{least * ratio(spent[each], spent[REFERENCE]):.2f}",
+                "waits": "" if alone else f"{100 * statistics.median(turn.waits for turn in of_contender):.0f}%",
+            }
+        )
+    return rows
+
+
+def memory() -> list[dict[str, object]]:
+    """A row for each number of ranks."""
+    rows: list[dict[str, object]] = []
+    alone = 0.0
+    for ranks, mode, length in MEMORY:
+        needed: float = spawned(ranks, peak, mode, length)
+        alone = alone or needed
+        rows.append(
+            {
+                "ranks": ranks,
+                "mode": "" if ranks == 1 else mode,
+                "tokens": length,
+                "peak MiB": f"{needed:.0f}",
+                "to one rank": f"{needed / alone:.2f}",
+            }
+        )
+    return rows
+
+
+def peak(mode: str, length: int) -> float:
+    """MiB that a step needs over what the process had before, of the rank that needs most; on Linux."""
+    ranks = dist.get_world_size()
+    context = Context(ProcessGroups(Topology.from_config({"sequence": ranks}, ranks)), mode=mode)
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block(context) for _ in range(BLOCKS))
+    for tokens in (ranks * 64, length):  # a small step first, for what is made once
+        x = torch.randn(1, tokens // ranks, WIDTH, requires_grad=True)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+        before = resident("VmHWM")
+        for block in blocks:
+            x = block(x)
+        x.square().mean().backward()
+        needed = torch.tensor(resident("VmHWM") - before)
+    dist.all_reduce(needed, op=dist.ReduceOp.MAX)
+    return float(needed)
+
+
+def resident(which: str) -> float:
+    """MiB of this process, as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(which))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each with a norm before."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream [1, s, WIDTH]."""
+        q, k, v = (part.unflatten(2, (-1, HEAD)) for part in self.qkv(self.norms[0](x)).split([WIDTH, 128, 128], 2))
+        x = x + self.out(self.context.attention(q, k, v).flatten(2))
+        return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
 
 
 class Turn(NamedTuple):
