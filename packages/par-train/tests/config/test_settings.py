@@ -129,6 +129,14 @@ def test_a_misspelt_key_of_parallel_is_refused_without_ranks(parallel, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_axes_that_a_job_has_no_layers_for_are_refused_without_ranks():
+    with pytest.raises(UserError, match=r"parallel\.expert has size 2, .* data, sequence, tensor and pipeline"):
+        check_config(build(Options, {"parallel": {"expert": 2}}), 2)
+    existing = {"parallel": {"sequence": 2}, "model": {"path": "Qwen3-8B"}}
+    with pytest.raises(UserError, match=r"parallel\.sequence has size 2, but attention of 'Qwen3-8B' would see"):
+        check_config(build(Options, existing), 2)
+
+
 def test_stage_3_under_autocast_is_refused_without_ranks():
     with pytest.raises(UserError, match=r"zero is 3 with precision 'fp16-amp'.* use precision 'fp16', or zero 2"):
         check_config(build(Options, {"zero": 3, "precision": "fp16-amp"}), 2)
@@ -145,6 +153,10 @@ def test_a_whole_number_is_a_number():
         ({"parallel.tensor.size": "4", "parallel.tensor.mode": "2.5d"}, {"tensor": {"size": 4, "mode": "2.5d"}}),
         ({"parallel.tensor": "2", "parallel.tensor.mode": "1d"}, {"tensor": {"size": 2, "mode": "1d"}}),
         ({"parallel.tensor.sequence_parallel": "true"}, {"tensor": {"sequence_parallel": True}}),
+        (
+            {"parallel.sequence.size": "4", "parallel.sequence.mode": "2d", "parallel.sequence.ulysses": "2"},
+            {"sequence": {"size": 4, "mode": "2d", "ulysses": 2}},
+        ),
     ],
 )
 def test_parallel_is_a_free_dict(flags, parallel):

@@ -1,5 +1,6 @@
 """The trainer on ranks of its own: pipelines and precisions against plain torch on one device."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from par_groups import ProcessGroups, Topology
 from par_pipeline.schedules.registry import SCHEDULES
+from par_train._errors import UserError
 from par_train.jobs.checkpoint import TrainingState, save_checkpoint
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
@@ -64,11 +66,16 @@ def expected(chosen):
         return model, losses, norms, model.loss(model(inputs), targets).item()
 
 
-def assert_same_run(trainer, results, reference):
-    model, losses, norms, validation = reference
+def assert_same_curve(trainer, results, reference):
+    _, losses, norms, validation = reference
     assert [each.loss for each in results] == pytest.approx(losses, rel=TOLERANCE)
     assert [each.gradient_norm for each in results] == pytest.approx(norms, rel=TOLERANCE)
     assert trainer.validate() == pytest.approx(validation, rel=TOLERANCE)
+
+
+def assert_same_run(trainer, results, reference):
+    assert_same_curve(trainer, results, reference)
+    model, *_ = reference
     whole = dict(model.named_parameters())
     own = dict(trainer.model.named_parameters())
     assert own
@@ -116,6 +123,35 @@ def test_a_pipeline_of_cut_layers():
         assert_same_run(*trained(chosen, groups), reference)
 
 
+IN_SEQUENCE = {"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}
+CUT = [
+    ({"sequence": {"size": 2, "mode": "gather"}, **IN_SEQUENCE}, {"tied": True}),
+    ({"sequence": {"size": 2, "mode": "ring"}, "pipeline": 2}, {"tied": True}),
+    ({"sequence": {"size": 2, "mode": "ulysses"}}, {"zero": 3}),
+    ({"sequence": {"size": 4, "mode": "2d", "ulysses": 2}}, {"zero": 1}),
+]
+
+
+@pytest.mark.parametrize("cases", [CUT[:1], pytest.param(CUT, marks=pytest.mark.storm)], ids=["one", "all"])
+@pytest.mark.ranks(4, timeout=120)
+def test_windows_that_are_cut_over_sequence_ranks(cases):
+    """Alone, and beside data ranks, cut layers and stages."""
+    for axes, changes in cases:
+        reference = expected(options(tied=changes.get("tied", False)))
+        with ProcessGroups(Topology.from_config(axes, 4)) as groups:
+            compare = assert_same_curve if changes.get("zero") == 3 else assert_same_run  # parameters are in parts
+            compare(*trained(options(**changes), groups), reference)
+
+
+@pytest.mark.ranks(2)
+def test_windows_that_sequence_ranks_cannot_share():
+    with ProcessGroups(Topology.from_config({"sequence": 2}, 2)) as groups:
+        chosen = options()
+        chosen = replace(chosen, model=replace(chosen.model, context=15))
+        with pytest.raises(UserError, match=r"context is 15 bytes, which 2 sequence ranks cannot share; use 16, or"):
+            Trainer(chosen, text(), groups, torch.device("cpu"))
+
+
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize(
     ("axes", "precisions"),
@@ -151,15 +187,16 @@ TOPOLOGIES = [
     ({"tensor": {"size": 4, "mode": "2d"}}, {}),
     ({"tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}, {"zero": 1}),
     ({"pipeline": 2}, {"pipeline": ScheduleOptions(schedule="zb_v")}),
+    ({"sequence": {"size": 2, "mode": "ring"}}, {"zero": 2}),
 ]
 
 
 @pytest.mark.parametrize(
-    "cases", [TOPOLOGIES[2:], pytest.param(TOPOLOGIES, marks=pytest.mark.storm)], ids=["two", "all"]
+    "cases", [TOPOLOGIES[2:], pytest.param(TOPOLOGIES, marks=pytest.mark.storm)], ids=["three", "all"]
 )
 @pytest.mark.ranks(4, timeout=120)
 def test_a_run_goes_on_under_another_topology(cases, tmp_path):
-    """Parameters in parts, layers cut in two dimensions, replicas of layers cut in one, stages: one device's losses."""
+    """Parameters in parts, layers cut in two dimensions, replicas of layers cut in one, stages, parts of a window."""
     with ProcessGroups(Topology.from_config({}, 4)) as groups:
         _, whole = trained(options(tied=True), groups, steps=2 * STEPS)
     losses = [each.loss for each in whole]

@@ -15,8 +15,6 @@ from .options import AdapterOptions, Options, SampleOptions
 from .order import check_size
 from .text import Text, read_text
 
-_LATER = ("sequence", "expert")
-
 _OF_GPT = (
     *("data.folder", "data.patterns"),
     *("model.width", "model.layers", "model.heads", "model.context", "model.tied"),
@@ -39,7 +37,7 @@ def check_config(options: Options, world_size: int) -> Topology:
     """
     if options.resume != "no" and options.overwrite:
         raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
-    _refuse_other_axes(options)
+    _refuse_experts(options)
     check_kind(options)
     if options.zero == 3 and options.precision.endswith("-amp"):
         raise UserError(
@@ -123,6 +121,12 @@ def _check_mode(options: Options, topology: Topology) -> None:
         raise UserError(
             f"parallel.tensor.mode is {mode!r}, which cuts activations that the code of {options.model.folder!r} takes "
             "whole; use mode '1d'"
+        )
+    if topology.size("sequence") > 1:
+        raise UserError(
+            f"parallel.sequence has size {topology.size('sequence')}, but attention of {options.model.folder!r} would "
+            "see the tokens of one rank alone; give these ranks to data, tensor or pipeline, or train the byte-level "
+            "GPT, without model.path"
         )
 
 
@@ -209,12 +213,11 @@ def _with_tensor_size(parallel: Mapping[str, Any]) -> dict[str, Any]:
     return {"data": 1, **parallel, "tensor": {**tensor, "size": -1}}
 
 
-def _refuse_other_axes(options: Options) -> None:
-    for axis in _LATER:
-        value = options.parallel.get(axis, 1)
-        size = value.get("size") if isinstance(value, Mapping) else value
-        if isinstance(size, int) and size != 1:
-            raise UserError(
-                f"parallel.{axis} has size {size}, but this version of par-train trains with data, tensor and "
-                f"pipeline parallelism alone; leave {axis} out"
-            )
+def _refuse_experts(options: Options) -> None:
+    value = options.parallel.get("expert", 1)
+    size = value.get("size") if isinstance(value, Mapping) else value
+    if isinstance(size, int) and size != 1:
+        raise UserError(
+            f"parallel.expert has size {size}, but this version of par-train trains with data, sequence, tensor and "
+            "pipeline parallelism alone; leave expert out"
+        )

@@ -65,8 +65,8 @@ class GPT(nn.Module):
         """Logits of the next byte at every place, in the layout of the tensor mode.
 
         Args:
-            inputs: (batch, time) bytes as int64, whole; time is at most `context`. For a part that is not the first,
-                what the one before gave.
+            inputs: (batch, time) bytes as int64, whole, of at most `context` bytes; where sequences are cut over ranks,
+                this rank's. For a part that is not the first, what the one before gave.
             part: A run of blocks, to run that part alone.
 
         Returns:
@@ -87,11 +87,11 @@ class GPT(nn.Module):
         return [*first, *blocks, *last]
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy in nats a byte, on every rank of the tensor group; targets of -100 do not count.
+        """The mean cross entropy in nats a byte, on all ranks of a replica; targets of -100 do not count.
 
         Args:
             logits: What `forward` gave.
-            targets: (batch, time) bytes as int64, whole.
+            targets: (batch, time) bytes as int64, whole; where sequences are cut over ranks, this rank's.
         """
         return self.layers.cross_entropy(logits, targets, classes=VOCABULARY)
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from par_groups import ProcessGroups, Topology
 
+from .._errors import UserError
 from ..data.shares import share
 from .checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from .gpt import GPT
@@ -29,7 +31,8 @@ class Trainer(Training):
     Args:
         options: Options of the run, equal on every rank.
         text: The text to train on, equal on every rank.
-        groups: Who works together; "data" averages gradients, "tensor" shares the layers.
+        groups: Who works together; "data" averages gradients, "tensor" shares the layers, "sequence" the bytes of a
+            window.
         device: Where this rank computes.
     """
 
@@ -42,6 +45,7 @@ class Trainer(Training):
         self._take(*self.strategy.initialize(model, make_optimizer(self.gpt, options.train)))
         self._train_text = np.frombuffer(text.train, np.uint8)
         self._held_out = np.frombuffer(text.held_out, np.uint8)
+        self._places = self._own_places()
         self._order = DataOrder(windows=window_count(len(text.train), self.context), seed=options.seed)
         self._loss(*self._tokens(self._train_text, self._next_windows()))  # sizes that cannot be cut are said here
         self._validation = spread(window_count(len(text.held_out), self.context), options.data.validation_windows)
@@ -91,7 +95,6 @@ class Trainer(Training):
     def _evaluate(self, rows: Windows, count: int) -> Tensor:
         """The last stage of a pipeline alone knows a loss."""
         inputs, targets = self._tokens(self._held_out, rows)
-        targets = targets.clone()  # it shares memory with the inputs
         targets[count:] = _IGNORED
         loss, targets_count = self._loss(inputs, targets), count * targets.shape[1]
         if loss is None or not count:
@@ -114,7 +117,23 @@ class Trainer(Training):
         return self.gpt.loss(logits, targets) if pipeline.is_last else None
 
     def _tokens(self, text: np.ndarray, windows: Windows) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both (windows, context): the target of a byte is the one behind it."""
-        places = windows[:, None] * self.context + np.arange(self.context + 1)
-        tokens = torch.from_numpy(text[places].astype(np.int64)).to(self.device)
-        return tokens[:, :-1], tokens[:, 1:]
+        """This rank's inputs and targets, both (windows, time): the target of a byte is the one behind it."""
+        places = windows[:, None] * self.context + self._places
+        inputs, targets = (torch.from_numpy(text[each].astype(np.int64)) for each in (places, places + 1))
+        return inputs.to(self.device), targets.to(self.device)
+
+    def _own_places(self) -> NDArray[np.int64]:
+        """The places in a window of the bytes that this rank has: all of them, unless a sequence is cut.
+
+        Raises:
+            UserError: Windows of this length cannot be cut over so many ranks.
+        """
+        context = self.strategy.context
+        try:
+            return context.tokens(self.context).index(context.rank)
+        except ValueError:
+            part = 2 * context.ranks  # zigzag has two chunks a rank
+            raise UserError(
+                f"model.context is {self.context} bytes, which {context.ranks} sequence ranks cannot share; use "
+                f"{-(-self.context // part) * part}, or another parallel.sequence.size"
+            ) from None
