@@ -1,10 +1,13 @@
 """Whole models whose sequence is cut over ranks before the layers see it, beside the same on one device."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from par_groups import ProcessGroups, Topology, sharding_of
 from par_layers import Mask, PartialGradients, layer_set, parallelize
@@ -155,11 +158,35 @@ def test_models_train_as_on_one_device_beside_tensor_ranks_of_all_modes():
                 assert_trains_as_one_device(llama, groups, steps=4, documents=DOCUMENTS)
 
 
+@pytest.mark.storm  # the first thing that a process compiles takes long
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the tracer does it itself,
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # and looks where graphs begin
+@pytest.mark.ranks(2, timeout=180)
+def test_a_compiled_model_computes_the_same_for_every_packing():
+    with live(2) as groups:
+        model = gpt(layer_set("auto", groups))
+        compiled, ids = torch.compile(model.loss, backend="aot_eager"), integers(30, 4, 16)
+        for documents in (None, [16], DOCUMENTS, [7, 9]):
+            batch, tokens = model.layers.context.cut(
+                {"ids": ids, "target": ids}, documents=documents, shift=("target",)
+            )
+            results = []
+            for loss in (model.loss, compiled):
+                torch.manual_seed(1)
+                found = loss(**batch, tokens=tokens if documents else None)
+                found.backward()
+                results.append([found.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+                model.zero_grad()
+            for eager, graph in zip(*results, strict=True):
+                torch.testing.assert_close(graph, eager, rtol=1e-12, atol=1e-12)  # a graph may sum in another order
+
+
 @pytest.mark.ranks(2)
 def test_layers_and_losses_over_sequence_ranks():
     with live({"size": 2, "mode": "ring"}) as groups:
         check_what_does_not_fit_is_refused(groups)
         check_the_loss_takes_one_sum(groups)
+        check_recomputed_blocks_have_the_same_gradients(groups)
         check_the_context_is_in_both_layouts(layer_set("auto", groups), ("sequence",))
     with live({"size": 2, "mode": "2d", "ulysses": 2}) as groups:
         check_the_context_is_in_both_layouts(layer_set(None, groups), ("ulysses",))
@@ -170,6 +197,19 @@ def check_the_context_is_in_both_layouts(layers, axes):
     assert layers.context is layers.context
     assert sharding_of(layers.LayerNorm(4).weight).boxes[0].copies == (0, 1)
     assert sharding_of(layers.LayerNorm(4).weight).boxes[0].sum_over == ()  # gradients are averaged, as over data
+
+
+def check_recomputed_blocks_have_the_same_gradients(groups):
+    """Bit for bit: dropout drops the same again, and attention looks at the other rank once more."""
+    models = [gpt(layer_set("auto", groups)) for _ in range(2)]
+    for block in models[1].blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    ids = integers(30, 4, 16)
+    batch, tokens = models[0].layers.context.cut({"ids": ids, "target": ids}, documents=DOCUMENTS, shift=("target",))
+    for model in models:
+        step(model, groups, batch, tokens)
+    for kept, recomputed in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(kept.grad, recomputed.grad)
 
 
 def check_the_loss_takes_one_sum(groups):

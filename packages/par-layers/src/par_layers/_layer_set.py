@@ -13,6 +13,7 @@ from torch.nn import functional
 from par_groups import ProcessGroups, Topology
 
 from ._collectives import gather_from, reduce_from, scatter_to
+from ._torch_private import disable_dynamo
 from .context.context import Context
 from .context.mask import Mask
 from .context.tokens import Tokens
@@ -375,6 +376,7 @@ class LayerSet:
             )
         return mixed.transpose(1, 2).flatten(-2)
 
+    @disable_dynamo  # which attention over other ranks leaves out of graphs anyway
     def _attention(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
@@ -410,11 +412,8 @@ class LayerSet:
         Raises:
             ValueError: The activation is no part of a batch that was cut so.
         """
-        layout = self.rules.inner
-        places = self._places(layout)
-        length = x.shape[1] * self.grid.size(layout.sequence)
-        known = places.tokens_of(x, tokens, "positions") or self.context.static(length)
-        return places.in_document(known, x.device)
+        positions, _ = self._places(self.rules.inner).in_document(x, tokens, "positions")
+        return positions
 
     def _rows(self, tokens: Tokens) -> Tokens:
         """The tokens of this rank's rows, of all that the batch has."""

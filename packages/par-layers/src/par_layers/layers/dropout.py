@@ -48,10 +48,8 @@ class ParallelDropout(nn.Module):
         """
         if not self.training or self.p == 0.0:
             return x
-        places, numbers = self._places, None
-        if x.dim() > 2:
-            tokens = places.tokens_of(x, tokens, "Dropout")
-            numbers = None if tokens is None else (places.in_row(tokens, x.device), tokens.length)
+        places = self._places
+        numbers = places.in_row(x, tokens, "Dropout") if x.dim() > 2 and places.are_told(tokens) else None
         return dropped(x, self.p, places.layout, places.grid, numbers)
 
     def extra_repr(self) -> str:

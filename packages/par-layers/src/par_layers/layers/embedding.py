@@ -168,10 +168,10 @@ class ParallelPositionEmbedding(ParallelLayer):
         Raises:
             ValueError: There are more positions than vectors, or the activation is no part of a batch that was cut so.
         """
-        tokens = self._places.tokens_of(x, tokens, "PositionEmbedding")
-        if tokens is not None:
-            self._check(max(map(max, tokens.documents)))
-            return x + functional.embedding(self._places.in_document(tokens, x.device), self.weight)
+        if self._places.are_told(tokens):
+            positions, length = self._places.in_document(x, tokens, "PositionEmbedding")
+            self._check(length)
+            return x + functional.embedding(positions, self.weight)
         axes, grid = self._places.layout.sequence, self._places.grid
         local_length = x.shape[SEQUENCE]
         self._check(local_length * grid.size(axes))

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from .._torch_private import disable_dynamo
 from ..context.tokens import Tokens
 from ..modes.grid import Grid
 from ..modes.layout import Layout, part
@@ -31,6 +32,10 @@ class Places:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: copies of a model work on the same ranks."""
         return self
+
+    def are_told(self, tokens: Tokens | None) -> bool:
+        """Whether tokens stand elsewhere than the layout alone says: they were given, or cut before."""
+        return tokens is not None or self.static is not None
 
     def tokens_of(self, x: Tensor, tokens: Tokens | None, who: str) -> Tokens | None:
         """The cut of an activation, as it was given; else the static one, or None on ranks that have whole rows.
@@ -58,16 +63,49 @@ class Places:
             )
         return tokens
 
-    def in_row(self, tokens: Tokens, device: torch.device) -> Tensor:
-        """The place in the whole row of each token of this rank, int64 [s]; padding is behind the row."""
-        return _in_row(tokens, self.grid.index(self.layout.context), self._here(tokens), device)
+    @disable_dynamo  # a graph would be made anew for every batch's documents
+    def in_row(self, x: Tensor, tokens: Tokens | None, who: str) -> tuple[Tensor, int]:
+        """Where this rank's tokens of an activation stand in the whole row.
 
-    def in_document(self, tokens: Tokens, device: torch.device) -> Tensor:
-        """The place inside its document of each token of this rank, int64 [b, s]; b is 1 if all rows are alike."""
-        rows = len(tokens.documents)
+        Args:
+            x: The activation, [b, s, ...].
+            tokens: The cut of its batch; None is that of rows of one document.
+            who: The layer, for messages.
+
+        Returns:
+            The place of each token, int64 [s], that of padding behind the row; and the number of tokens of a row.
+        """
+        known = self._known(x, tokens, who)
+        places = _in_row(known, self.grid.index(self.layout.context), self._here(known), x.device)
+        return places, known.length
+
+    @disable_dynamo
+    def in_document(self, x: Tensor, tokens: Tokens | None, who: str) -> tuple[Tensor, int]:
+        """Where this rank's tokens of an activation stand inside their documents.
+
+        Args:
+            x: The activation, [b, s, ...].
+            tokens: The cut of its batch; None is that of rows of one document.
+            who: The layer, for messages.
+
+        Returns:
+            The place of each token, int64 [b, s], b being 1 if all rows are alike, 0 for padding; and the number of
+            tokens of the longest document.
+        """
+        known = self._known(x, tokens, who)
+        rows = len(known.documents)
         batch = part(rows, self.layout.batch, self.grid, "the batch") if rows > 1 else slice(0, 1)
         where = (batch.start, batch.stop)
-        return _in_document(tokens, self.grid.index(self.layout.context), where, self._here(tokens), device)
+        places = _in_document(known, self.grid.index(self.layout.context), where, self._here(known), x.device)
+        return places, max(map(max, known.documents))
+
+    def _known(self, x: Tensor, tokens: Tokens | None, who: str) -> Tokens:
+        """The cut of an activation; on ranks that have whole rows, and were told nothing, rows of one document."""
+        known = self.tokens_of(x, tokens, who)
+        if known is not None:
+            return known
+        length = x.shape[1] * self.grid.size(self.layout.sequence)
+        return Tokens(length, length, ((length,),), (((0, length),),))
 
     def _here(self, tokens: Tokens) -> tuple[int, int]:
         """This rank's tokens among those of its sequence rank."""
