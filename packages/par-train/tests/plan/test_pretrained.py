@@ -57,8 +57,8 @@ def on_meta(family="Llama", **options):
         return make(family, **options)
 
 
-def shape(family="Llama", **options):
-    return PretrainedShape(on_meta(family, **options), context=CONTEXT)
+def shape(family="Llama", packed=False, **options):
+    return PretrainedShape(on_meta(family, **options), context=CONTEXT, packed=packed)
 
 
 def topology(world, **parallel):
@@ -128,26 +128,32 @@ def received(events):
     return sums["bytes"], sums["calls"]
 
 
-def batch():
+def batch(packed=False):
     ids = torch.randint(101, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
+    positions = torch.arange(CONTEXT).remainder(CONTEXT // 2).repeat(ROWS, 1)  # two documents in a row
+    return {"input_ids": ids, "labels": ids, **({"position_ids": positions} if packed else {})}
 
 
-CUT = (("Llama", {}), ("Qwen3", {"tie_word_embeddings": True}), ("Phi3", {}))
+CUT = (
+    (IN_1D, "Llama", {}),
+    (IN_1D, "Llama", {"packed": True}),
+    (IN_SEQUENCE, "Qwen3", {"tie_word_embeddings": True}),
+    (IN_SEQUENCE, "Phi3", {}),
+)
 CLOSE = 0.02  # masks of labels and numbers of rows, which no formula counts
 
 
-def steps(parallel, family="Llama", precision="fp32", **options):
+def steps(parallel, family="Llama", precision="fp32", packed=False, **options):
     """The bytes and operations of a step, the most that autograd kept, and what was predicted."""
     with Strategy(parallel=parallel, precision=precision) as strategy:
-        planned = shape(family, **options)
+        planned = shape(family, packed, **options)
         made = predict(planned, strategy.groups.topology, replace(JOB, precision=precision), GLOO)
         model = make(family, **options)
         model, optimizer = strategy.initialize(model, torch.optim.AdamW(model.parameters()))
         model.train()
         for _ in range(2):
             with SavedPeak(model.parameters()) as saved, count_collectives() as counted:
-                strategy.execute_pipeline(iter([batch()]), model, None, optimizer)
+                strategy.execute_pipeline(iter([batch(packed)]), model, None, optimizer)
                 optimizer.step()
             optimizer.zero_grad()
         return counted.events, saved.peak, made.ranks[0]
@@ -155,20 +161,28 @@ def steps(parallel, family="Llama", precision="fp32", **options):
 
 @pytest.mark.ranks(2, timeout=120)
 def test_a_step_receives_and_keeps_what_was_predicted():
-    for tensor, (family, options) in zip((IN_1D, IN_SEQUENCE, IN_SEQUENCE), CUT, strict=True):
+    found = []
+    for tensor, family, options in CUT:
         events, peak, made = steps({"tensor": tensor}, family, **options)
         moves = [move for move in made.moves if move.axis == "tensor"]
         assert received(events) == (sum(Fraction(m.bytes) for m in moves), sum(m.operations for m in moves)), family
         saved = made.memory.activations + 4 * ROWS * CONTEXT * 51  # logits, of which a rank has 51 for each token
         assert saved == pytest.approx(peak, rel=CLOSE), (tensor, family)
+        found.append((made.memory.activations, peak))
+    (plain, least), (packed, most) = found[:2]
+    assert packed - plain == pytest.approx(most - least, rel=CLOSE), "masks, and rotary tables of each row"
 
 
 @pytest.mark.ranks(1)
 def test_what_one_device_keeps():
-    for family, options in (("Llama", {}), ("GPT2", {})):
+    found = []
+    for family, options in (("Llama", {}), ("GPT2", {}), ("Llama", {"packed": True})):
         _, peak, made = steps({}, family, **options)
         saved = made.memory.activations + 4 * ROWS * CONTEXT * 101
         assert saved == pytest.approx(peak, rel=CLOSE), family
+        found.append((made.memory.activations, peak))
+    (plain, least), (packed, most) = found[0], found[-1]
+    assert packed - plain == pytest.approx(most - least, rel=CLOSE), "masks, and keys copied for the queries"
 
 
 @pytest.mark.ranks(2, timeout=120)

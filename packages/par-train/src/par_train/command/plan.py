@@ -92,7 +92,7 @@ def pretrained_shape(options: Options) -> PlannedModel:
     context = row_length(options, read_config(folder, key))
     try:
         made = make_on_meta(str(folder), torch.float32, model.attention or None)
-        return PretrainedShape(made, context=context, checkpointing=model.gradient_checkpointing)
+        return PretrainedShape(made, context=context, checkpointing=model.gradient_checkpointing, packed=True)
     except (ImportError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{key} {str(folder)!r}: {error}") from None
 

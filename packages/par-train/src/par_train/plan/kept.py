@@ -8,8 +8,9 @@ inner      between a column and the row that closes its region; tensor ranks cut
 keys       keys and values, of which a rank has one head at least
 whole      everything else, which every rank has
 
-Attention keeps queries, keys, values, its output and a number for each head and token, as fused kernels do. Experts
-are taken to share tokens evenly.
+Attention keeps queries, keys, values, its output and a number for each head and token, as fused kernels do. Where
+packed documents are told apart by a mask, every layer keeps one of numbers, and keys and values of as many heads as
+there are queries. Experts are taken to share tokens evenly.
 """
 
 import copy
@@ -45,6 +46,7 @@ class Kept:
         inner: Between a column and a row.
         keys: Keys and values.
         heads: Number of heads of keys.
+        copies: How often each head is copied for the queries that share it; a single one on a rank never is.
         whole: Whatever else.
         fixed: What is the same for all rows, such as rotary tables; once, whatever the number of rows.
     """
@@ -53,6 +55,7 @@ class Kept:
     inner: float = 0.0
     keys: float = 0.0
     heads: int = 1
+    copies: int = 1
     whole: float = 0.0
     fixed: float = 0.0
 
@@ -63,7 +66,7 @@ class Kept:
             ranks: Number of ranks of a tensor group.
             sequence: Whether they cut the sequence where layers add up.
         """
-        keys = self.keys * max(1 / ranks, 1 / self.heads)
+        keys = self.keys * max(1 / ranks, 1 / self.heads) * (self.copies if ranks < self.heads else 1)
         return self.residual / (ranks if sequence else 1) + self.inner / ranks + keys + self.whole
 
 
@@ -89,7 +92,14 @@ class Roles:
 
 
 def kept_of(
-    model: nn.Module, roles: Roles, context: int, numbers: Numbers, experts_per_token: int = 1
+    model: nn.Module,
+    roles: Roles,
+    context: int,
+    numbers: Numbers,
+    experts_per_token: int = 1,
+    *,
+    packed: bool = False,
+    masked: bool = False,
 ) -> dict[int, Kept]:
     """What autograd keeps, by number of the layer; -1 is what comes before the layers, their number what comes after.
 
@@ -101,6 +111,8 @@ def kept_of(
         context: Number of tokens in a row.
         numbers: Widths of numbers.
         experts_per_token: Number of experts that a token goes to.
+        packed: Whether rows hold several documents, and so have positions of their own.
+        masked: Whether attention is given a mask that tells these apart.
 
     Raises:
         ValueError: The forward cannot be followed without memory.
@@ -110,12 +122,13 @@ def kept_of(
     for module in traced.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
-    trace = _Trace(traced, roles, numbers, experts_per_token)
+    trace = _Trace(traced, roles, numbers, experts_per_token, masked=masked)
     ids = torch.zeros(ROWS, context, dtype=torch.int64, device="meta")
+    positions = {"position_ids": torch.zeros_like(ids)} if packed else {}
     try:
         with _attention(trace.attend), trace.watching(), _Products(numbers):
             traced.set_attn_implementation(ATTENTION)
-            traced(input_ids=ids, use_cache=False)
+            traced(input_ids=ids, use_cache=False, **positions)
     except Exception as error:  # it is the code of any family
         raise ValueError(
             f"the forward of {type(model).__name__} cannot be followed on the meta device, where there are no values "
@@ -144,9 +157,11 @@ class _Trace:
         roles: Which of its modules a plan cuts.
         numbers: Widths of numbers.
         chosen: Number of experts that a token goes to.
+        masked: Whether attention is given a mask.
     """
 
-    def __init__(self, model: nn.Module, roles: Roles, numbers: Numbers, chosen: int) -> None:
+    def __init__(self, model: nn.Module, roles: Roles, numbers: Numbers, chosen: int, *, masked: bool) -> None:
+        self._masked = masked
         self.product = torch.float32 if numbers.product == 4 else torch.bfloat16
         modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
         layers = list(modules[roles.layers].children())
@@ -219,6 +234,12 @@ class _Trace:
             self.keep(tensor)
         is_cut = self._layouts[-1] == "inner"
         self.kept[self._part].heads = key.shape[1]
+        if self._masked:  # as torch makes one of numbers for each call; and no kernel with a mask shares out keys
+            self.keep(torch.empty(rows, 1, time, time, dtype=self.product, device="meta"), "whole")
+            if is_cut:
+                self.kept[self._part].copies = heads // key.shape[1]
+            elif 1 < key.shape[1] < heads:
+                key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
         for tensor in (key, value):
             self.keep(tensor, "keys" if is_cut else None)
         return output.transpose(1, 2).contiguous(), None

@@ -80,6 +80,8 @@ class PretrainedShape:
         context: Number of tokens in a row of the batch; None: as many as the model has positions.
         checkpointing: Whether layers keep their input alone, and are computed once more in backward; None: as the model
             is set.
+        packed: Whether a row holds several documents, as those of `PackedRows` do. torch's own attention, "sdpa", is
+            then given a mask, of which every layer keeps context x context numbers a row.
 
     Raises:
         TypeError: The model has no list of layers.
@@ -91,7 +93,14 @@ class PretrainedShape:
         predict(PretrainedShape(model, context=4096), Topology.from_config({}, 8), Job(batch=64, zero=3))
     """
 
-    def __init__(self, model: nn.Module, *, context: int | None = None, checkpointing: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        context: int | None = None,
+        checkpointing: bool | None = None,
+        packed: bool = False,
+    ) -> None:
         self.model = _on_meta(model)
         self._config: Any = self.model.config.get_text_config()
         self.context: int = self._config.max_position_embeddings if context is None else context
@@ -100,6 +109,8 @@ class PretrainedShape:
         self.checkpointing = checkpointing is True or (
             checkpointing is None and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
         )
+        self.packed = packed
+        self._masked = packed and self.model.config._attn_implementation == "sdpa"
         self._parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._table = self._name_of(table.weight)
@@ -133,12 +144,13 @@ class PretrainedShape:
         return (
             f"{self.parameters:.4g} parameters: {type(self.model).__name__}, {self.layers} layers, width {self.width}, "
             f"{self._config.num_attention_heads} heads, context {self.context}, vocabulary {self.vocabulary}"
+            + (", packed rows" if self.packed else "")
             + (", activation checkpointing" if self.checkpointing else "")
         )
 
     def as_dict(self) -> dict[str, Any]:
         """The sizes as plain values."""
-        names = ("layers", "width", "context", "vocabulary", "tied", "checkpointing", "parameters")
+        names = ("layers", "width", "context", "vocabulary", "tied", "packed", "checkpointing", "parameters")
         return {"class": type(self.model).__name__, **{name: getattr(self, name) for name in names}}
 
     # What a topology leaves of it
@@ -219,6 +231,8 @@ class PretrainedShape:
         if self.checkpointing:  # every layer keeps its input; one of them at a time is computed again, after the loss
             once = max(0.0, max(layers) - logits)
             layers = [tokens / cut.tokens * self.width * numbers.residual] * len(layers)
+            if self._masked:  # the mask itself, a byte each, which all layers are given
+                once += place.kept * rows * self.context**2
         total = once + place.kept * max(sum(layers[kind] * times for kind, times in run) for run in part.runs)
         if part.first:
             of_ids = tokens if cut.ranks > 1 else 0  # which of them are a cut table's own
@@ -337,7 +351,15 @@ class PretrainedShape:
     def _kept_in(self, numbers: Numbers) -> Mapping[int, Kept]:
         """What autograd keeps, by number of the layer."""
         if numbers not in self._kept:
-            self._kept[numbers] = kept_of(self.model, self._roles(), self.context, numbers, self._experts_per_token)
+            self._kept[numbers] = kept_of(
+                self.model,
+                self._roles(),
+                self.context,
+                numbers,
+                self._experts_per_token,
+                packed=self.packed,
+                masked=self._masked,
+            )
         return self._kept[numbers]
 
     def _roles(self) -> Roles:
