@@ -4,6 +4,7 @@ The first model that a process loads builds the table of how all families' weigh
 0.1 s; ranks find it made.
 """
 
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+import importlib
 
-get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]  # and with it those of all
+_mapping = importlib.import_module("transformers.conversion_mapping")  # in a types check it may be absent
+_mapping.get_checkpoint_conversion_mapping("llama")  # and with it those of all
