@@ -1,13 +1,17 @@
 """Every way in which a world can fail is reported with the culprit first, and in time."""
 
+import importlib.util
 import re
 
 import pytest
 
+WITH_XDIST = importlib.util.find_spec("xdist") is not None
+
 
 @pytest.fixture(scope="module")
 def cases(run_inner):
-    return run_inner("failing.py elsewhere.py")
+    """In a worker of pytest-xdist, where there is one: reports are then sent from there, too."""
+    return run_inner("failing.py elsewhere.py spread.py", *(("-n", "1") if WITH_XDIST else ()))
 
 
 def test_exception_shows_traceback_values_and_output(cases):
@@ -108,6 +112,11 @@ def test_rank_declared_to_die_must(cases):
 
 def test_warning_filters_hold_in_ranks(cases):
     assert cases["test_warning_is_an_error"].headline == "rank 0 of 1 raised UserWarning: a leak"
+
+
+@pytest.mark.skipif(not WITH_XDIST, reason="pytest-xdist is not installed")
+def test_worlds_run_in_a_worker_of_xdist(cases):
+    assert [cases[name].kind for name in ("test_world_in_a_worker", "test_of_a_worker_itself")] == ["passed"] * 2
 
 
 def test_async_test_is_refused(cases):

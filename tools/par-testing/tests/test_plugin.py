@@ -25,13 +25,6 @@ def test_wrong_marker_is_an_error_of_collection(cases):
     assert "ranks(0): a world has at least 1 rank" in error.report
 
 
-def test_run_with_xdist():
-    pytest.importorskip("xdist")
-    arguments = command("spread.py", "-n", "2", "--dist", "load")
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert "4 passed" in done.stdout, done.stdout + done.stderr
-
-
 def test_unittest_is_refused():
     done = subprocess.run(command("unittest_case.py"), capture_output=True, text=True, timeout=60, check=False)
     assert "unittest runs its methods itself; write a rank test as a function" in done.stdout + done.stderr

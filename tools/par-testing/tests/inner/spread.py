@@ -1,13 +1,14 @@
-"""Run with pytest-xdist by test_plugin.py."""
+"""Run with pytest-xdist, where there is one, by test_failures.py."""
+
+import importlib.util
 
 import pytest
 
 
 @pytest.mark.ranks(2)
-def test_world():
+def test_world_in_a_worker():
     pass
 
 
-@pytest.mark.parametrize("i", range(3))
-def test_plain(i):
-    pass
+def test_of_a_worker_itself(request):
+    assert hasattr(request.config, "workerinput") == (importlib.util.find_spec("xdist") is not None)
