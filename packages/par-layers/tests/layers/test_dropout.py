@@ -127,10 +127,11 @@ def test_keys_that_are_near_each_other_have_masks_that_are_not():
     rows, columns = torch.arange(64).unsqueeze(1), torch.arange(256)
     keys = [*range(16), *(2**bit for bit in range(4, 63)), -1, -(2**63)]
     bits = torch.stack([random_bits(rows, columns, key) for key in keys]) < 0
+    signs = bits.flatten(1).float() * 2 - 1  # whose products' sums are whole numbers, exact in fp32
     sigma = 0.5 / math.sqrt(64 * 256)
     for down, right in ((0, 0), (1, 0), (0, 1), (5, 77)):
-        moved = bits.roll((down, right), (1, 2))
-        agree = torch.stack([(bits ^ each).logical_not().double().mean((1, 2)) for each in moved])
+        moved = bits.roll((down, right), (1, 2)).flatten(1).float() * 2 - 1
+        agree = 0.5 + 0.5 * (moved @ signs.T) / signs.shape[1]
         if (down, right) == (0, 0):
             agree.fill_diagonal_(0.5)
         assert (agree - 0.5).abs().max() < 5 * sigma
@@ -139,7 +140,7 @@ def test_keys_that_are_near_each_other_have_masks_that_are_not():
 def test_every_bit_of_a_place_is_a_coin():
     """Each of the 32 bits is set in half of the places, and is independent of each other bit."""
     bits = random_bits(torch.arange(1000).unsqueeze(1), torch.arange(1000), 7).flatten()
-    signs = torch.stack([bits >> place & 1 for place in range(32)]).double() * 2 - 1
+    signs = torch.stack([bits >> place & 1 for place in range(32)]).float() * 2 - 1  # fp32 counts to 1e6 exactly
     correlation = signs @ signs.T / 1e6
     assert (correlation - torch.eye(32)).abs().max() < 5e-3  # 5 sigma
     assert signs.mean(1).abs().max() < 5e-3
