@@ -36,6 +36,9 @@ MODES: dict[int, list[dict[str, Any]]] = {  # every mode that a world of so many
 PRODUCTS = {**MODES, 4: MODES[4][:3], 8: [{"mode": "3d"}]}
 """One mode for each way to multiply: 2.5d is 2d's, so what asks nothing about the rest of a layer leaves it out."""
 
+FROM_4 = [4, pytest.param(8, marks=pytest.mark.storm)]
+"""Sizes of a test that asks nothing of 3d which whole models (test_models.py) and linears do not ask on 8 ranks."""
+
 TYPICAL = {size: [tensor for tensor in every if tensor["mode"] != "2.5d"] for size, every in MODES.items()}
 DEEP = {size: [tensor for tensor in every if tensor["mode"] == "2.5d"] for size, every in MODES.items()}
 in_the_typical_modes = pytest.mark.parametrize(

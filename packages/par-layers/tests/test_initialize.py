@@ -9,7 +9,7 @@ from par_layers import constant, initialize, layer_set, normal, uniform
 from par_layers.layers.parallel_layer import ParallelLayer
 from par_testing import assert_equal_to_one_device
 
-from .helpers import modes
+from .helpers import FROM_4, modes
 
 
 class Held(ParallelLayer):
@@ -99,7 +99,7 @@ def test_the_numbers_never_change():
     )
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([2, *FROM_4])
 def test_weights_are_bit_equal_in_every_mode():
     """A rule of one's own fills the whole tensor; so does a zero row on top of it."""
 

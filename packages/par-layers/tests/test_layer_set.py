@@ -6,7 +6,7 @@ from torch.nn import functional
 from par_groups import ProcessGroups, Split, Topology, register_mode
 from par_layers import Cut, Layout, Rules, copy_to, layer_set, reduce_from, register_layer_set
 
-from .helpers import assert_layer_equals_one_device, in_the_typical_modes, integers, modes, numbers, run_checks
+from .helpers import FROM_4, assert_layer_equals_one_device, in_the_typical_modes, integers, modes, numbers, run_checks
 
 
 def groups_of(**parallel):
@@ -119,7 +119,7 @@ def test_a_mode_of_our_own():
 # What it does between layers
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 @in_the_typical_modes
 def test_what_is_between_layers_in_the_typical_modes(configs):
     run_checks(

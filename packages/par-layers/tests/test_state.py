@@ -7,7 +7,7 @@ from par_groups import sharding_of
 from par_layers import initialize, layer_set
 from par_layers.examples import GPT
 
-from .helpers import filled, integers, modes, whole_state
+from .helpers import FROM_4, filled, integers, modes, whole_state
 
 SQUARES = [{"mode": "2d"}, {"mode": "2.5d", "depth": 1}, {"mode": "2.5d", "depth": 4}]
 ONE_D = [{"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}]
@@ -34,7 +34,7 @@ def load(model, state):
             box.of(parameter).copy_(state[name][box.slices])
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 def test_the_state_of_one_mode_loads_into_the_next():
     configs = OTHERS[dist.get_world_size()]
     one = filled(Model(layer_set(None)), torch.float32)

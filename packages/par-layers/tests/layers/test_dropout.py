@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 from par_layers import layer_set
 from par_layers._random_bits import random_bits
 
-from ..helpers import MODES, filled, in_the_typical_modes, modes, numbers, run_checks
+from ..helpers import FROM_4, MODES, filled, in_the_typical_modes, modes, numbers, run_checks
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 @in_the_typical_modes
 def test_the_typical_modes(configs):
     run_checks(

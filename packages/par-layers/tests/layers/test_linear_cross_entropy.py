@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from par_layers import initialize, layer_set
 
-from ..helpers import in_the_typical_modes, modes
+from ..helpers import FROM_4, in_the_typical_modes, modes
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 4, 8, 8, 30
 
@@ -15,7 +15,7 @@ def made(layers):
     return classifier
 
 
-@pytest.mark.ranks([1, 4, 8])
+@pytest.mark.ranks([1, *FROM_4])
 @in_the_typical_modes
 def test_in_parts_it_is_the_same_loss_with_the_same_gradients(configs):
     generator = torch.Generator().manual_seed(1)

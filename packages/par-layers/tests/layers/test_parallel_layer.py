@@ -11,7 +11,7 @@ from par_groups import ProcessGroups, Topology, set_sharding, sharding_of
 from par_layers import PartialGradients, initialize, layer_set
 from par_layers.examples import GPT
 
-from ..helpers import PRODUCTS, filled, integers, modes, numbers, run_checks
+from ..helpers import FROM_4, PRODUCTS, filled, integers, modes, numbers, run_checks
 
 
 def make(layers):
@@ -43,7 +43,7 @@ def assert_keeps(model, change):
 # What torch does to modules
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 def test_what_torch_does_to_modules():
     run_checks(
         [

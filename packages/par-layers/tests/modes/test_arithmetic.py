@@ -10,6 +10,7 @@ from par_layers.examples import GPT, ViT
 from par_layers.modes.arithmetic import in_autocast_dtype
 
 from ..helpers import (
+    FROM_4,
     PRODUCTS,
     assert_layer_equals_one_device,
     filled,
@@ -133,7 +134,7 @@ def check_gpt_with_all_weights_in_half_precision(mode):
 # Half precision: layers
 
 
-@pytest.mark.ranks([1, 4, 8])
+@pytest.mark.ranks([1, *FROM_4])
 def test_layers_in_half_precision_and_with_a_linear_of_the_users():
     run_checks(
         [

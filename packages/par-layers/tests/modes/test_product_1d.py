@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..helpers import FROM_4, filled, modes, numbers
 from ..helpers import PRODUCTS as WAYS
-from ..helpers import filled, modes, numbers
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 COLLECTIVES = {
@@ -29,7 +29,7 @@ def saving(operations):
     return partial(create_selective_checkpoint_contexts, policy)
 
 
-@pytest.mark.ranks([4, 8])
+@pytest.mark.ranks(FROM_4)
 def test_selective_checkpointing_computes_the_same():
     for mode in modes(WAYS[dist.get_world_size()]):
         layers = mode.layers

@@ -1,13 +1,17 @@
 """What `@pytest.mark.ranks(...)` says, read and validated."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
+
+import pytest
+from _pytest.mark.structures import ParameterSet
 
 from .strict.options import Strict
 
 
 def ranks(
-    n: int | Sequence[int],
+    n: int | Sequence[int | ParameterSet],
     timeout: float = 60.0,
     backend: str = "gloo",
     init: bool = True,
@@ -17,7 +21,8 @@ def ranks(
     """The options of a marker; the parameters are those of `@pytest.mark.ranks`.
 
     Args:
-        n: The world size; a list runs the test once for each of the sizes in it.
+        n: The world size; a list runs the test once for each of the sizes in it, of which one that has marks of its own
+            is a `pytest.param(8, marks=...)`.
         timeout: Seconds that the test may take.
         backend: The backend of the default process group: "gloo", "fake", "strict" for ranks that enforce what NCCL
             would, or what else torch knows.
@@ -30,8 +35,11 @@ def ranks(
         ValueError: A value is out of its range.
     """
     listed = not isinstance(n, int)
-    sizes = (n,) if isinstance(n, int) else tuple(n)
-    options = RanksOptions(sizes, listed, float(timeout), backend, bool(init), tuple(dies), strict)
+    items = (n,) if isinstance(n, int) else tuple(n)
+    given = [each if isinstance(each, ParameterSet) else pytest.param(each) for each in items]
+    sizes = tuple(cast("int", each.values[0]) for each in given)  # which are validated below
+    marks = tuple(each.marks for each in given)
+    options = RanksOptions(sizes, marks, listed, float(timeout), backend, bool(init), tuple(dies), strict)
     _validate(options)
     return options
 
@@ -42,6 +50,7 @@ class RanksOptions:
 
     Args:
         sizes: The world sizes to run with.
+        marks: The marks of each size.
         listed: Whether the sizes were given as a list, and so belong into the test's name.
         timeout: Seconds that the test may take.
         backend: The backend of the default process group.
@@ -51,6 +60,7 @@ class RanksOptions:
     """
 
     sizes: tuple[int, ...]
+    marks: tuple[Collection[pytest.MarkDecorator | pytest.Mark], ...]
     listed: bool
     timeout: float
     backend: str

@@ -68,7 +68,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     options = _options_of(metafunc.definition)
     if options is not None and options.listed:
         metafunc.fixturenames.append(_SIZE)
-        metafunc.parametrize(_SIZE, options.sizes, ids=[f"{size}ranks" for size in options.sizes])
+        sizes = [
+            pytest.param(size, marks=marks, id=f"{size}ranks")
+            for size, marks in zip(options.sizes, options.marks, strict=True)
+        ]
+        metafunc.parametrize(_SIZE, sizes)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
