@@ -47,7 +47,6 @@ CUT = {"size": 2, "mode": "1d"}
 CASES = {
     "data": {},
     "tensor, data, stage 3": {"parallel": {"tensor": CUT}, "zero": 3},
-    "sequence, stage 1": {"parallel": {"tensor": {**CUT, "sequence_parallel": True}}, "zero": 1},
     "pipeline x sequence": {"parallel": {"pipeline": 2, "tensor": {**CUT, "sequence_parallel": True}}},
     "two stages a rank": {
         "parallel": {"pipeline": 2},

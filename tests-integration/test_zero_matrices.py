@@ -248,7 +248,6 @@ CHAIN = [
     (0, {"tensor": {"size": 4, "mode": "2d"}}),
     (3, {"data": 4}),
     (2, {"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}),
-    (1, {"data": 2, "tensor": {"size": 2, "mode": "1d"}}),
 ]
 """ZeRO stage and topology of a run that goes on as another one each time."""
 

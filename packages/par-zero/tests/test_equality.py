@@ -107,7 +107,7 @@ def test_every_stage_equals_ddp_and_fsdp2(kind):
 @pytest.mark.ranks(4)
 def test_buckets_of_any_size_give_the_same_bits():
     results = []
-    for stage in STAGES:
+    for stage in (0, 2, 3):  # stage 1 reduces as stage 2
         for bucket in (1, 25_000_000):
             module, optimizer = sharded(uneven(), stage, OPTIMIZERS["fused"], bucket=bucket)
             train(module, optimizer, data())
