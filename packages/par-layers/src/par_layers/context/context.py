@@ -501,7 +501,7 @@ def _dims(batch: Any, names: Any, dims: Mapping[Any, int | None], shift: Sequenc
         if name not in along:
             raise ValueError(f"{name!r} cannot be shifted: it has no tokens")
     if not along:
-        raise ValueError("no tensor of the batch has tokens; there is nothing to cut")
+        raise ValueError(f"no tensor of the batch has tokens, of {list(names)}; give one to cut, [B, length, ...]")
     return along
 
 

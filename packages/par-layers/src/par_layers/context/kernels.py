@@ -393,7 +393,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def _check(q: Tensor, k: Tensor) -> None:
     """Raises where torch's kernels would end the process, or take what is no attention."""
     if not k.shape[1] or not q.shape[1]:
-        raise ValueError("a piece of attention without queries or keys; leave it out")
+        raise ValueError("a piece of attention without queries or keys was to be computed; a bug of par-layers")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads do not divide by {k.shape[2]} key heads")
 

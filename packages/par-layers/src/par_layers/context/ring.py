@@ -218,7 +218,7 @@ class TravellingKeys:
         if plan.sends(hop):
             message = here if own is None else torch.cat(own, -1)
             if message is None:
-                raise RuntimeError(f"rank {plan.rank} holds no keys to send in hop {hop}")
+                raise RuntimeError(f"rank {plan.rank} holds no keys to send in hop {hop}; a bug of par-layers")
             self._sent = sendable(message, group)
             batch.append(_send(self._sent, (plan.rank + 1) % plan.ranks, group))
         self._works = dist.batch_isend_irecv(batch) if batch else []
