@@ -29,6 +29,37 @@ def test_sizes_differ_by_one_at_most_and_join_to_the_batch(rows, microbatches):
     assert torch.equal(merge([part["y"] for part in parts])[0], batch["y"][0])
 
 
+class Spans:
+    """Something of each row, that is no tensor."""
+
+    def __init__(self, spans):
+        self.spans = list(spans)
+
+    def rows(self, start, stop):
+        return Spans(self.spans[start:stop])
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_a_value_with_rows_is_split_as_tensors_are(rows, microbatches):
+    if rows < microbatches:
+        return
+    x, spans = torch.arange(rows), Spans(range(rows))
+    feed = make_feed((x, spans), {"spans": spans}, None, microbatches, split_rows)  # keywords have no tensor
+    for args, keywords in zip(feed.inputs, feed.kwargs, strict=True):
+        assert args[0].tolist() == args[1].spans == keywords["spans"].spans
+
+
+def test_a_value_with_rows_wants_a_tensor_beside_it():
+    spans = Spans(range(4))
+    with pytest.raises(ValueError, match=r"a Spans, which is split by its rows, .* Microbatches of it"):
+        make_feed((), {"spans": spans}, None, 2, split_rows)
+    with pytest.raises(ValueError, match="a batch of 1 rows is smaller than the 2 microbatches"):
+        make_feed((), {"spans": spans}, torch.ones(1), 2, split_rows)
+    halves = Microbatches([spans.rows(0, 1), spans.rows(1, 4)])
+    feed = make_feed((), {"spans": halves}, torch.ones(4), 2, split_rows)
+    assert [keywords["spans"] for keywords in feed.kwargs] == list(halves)
+
+
 def test_unequal_rows_and_wrong_counts_are_refused():
     with pytest.raises(ValueError, match=r"\[2, 3\] rows"):
         split_rows((torch.ones(3), torch.ones(2)), 2)

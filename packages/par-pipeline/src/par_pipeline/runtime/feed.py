@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .local_stage import as_arguments
-from .microbatches import Microbatches, Split, rows_of, split
+from .microbatches import Microbatches, Split, first_rows, rows_of, split, split_rows
 
 Weight = Callable[[Any], float | Tensor]
 """What a microbatch's loss weighs, from its target: such as its number of tokens that count."""
@@ -45,6 +46,8 @@ def make_feed(inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any, micr
     Raises:
         ValueError: Something cannot be split into that many microbatches, or splits into other numbers of rows.
     """
+    if how is split_rows:
+        how = partial(split_rows, rows=first_rows((inputs, kwargs, target)))
     args: list[tuple[Any, ...]] = []
     if len(inputs) == 1 and isinstance(inputs[0], Microbatches):
         args = [as_arguments(item) for item in split(inputs[0], microbatches, how)]

@@ -1,6 +1,7 @@
 """A batch as microbatches, and back."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,37 +30,50 @@ class Microbatches(tuple[Any, ...]):
         return super().__new__(cls, items)
 
 
-def split_rows(batch: Any, microbatches: int) -> list[Any]:
+def split_rows(batch: Any, microbatches: int, *, rows: int | None = None) -> list[Any]:
     """Splits every tensor of a batch along dim 0, into sizes that differ by one at most, larger first.
 
-    `Microbatches` in it are split already. Tensors without dims and other values go to every microbatch as they are.
+    A value with a method `rows(start, stop)`, such as `par_layers.Tokens`, gives each microbatch what belongs to its
+    rows. `Microbatches` are split already. Tensors without dims and other values go to every microbatch as they are.
 
     Args:
         batch: Nested tensors, [rows, ...], and other values.
         microbatches: Number of microbatches to split it into.
+        rows: Number of rows where no tensor of `batch` has any, as those of its other parts have; default: not known.
 
     Raises:
-        ValueError: There are fewer rows than microbatches, or tensors have different numbers of rows.
+        ValueError: There are fewer rows than microbatches, or tensors have different numbers of rows, or a value is
+            split by its rows and their number is not known.
         TypeError: An object holds tensors where nobody sees them, so that they would not be split.
     """
     leaves, structure = tree_flatten(batch)
-    rows = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(rows) > 1:
-        raise ValueError(f"the tensors of the batch have {sorted(rows)} rows; give equal numbers, or a `split`")
-    if rows and min(rows) < microbatches:
+    numbers = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(numbers) > 1:
+        raise ValueError(f"the tensors of the batch have {sorted(numbers)} rows; give equal numbers, or a `split`")
+    count = numbers.pop() if numbers else rows
+    if count is not None and count < microbatches:
         raise ValueError(
-            f"a batch of {min(rows)} rows is smaller than the {microbatches} microbatches of the schedule; "
+            f"a batch of {count} rows is smaller than the {microbatches} microbatches of the schedule; "
             "give more rows, or make a schedule of fewer microbatches"
         )
-    parts = [_split_leaf(leaf, microbatches) for leaf in leaves]
+    parts = [_split_leaf(leaf, microbatches, count) for leaf in leaves]
     return [tree_unflatten([part[i] for part in parts], structure) for i in range(microbatches)]
 
 
-def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
+def _split_leaf(leaf: Any, microbatches: int, rows: int | None) -> Sequence[Any]:
     if isinstance(leaf, Microbatches):
         return split(leaf, microbatches, split_rows)
     if isinstance(leaf, Tensor):
         return torch.tensor_split(leaf, microbatches) if leaf.dim() else [leaf] * microbatches
+    if _has_rows(leaf):
+        if rows is None:
+            raise ValueError(
+                f"a batch has a {type(leaf).__name__}, which is split by its rows, but no tensor on this rank says how "
+                "many there are; give the inputs or the target on this rank too, or Microbatches of it"
+            )
+        size, larger = divmod(rows, microbatches)  # as tensor_split has it
+        ends = [number * size + min(number, larger) for number in range(microbatches + 1)]
+        return [leaf.rows(start, stop) for start, stop in pairwise(ends)]
     if _hides_tensors(leaf):  # such as transformers' BatchEncoding
         raise TypeError(
             f"a batch has a {type(leaf).__name__}, whose tensors cannot be split; give them in a dict, a list or a "
@@ -120,6 +134,15 @@ def check_visible(outputs: Any) -> None:
                 f"the outputs have a {type(leaf).__name__}, an object with a tensor in it, which cannot be joined; "
                 "return a dict, a list or a tuple, or call without return_outputs"
             )
+
+
+def first_rows(batch: Any) -> int | None:
+    """The number of rows of a batch that is not split yet: those of its first tensor with dims; None without one."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return not isinstance(leaf, type) and callable(getattr(leaf, "rows", None))
 
 
 def _hides_tensors(leaf: Any) -> bool:
