@@ -49,7 +49,9 @@ def documents(length):
 
 @st.composite
 def masks(draw, length):
-    kind = draw(st.sampled_from(("full", "causal", "window", "two-sided", "prefix", "chunk", "steps", "any")))
+    kind = draw(
+        st.sampled_from(("full", "causal", "window", "two-sided", "prefix", "chunk", "steps", "any", "any last"))
+    )
     number = draw(st.sampled_from((1, 3, 7, 33, 64, 100, length)))
     if kind in {"full", "causal"}:
         return Mask(causal=kind == "causal")
@@ -62,6 +64,9 @@ def masks(draw, length):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     first = rng.integers(0, length + 1, length)
     last = first + (rng.random(length) * (length + 1 - first)).astype(np.int64)
+    if kind == "any last":
+        first = np.sort(first)
+        last = np.maximum(first, last)
     if kind == "steps":  # ascending, in steps of any size
         first, last = np.sort(first), np.maximum(np.sort(first), np.sort(last))
     return Mask.from_intervals(first, last)

@@ -80,6 +80,18 @@ def test_whole_documents_move_nothing():
     assert fetch.order(3) is None
 
 
+def test_masks_whose_first_tokens_ascend_and_last_ones_do_not():
+    """The second rank's first token sees all of the first rank's, its others none."""
+    tokens = cut_tokens(8, 2, "contiguous")
+    mask = Mask.from_intervals([0, 0, 0, 0, 0, 4, 4, 4], [1, 8, 2, 3, 7, 5, 6, 5])
+    table = transfers(*mask.intervals(tokens), tokens)
+    assert Fetch(table, 0).keys == (((4, 8),),)
+    assert Fetch(table, 1).keys == (((0, 4),),)
+    fewer = Mask.from_intervals([0, 1, 1, 1, 2, 2, 2, 2], [8, 2, 2, 2, 3, 3, 3, 3])
+    assert Fetch(transfers(*fewer.intervals(tokens), tokens), 0).keys == (((4, 8),),)
+    assert Fetch(transfers(*fewer.intervals(tokens), tokens), 1).keys == (((2, 3),),)
+
+
 def test_a_window_moves_one_less_than_its_tokens():
     tokens = cut_tokens(64, 4, "contiguous")
     for window in (1, 2, 7, 17):

@@ -66,6 +66,32 @@ def test_each_visible_pair_once(row, block, joins):
                 assert all(q1 - q0 <= block for q0, q1, *_, kind in found if kind in {"anti", "band"})
 
 
+@pytest.mark.parametrize("block", [16, 64, 512])
+@pytest.mark.parametrize("window", [31, 32, 33, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_as_long_as_blocks(window, block, causal):
+    check_one_rank(Mask(causal=causal, window=window), block)
+
+
+@pytest.mark.parametrize("ragged", ["left", "right", "both"])
+def test_what_all_queries_of_a_block_see_needs_no_mask(ragged):
+    rng = np.random.default_rng(0)
+    first = np.sort(rng.choice(40, 300)) if ragged != "right" else np.zeros(300, int)
+    last = 260 + np.sort(rng.choice(40, 300)) if ragged != "left" else np.full(300, 300)
+    found = check_one_rank(Mask.from_intervals(first, last), 64)
+    full = sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, kind in found if kind == "full")
+    assert full > 0.8 * (last - first).sum()
+
+
+def check_one_rank(mask, block):
+    """The pieces of a row of 300 tokens on one rank, which cover what the dense mask shows."""
+    tokens = cut_tokens(300, 1)
+    first, last = mask.intervals(tokens)
+    found = pieces(first[0], last[0], tokens.runs[0], tokens.runs[0], block=block)
+    assert np.array_equal(covered(found, 300, 300, first[0], last[0]), dense(mask, tokens)[0])
+    return found
+
+
 def of_one_rank(mask, length, *documents, block=512, joins=()):
     tokens = Tokens(length, length, (documents or (length,),), (((0, length),),))
     first, last = mask.intervals(tokens)
