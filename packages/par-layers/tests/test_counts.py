@@ -124,7 +124,7 @@ def counts(model, x: torch.Tensor, groups: ProcessGroups) -> tuple[Fraction, Cou
     return counted.received(), once
 
 
-@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.ranks([pytest.param(2, marks=pytest.mark.storm), 4, 8])
 def test_every_layer_communicates_what_its_formula_says():
     for mode in live():
         for check in CHECKS:

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,8 @@ SPLIT = {
     "dualpipe_v": dualpipe_v,
 }
 SCHEDULES = WHOLE | SPLIT
+FEW = pytest.param(2, marks=pytest.mark.storm)
+"""A world without a rank between the first and the last one, of a test that has a larger world beside it."""
 TIMEOUT = 20  # seconds: what raises much earlier has not waited for it
 TYPICAL = ("1f1b", "interleaved", "zb_v")
 """One stage a rank, several in a loop, and two in a V with a split backward; all ten run in test_every_schedule."""

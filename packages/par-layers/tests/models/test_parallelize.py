@@ -277,7 +277,7 @@ class Fused(nn.Module):
         return self.down(gate.sigmoid() * up)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([pytest.param(2, marks=pytest.mark.storm), 4])
 def test_styles():
     with live() as groups:
         pairs = [

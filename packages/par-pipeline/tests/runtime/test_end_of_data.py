@@ -9,7 +9,7 @@ import torch.distributed as dist
 from par_pipeline import PipelineError, one_f_one_b, zb_v
 from par_testing import for_each
 
-from ..runtime_helpers import TIMEOUT, assert_gradients, clear, copied, data, pipeline, serial, stages_of
+from ..runtime_helpers import FEW, TIMEOUT, assert_gradients, clear, copied, data, pipeline, serial, stages_of
 
 
 def made(make=one_f_one_b):
@@ -28,7 +28,7 @@ def assert_right(run, stages, batches):
 
 
 @for_each(make=[one_f_one_b, zb_v])
-@pytest.mark.ranks([1, 2, 3], timeout=30)
+@pytest.mark.ranks([1, FEW, 3], timeout=30)
 def test_data_that_ends_on_all_ranks_ends_the_loop_and_a_new_iterator_goes_on(make):
     run, stages = made(make)
     for forward_only in (False, True):
@@ -41,7 +41,7 @@ def test_data_that_ends_on_all_ranks_ends_the_loop_and_a_new_iterator_goes_on(ma
     run.close()
 
 
-@pytest.mark.ranks([2, 3], timeout=40)
+@pytest.mark.ranks([FEW, 3], timeout=40)
 def test_data_that_ends_on_some_ranks_alone_is_an_error_on_all_of_them():
     last = dist.get_world_size() - 1
     run, stages = made()

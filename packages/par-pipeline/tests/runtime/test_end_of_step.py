@@ -13,6 +13,7 @@ from par_pipeline.runtime.run import Run
 from par_testing import for_each
 
 from ..runtime_helpers import (
+    FEW,
     TIMEOUT,
     assert_gradients,
     clear,
@@ -64,7 +65,7 @@ def assert_right(run, stages, x, y):
 
 
 @for_each(place=PLACES, broadcast_loss=[True, False])
-@pytest.mark.ranks([2, 3], timeout=40)
+@pytest.mark.ranks([FEW, 3], timeout=40)
 def test_a_failure_after_the_last_action_is_named_on_every_rank_in_this_step_or_before_the_next_one_is_over(
     place, broadcast_loss
 ):
@@ -136,7 +137,7 @@ def test_a_rank_that_has_heard_of_a_failure_between_steps_begins_nothing():
 
 
 @for_each(make=[one_f_one_b, zb_v], apart=[False, True])
-@pytest.mark.ranks([2, 3])
+@pytest.mark.ranks([FEW, 3])
 def test_the_loss_is_the_same_tensor_on_every_rank_and_none_where_none_is_computed(make, apart):
     send_tensors_apart(apart)
     schedule = make(dist.get_world_size(), 4)

@@ -12,6 +12,7 @@ from par_pipeline.runtime import pipeline as _pipeline
 from par_testing import for_each
 
 from ..runtime_helpers import (
+    FEW,
     TIMEOUT,
     assert_gradients,
     clear,
@@ -39,7 +40,7 @@ def sockets():
 
 
 @for_each(make=[one_f_one_b, zb_v], warm=[True, False])
-@pytest.mark.ranks([2, 3], timeout=40)
+@pytest.mark.ranks([FEW, 3], timeout=40)
 def test_a_rank_that_resets_frees_those_that_wait_for_it_in_a_step(make, warm):
     schedule = make(dist.get_world_size(), 4)
     stages = stages_of(schedule)

@@ -9,7 +9,7 @@ from par_groups import check_owned, sharding_of
 from par_pipeline import Pipeline, Shared, interleaved, one_f_one_b, zb_h1, zb_v
 from par_testing import for_each
 
-from ..runtime_helpers import block
+from ..runtime_helpers import FEW, block
 
 WIDTH, WORDS = 5, 11
 
@@ -70,7 +70,7 @@ def one_device(stages):
 
 
 @for_each(make=[one_f_one_b, zb_h1, interleaved, zb_v])
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([FEW, 4])
 def test_three_steps_with_tied_embeddings_are_those_of_one_device(make):
     schedule = make(dist.get_world_size(), 3)
     last = schedule.stages - 1
