@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from par_groups import Axes, ProcessGroups, agree, check_alike
 
@@ -21,6 +21,7 @@ from .mask import Mask
 from .ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
 from .steps import Attention
 from .tokens import Documents, Tokens
+from .transformers import local_batch, prepare, whole_batch
 from .ulysses import HeadShares, to_heads, to_tokens
 
 PLANS = 32
@@ -34,6 +35,7 @@ CPU_BLOCK = 128
 PARTS = 2
 """Parts that heads travel in, where the topology does not say."""
 
+M = TypeVar("M", bound=nn.Module)
 Batch = TypeVar("Batch", bound=Mapping[str, Any] | Sequence[Any])
 
 
@@ -164,6 +166,11 @@ class Context:
     ) -> tuple[Batch, Tokens]:
         """This rank's tokens of a batch that all ranks of the sequence have alike. Collective over these ranks.
 
+        A mapping with input_ids is for a model of transformers: without `shift`, it is also given position_ids, an
+        attention_mask of ones, and, where there are labels, shift_labels and num_items_in_batch, the number of targets
+        of the whole rows, so that `sum` of the models' losses is their mean. Without `documents`, they are read from
+        position_ids that begin anew, or from an attention_mask with padding at the right.
+
         Args:
             batch: A mapping or a tuple, whose tensors have the whole rows, [B, length, ...]; what is no tensor stays.
             documents: Lengths of the documents of all rows, or of each row; default: one document.
@@ -183,14 +190,19 @@ class Context:
             ValueError: Tensors have different lengths, or what `tokens` raises, or ranks gave different lengths,
                 documents or masks. On every rank.
         """
-        names = list(batch) if isinstance(batch, Mapping) else list(range(len(batch)))
+        of_transformers = isinstance(batch, Mapping) and "input_ids" in batch and not shift
+        given: Any = batch
+        names: list[Any] = []
         problem: Exception | None = None
         tokens: Tokens | None = None
         along: dict[Any, int] = {}
         said = ""
         try:
-            along = _dims(batch, names, dims or {}, shift)
-            length, rows = _size(batch, along)
+            if of_transformers:
+                given, documents, shift = whole_batch(given, documents)
+            names = list(given) if isinstance(given, Mapping) else list(range(len(given)))
+            along = _dims(given, names, dims or {}, shift)
+            length, rows = _size(given, along)
             tokens = self.tokens(length, documents=documents, masks=masks, multiple=multiple, pad=pad)
             if len(tokens.documents) not in {1, rows}:
                 raise ValueError(f"documents are of {len(tokens.documents)} rows, but the batch has {rows}")
@@ -200,7 +212,6 @@ class Context:
         self._agree(problem, said)
         if tokens is None:
             raise RuntimeError("a batch was not cut, and nobody said why")
-        given: Any = batch
         cut: dict[Any, Any] = {name: given[name] for name in names}
         for name, dim in along.items():
             whole = given[name]
@@ -213,6 +224,12 @@ class Context:
                 is_target = name in _TARGETS or (not isinstance(batch, Mapping) and name != names[0])
                 empty = (places >= tokens.length).view(-1, *[1] * (whole.dim() - 1 - dim))
                 cut[name].masked_fill_(empty, -100 if is_target and not whole.is_floating_point() else 0)
+        if of_transformers:
+            cut = local_batch(cut, self.positions(tokens))
+            if "shift_labels" in cut:
+                alone = Tokens(tokens.length, tokens.length, tokens.documents, (((0, tokens.length),),))
+                following = torch.from_numpy(alone.following(0)).to(given["labels"].device)
+                cut["num_items_in_batch"] = (_shifted(given["labels"], following, 1) != -100).sum()
         if isinstance(batch, Mapping):
             return cut, tokens  # type: ignore[return-value]
         return type(batch)(cut[name] for name in names), tokens  # type: ignore[call-arg]
@@ -290,6 +307,30 @@ class Context:
             x: This rank's part of the sum.
         """
         return x if self.ranks == 1 else all_sum(x, self._name(self.axis))
+
+    def transformers_(self, model: M) -> M:
+        """Lets this context compute the attention of a model of transformers, in place; no communication.
+
+        It is then called as `model(**batch, par_tokens=tokens)` with what `cut` gave. Its loss is this rank's share:
+        `sum` of it is that of the whole rows.
+
+        Args:
+            model: A decoder of transformers, whose attention dropout is 0.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: It is no such model, its attention cannot be replaced, or a layer carries state along the
+                sequence, as state-space layers and convolutions do. What only a call shows is refused then: masks that
+                depend on data, softcap, tokens in a cache, dropout, and tensors that attention would lose.
+        """
+        prepare(model, self)
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
+        """A copy of a model has the same context, as the groups of ranks cannot be copied."""
+        return self
 
     # Inside
 

@@ -1,0 +1,246 @@
+"""Models of transformers over a sequence that is cut, their code unchanged: their attention is a context's.
+
+Transformers dispatches attention by a name to a function, and the making of masks to another one. Both are registered
+here: the second gives a `Mask` instead of a tensor, which the model hands through to the first. It asks the model's own
+mask function about tokens far from any data, so that the window or chunk that a layer really uses is read, not guessed.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_private import assert_async
+from .mask import Mask
+from .tokens import Documents, Tokens
+
+NAME = "par_context"
+"""What the attention is called in transformers' registries, and the attribute of modules that has their context."""
+
+FAR = 10_000_000
+"""A token farther from the first than any data of a model reach, around which mask functions are asked."""
+
+STEP = 4096
+"""Distances are found in steps of so many tokens, then one by one."""
+
+KNOWN = frozenset({"position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch"})
+"""Tensors that models hand to attention among other keywords, and that are not for it."""
+
+CARRY = ("Mamba", "LinearAttention", "GatedDelta", "ShortConv", "RWKV", "Rwkv", "RecurrentBlock", "CrossAttention")
+"""Parts of the names of layers that carry state along the sequence, or attend to another one."""
+
+
+def prepare(model: nn.Module, context: object) -> None:
+    """Lets the attention of a model be computed by a context.
+
+    Args:
+        model: A decoder of transformers.
+        context: The `Context`.
+
+    Raises:
+        ValueError: It is no model of transformers whose attention can be replaced, or a layer carries state along the
+            sequence.
+    """
+    import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is no model of transformers; call context.attention in its code")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} has an encoder, whose tokens are not cut; use a decoder alone")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.LSTM | nn.GRU) or any(part in kind for part in CARRY):
+            raise ValueError(
+                f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
+                "cannot be cut"
+            )
+    transformers.AttentionInterface.register(NAME, _attention)
+    transformers.AttentionMaskInterface.register(NAME, _mask)
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise ValueError(f"{type(model).__name__} does not let its attention be replaced; call context.attention in it")
+    for module in model.modules():
+        setattr(module, NAME, context)
+
+
+def whole_batch(
+    batch: Mapping[str, Any], documents: Documents | None
+) -> tuple[dict[str, Any], Documents | None, tuple[str, ...]]:
+    """A batch for a model of transformers, as it is cut: without a mask of padding, and with targets to be shifted.
+
+    Args:
+        batch: The model's keywords, with input_ids, [B, length].
+        documents: Lengths of documents; None reads them from position_ids that begin anew, or from an attention_mask
+            with padding at the right.
+
+    Returns:
+        The batch, its documents, and the names of what becomes targets of the next token.
+
+    Raises:
+        ValueError: Padding lies elsewhere, or positions do not count up in documents.
+    """
+    result = {name: x for name, x in batch.items() if name not in {"attention_mask", "position_ids"}}
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if documents is None and positions is not None:
+        documents = _documents_by_position(positions)
+    elif documents is None and mask is not None:
+        documents = _documents_without_padding(mask)
+    if batch.get("labels") is None:
+        return result, documents, ()
+    if mask is not None:
+        result["labels"] = batch["labels"].masked_fill(~mask.bool(), -100)
+    return {**result, "shift_labels": result["labels"]}, documents, ("shift_labels",)
+
+
+def local_batch(cut: Mapping[str, Any], positions: Tensor) -> dict[str, Any]:
+    """What a model is given besides its tokens: their positions, and a mask without padding.
+
+    Without that mask transformers takes positions that begin anew for documents of its own.
+
+    Args:
+        cut: The batch's tokens of this rank.
+        positions: Their places in their documents, int64 [B or 1, s].
+    """
+    ones = torch.ones_like(cut["input_ids"])
+    return {**cut, "position_ids": positions.to(ones.device).expand_as(ones), "attention_mask": ones}
+
+
+def _documents_without_padding(mask: Tensor) -> list[list[int]]:
+    """The documents of rows that are padded at the right: what is padding is a document of its own."""
+    numbers, length = mask.bool().sum(1), mask.shape[-1]
+    places = torch.arange(length, device=mask.device)
+    if mask.dim() != 2 or not torch.equal(mask.bool(), places < numbers[:, None]):
+        raise ValueError("attention_mask must be [B, length], with padding at the right alone; give documents= instead")
+    return [[number, length - number] if 0 < number < length else [length] for number in numbers.tolist()]
+
+
+def _documents_by_position(positions: Tensor) -> list[list[int]]:
+    """The documents of rows whose positions begin anew with each."""
+    rows = []
+    for row in positions.tolist():
+        starts = [place for place, position in enumerate(row) if position == 0]
+        lengths = [b - a for a, b in pairwise([*starts, len(row)])]
+        if [position for length in lengths for position in range(length)] != row:
+            raise ValueError("position_ids must count up from 0 in each document; give documents= instead")
+        rows.append(lengths)
+    return rows
+
+
+def _attention(  # noqa: PLR0917 - the signature that models call
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Attention as models of transformers call it, with heads first."""
+    context, tokens = getattr(module, NAME, None), keywords.pop("par_tokens", None)
+    if context is None:
+        raise ValueError(f"{type(module).__name__} has no context; call context.transformers_(model)")
+    if not isinstance(tokens, Tokens):
+        raise ValueError("attention was not told how its tokens are cut; call model(**batch, par_tokens=tokens)")
+    if not isinstance(attention_mask, Mask):
+        raise ValueError(
+            f"{type(module).__name__} was given {type(attention_mask).__name__} in the place of a mask of positions; "
+            "masks of pairs and attention without a mask function are not supported"
+        )
+    if dropout > 0:
+        raise ValueError(f"attention dropout is {dropout}, which cannot be equal over ranks; set it to 0")
+    for name in ("softcap", "position_bias", "output_attentions"):
+        if (refused := keywords.pop(name, None)) is not None and refused is not False:
+            raise ValueError(f"{type(module).__name__} wants {name}, which attention over ranks has not")
+    window, sinks = keywords.pop("sliding_window", None), keywords.pop("s_aux", None)
+    # Where a mask is not causal, transformers' windows have one place more than their number on either side.
+    if window is not None and attention_mask.window != window + (not attention_mask.causal):
+        raise ValueError(f"{type(module).__name__} has a window of {window}, but its mask is {attention_mask}")
+    for name, value_of in keywords.items():
+        if isinstance(value_of, Tensor) and name not in KNOWN:
+            raise ValueError(
+                f"{type(module).__name__} gives its attention a tensor {name!r}, unknown here, which would be lost"
+            )
+    heads_last = (x.transpose(1, 2) for x in (query, key, value))
+    return context.attention(*heads_last, tokens, mask=attention_mask, scale=scaling, sinks=sinks), None
+
+
+def _mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Mask:
+    """The mask of a kind of layer, in the place of the tensor that transformers would make."""
+    if q_length != kv_length or kv_offset or (not isinstance(q_offset, Tensor) and q_offset):
+        raise ValueError("a cache has tokens of earlier calls, which are not cut; generate without a context")
+    if use_vmap:
+        raise ValueError("the model adds a mask function of its own, which may be no interval a token")
+    if attention_mask is not None:
+        text = "attention_mask has padding; documents say it: context.cut makes them of it"
+        assert_async(attention_mask.all(), text)
+    return read(mask_function)
+
+
+def read(function: Callable[..., Tensor]) -> Mask:
+    """The mask that a mask function of transformers stands for.
+
+    Args:
+        function: Says of (row, head, query, key), tensors of numbers of tokens, whether the query sees the key.
+
+    Raises:
+        ValueError: It reads data, or is none of causal, window and chunk.
+    """
+
+    def sees(query: Tensor | int, key: Tensor | int) -> Tensor:
+        q, k = torch.broadcast_tensors(torch.as_tensor(query), torch.as_tensor(key))
+        zero = torch.zeros((), dtype=torch.int64)
+        try:
+            return torch.as_tensor(function(zero, zero, q, k)).expand(q.shape)
+        except IndexError as error:
+            raise ValueError("the model's mask depends on data, such as images; only masks of positions are") from error
+
+    def reach(query: int, sign: int, *, of_key: bool = False) -> int | None:
+        """How many tokens away the last one is that is seen (or sees, of a key), None if there is no end."""
+
+        def seen(distance: Tensor) -> Tensor:
+            other = query + sign * distance
+            return sees(other, query) if of_key else sees(query, other)
+
+        coarse = seen(torch.arange(0, FAR, STEP))
+        if bool(coarse.all()):
+            return None
+        last = (int(coarse.int().argmin()) - 1) * STEP
+        return last + int(seen(last + torch.arange(STEP + 1)).int().argmin()) - 1
+
+    back, after, ahead = reach(FAR, -1), reach(FAR + 1, -1), reach(FAR, 1)
+    mask = Mask(causal=ahead == 0)
+    if back is not None and back == after:
+        mask = Mask(causal=ahead == 0, window=back + 1)
+    elif back is not None:
+        last = reach(FAR, 1, of_key=True)
+        mask = Mask(causal=ahead == 0, chunk=back + 1 + (last or 0))
+    size = mask.window or mask.chunk or 2
+    apart = torch.tensor([0, 1, 2, size - 1, size, size + 1, 2 * size])
+    queries = FAR + torch.cat([apart, torch.arange(16)])[:, None]
+    keys = queries + torch.cat([apart, -apart])
+    if not torch.equal(sees(queries, keys), _expected(mask, queries, keys)):
+        raise ValueError("the model's mask function is none of causal, sliding window and chunk")
+    return mask
+
+
+def _expected(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """What a mask shows each query, pair by pair."""
+    seen = keys <= queries if mask.causal else torch.ones_like(keys + queries, dtype=torch.bool)
+    if mask.window is not None:
+        seen = seen & ((queries - keys).abs() < mask.window)
+    if mask.chunk is not None:
+        seen = seen & (queries // mask.chunk == keys // mask.chunk)
+    return seen

@@ -1,0 +1,191 @@
+"""Models of transformers over a cut sequence: losses and gradients of one device, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_groups import ProcessGroups, Topology
+from par_layers import Context, Mask
+from par_layers.context.transformers import read
+
+transformers = pytest.importorskip("transformers", minversion="5.4")
+masking_utils = pytest.importorskip("transformers.masking_utils")
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
+    "Mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=6)),
+    "Gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8
+        )
+    ),
+    "GPT-2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
+        )
+    ),
+}
+
+
+def made(name):
+    """A model whose parameters are the same on every rank, in float64."""
+    torch.manual_seed(3)
+    return MODELS[name]().double().train()
+
+
+def whole_loss(model, ids, labels, documents):
+    """Each document by itself, as one device would compute it."""
+    total, count = 0.0, 0
+    for row, lengths in enumerate(documents):
+        start = 0
+        for length in lengths:
+            part = slice(start, start + length)
+            targets = torch.nn.functional.pad(labels[row : row + 1, part], (0, 1), value=-100)[:, 1:]
+            logits = model(input_ids=ids[row : row + 1, part], use_cache=False).logits
+            total = total + torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            count, start = count + int((targets != -100).sum()), start + length
+    return total / count
+
+
+def compare(name, config, batch, lengths, *, documents=None, recompute=False):
+    model = made(name)
+    expected = whole_loss(model, batch["input_ids"], batch["labels"], lengths)
+    expected.backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    world = dist.get_world_size()
+    with ProcessGroups(Topology.from_config({"sequence": {"size": world, **config}}, world)) as groups:
+        context = Context(groups, block=4)
+        context.transformers_(model)
+        if recompute:
+            getattr(
+                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+            )()  # its name before v6
+        mine, tokens = context.cut(batch, documents=documents)
+        loss = context.sum(model(**mine, par_tokens=tokens).loss)
+        loss.backward()
+        for key, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                # Models compute norms, rotations and losses in float32.
+                torch.testing.assert_close(
+                    parameter.grad / world,
+                    gradients[key],
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda text, key=key: f"{name}, {key}: {text}",
+                )
+        torch.testing.assert_close(
+            loss, expected, rtol=1e-6, atol=1e-8, check_dtype=False
+        )  # the model rounds to float32
+
+
+def batch_of(rows=2, length=24):
+    ids = torch.randint(1, 50, (rows, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.ranks(2)
+def test_models_are_those_of_one_device():
+    documents = [[24], [5, 12, 7]]
+    configs = [{"mode": "gather"}, {"mode": "ring"}, {"mode": "ulysses"}, {"mode": "gather"}, {"mode": "ring"}]
+    for name, config in zip(MODELS, configs, strict=True):
+        compare(name, config, batch_of(), documents, documents=documents)
+
+
+MORE = {
+    "gpt-oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager"
+        )
+    ),
+    "Llama, recomputed": MODELS["Llama"],
+}
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("name", list(MORE))
+def test_sinks_and_recomputed_layers(name):
+    MODELS[name] = MORE[name]
+    compare(name, {"mode": "gather"}, batch_of(), [[24], [5, 19]], documents=[[24], [5, 19]], recompute="Llama" in name)
+
+
+@pytest.mark.ranks(2)
+def test_padding_and_positions_are_documents():
+    padded = batch_of()
+    padded["attention_mask"] = torch.ones(2, 24, dtype=torch.int64)
+    padded["attention_mask"][1, 20:] = 0
+    padded["labels"][1, 20:] = -100
+    compare("Llama", {"mode": "gather"}, padded, [[24], [20, 4]])
+    packed = batch_of(rows=1)
+    packed["position_ids"] = torch.cat([torch.arange(9), torch.arange(15)])[None]
+    compare("Llama", {"mode": "gather"}, packed, [[9, 15]])
+
+
+def test_masks_are_read_of_the_functions_of_models():
+    zero = torch.zeros(1, dtype=torch.int64)
+    for function, mask in [
+        (masking_utils.causal_mask_function, Mask(causal=True)),
+        (masking_utils.bidirectional_mask_function, Mask()),
+        (masking_utils.sliding_window_causal_mask_function(7), Mask(causal=True, window=7)),
+        (masking_utils.sliding_window_bidirectional_mask_function(5), Mask(window=6)),
+        (masking_utils.chunked_causal_mask_function(48, zero), Mask(causal=True, chunk=48)),
+    ]:
+        assert read(function) == mask
+    blocks = masking_utils.blockwise_overlay(torch.zeros(1, 20))
+    with pytest.raises(ValueError, match="the model's mask depends on data"):
+        read(masking_utils.or_masks(masking_utils.causal_mask_function, blocks))
+    with pytest.raises(ValueError, match="none of causal, sliding window and chunk"):
+        read(lambda _row, _head, query, key: (query - key) % 2 == 0)
+
+
+def test_what_cannot_be_equal_is_refused():
+    context, batch = Context(None), batch_of()
+    with pytest.raises(ValueError, match=r"Linear is no model of transformers; call context\.attention in its code"):
+        context.transformers_(torch.nn.Linear(2, 2))
+    t5 = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=10)
+    with pytest.raises(ValueError, match="has an encoder"):
+        context.transformers_(transformers.T5ForConditionalGeneration(t5))
+    mamba = transformers.MambaConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ValueError, match="its sequence cannot be cut"):
+        context.transformers_(transformers.MambaForCausalLM(mamba))
+    model = context.transformers_(made("Llama"))
+    mine, tokens = context.cut(batch)
+    with pytest.raises(ValueError, match=r"call model\(\*\*batch, par_tokens=tokens\)"):
+        model(**mine)
+    with pytest.raises(ValueError, match="gives its attention a tensor 'extra', unknown here, which would be lost"):
+        model(**mine, par_tokens=tokens, extra=torch.ones(1))
+    with pytest.raises(ValueError, match="padding at the right alone"):
+        context.cut({**batch, "attention_mask": torch.arange(24).expand(2, -1) > 3})
+    with pytest.raises(ValueError, match="position_ids must count up from 0 in each document"):
+        context.cut({**batch, "position_ids": torch.arange(1, 25).expand(2, -1)})
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"attention dropout is 0.1, .*; set it to 0"):
+        model(**mine, par_tokens=tokens)
+
+
+def test_a_copy_has_the_context_and_another_model_has_none():
+    context, plain = Context(None), made("Llama")
+    model = context.transformers_(copy.deepcopy(plain))
+    mine, tokens = context.cut(batch_of())
+    assert plain.config._attn_implementation == "sdpa"
+    loss, other = model(**mine, par_tokens=tokens).loss, copy.deepcopy(model)(**mine, par_tokens=tokens).loss
+    assert loss.equal(other)
+    torch.testing.assert_close(loss, plain(**batch_of()).loss, rtol=1e-6, atol=0, check_dtype=False)  # in float32
