@@ -148,7 +148,7 @@ def test_masks_are_read_of_the_functions_of_models():
     ]:
         assert read(function) == mask
     blocks = masking_utils.blockwise_overlay(torch.zeros(1, 20))
-    with pytest.raises(ValueError, match="the model's mask depends on data"):
+    with pytest.raises(ValueError, match="the model's mask_function depends on data"):
         read(masking_utils.or_masks(masking_utils.causal_mask_function, blocks))
     with pytest.raises(ValueError, match="none of causal, sliding window and chunk"):
         read(lambda _row, _head, query, key: (query - key) % 2 == 0)

@@ -180,9 +180,14 @@ def _mask(
 ) -> Mask:
     """The mask of a kind of layer, in the place of the tensor that transformers would make."""
     if q_length != kv_length or kv_offset or (not isinstance(q_offset, Tensor) and q_offset):
-        raise ValueError("a cache has tokens of earlier calls, which are not cut; generate without a context")
+        raise ValueError(
+            "past_key_values have tokens of earlier calls, which are not cut; call model(..., use_cache=False)"
+        )
     if use_vmap:
-        raise ValueError("the model adds a mask function of its own, which may be no interval a token")
+        raise ValueError(
+            "the model adds an or_mask_function or and_mask_function of its own, which may be no interval a token; "
+            "call context.attention in its code"
+        )
     if attention_mask is not None:
         text = "attention_mask has padding; documents say it: context.cut makes them of it"
         assert_async(attention_mask.all(), text)
@@ -205,7 +210,9 @@ def read(function: Callable[..., Tensor]) -> Mask:
         try:
             return torch.as_tensor(function(zero, zero, q, k)).expand(q.shape)
         except IndexError as error:
-            raise ValueError("the model's mask depends on data, such as images; only masks of positions are") from error
+            raise ValueError(
+                "the model's mask_function depends on data, such as images; a par_layers.Mask does on positions alone"
+            ) from error
 
     def reach(query: int, sign: int, *, of_key: bool = False) -> int | None:
         """How many tokens away the last one is that is seen (or sees, of a key), None if there is no end."""
@@ -232,7 +239,10 @@ def read(function: Callable[..., Tensor]) -> Mask:
     queries = FAR + torch.cat([apart, torch.arange(16)])[:, None]
     keys = queries + torch.cat([apart, -apart])
     if not torch.equal(sees(queries, keys), _expected(mask, queries, keys)):
-        raise ValueError("the model's mask function is none of causal, sliding window and chunk")
+        raise ValueError(
+            "the model's mask_function is none of causal, sliding window and chunk, which alone a par_layers.Mask "
+            "is read from"
+        )
     return mask
 
 
