@@ -93,6 +93,8 @@ def main() -> None:
     unknown = [name for name in given.cases if name not in names]
     if unknown:
         parser.error(f"there is no case {unknown[0]!r}; there are {'; '.join(names)}")
+    if not find_spec("ring_attention_pytorch"):
+        parser.error("ring-attention-pytorch is not installed, which is a contender; run `nox -s bench -- context`")
     rows = [row for name in given.cases or CASES if name in CASES for row in times(name, CASES[name], given.turns)]
     held = memory() if "memory" in (given.cases or names) else []
     if given.cases:
@@ -258,7 +260,7 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
         index = torch.from_numpy(tokens.index(dist.get_rank()))
         local = tuple(x.detach()[:, index].requires_grad_() for x in whole)
         steps[mode if cut == "auto" else f"{mode}, {cut}"] = step(ours(context, tokens, case.mask), local)
-    if case.theirs and find_spec("ring_attention_pytorch"):
+    if case.theirs:
         part = slice(*tokens_of_rank(case.length, case.ranks))
         local = tuple(x.detach()[:, part].contiguous().requires_grad_() for x in whole)
         steps[THEIRS] = step(theirs(causal=case.mask.causal), local)
