@@ -1,8 +1,9 @@
 """Collectives that can be differentiated, and the asynchronous ones of which they are made.
 
 The functional form (a collective that returns a tensor, and a later `wait_tensor`) costs no tensor subclass, is traced
-by torch.compile, and overlaps with whatever is computed before the wait. It is used here and nowhere else. What gathers
-and scatters works on dim 0, where it needs no copy; another dim costs one.
+by torch.compile, and overlaps with whatever is computed before the wait. Layers use it here alone; attention over a cut
+sequence (`context`) calls it by the names of groups. What gathers and scatters works on dim 0, where it needs no copy;
+another dim costs one.
 """
 
 from collections.abc import Callable

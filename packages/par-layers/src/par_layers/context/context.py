@@ -105,6 +105,7 @@ class Context:
             keys, gradients = channels_of(groups, self._outer)
             self._ring = RingOptions(keys.group_name, gradients.group_name)
         self._plan = lru_cache(PLANS)(self._make_plan)
+        self._shares = lru_cache(PLANS)(self._make_shares)
         self._outer_rank = 0 if groups is None else groups.rank(self._outer)
         self._tensor = lru_cache(PLANS)(self._make_tensor)
 
@@ -384,7 +385,7 @@ class Context:
             return attend_ring(q, k, v, sinks, plan=plan, how=how, options=self._ring)
         return attend(q, k, v, sinks, plan=plan, how=how, options=self._gather)
 
-    def _shares(self, heads: int, key_heads: int) -> HeadShares:
+    def _make_shares(self, heads: int, key_heads: int) -> HeadShares:
         """Which heads each rank has between the exchanges of tokens for heads."""
         rank = 0 if self._groups is None or self._inner is None else self._groups.rank(self._inner)
         return HeadShares(self._name(self._inner or ()), self._inner_ranks, rank, heads, key_heads)

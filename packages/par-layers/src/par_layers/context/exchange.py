@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._collectives import finish
 from .._torch_private import functional_collectives, group_of_name
 
 
@@ -46,9 +47,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(x: Tensor, group: str) -> Tensor:
-    ops = functional_collectives
-    summed: Tensor = ops.wait_tensor.default(ops.all_reduce.default(x.contiguous(), "sum", group))
-    return summed
+    return finish(functional_collectives.all_reduce.default(x.contiguous(), "sum", group))
 
 
 class _AllTokens(torch.autograd.Function):
@@ -57,8 +56,8 @@ class _AllTokens(torch.autograd.Function):
         ranks = group_of_name(group).size()
         mine = x.movedim(dim, 0).contiguous()  # [s, ...]
         everything = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
-        ops = functional_collectives
-        everything = ops.wait_tensor.default(ops.all_gather_into_tensor_out.default(mine, ranks, group, out=everything))
+        gather = functional_collectives.all_gather_into_tensor_out.default
+        everything = finish(gather(mine, ranks, group, out=everything))
         ctx.save_for_backward(home)
         ctx.dim, ctx.group, ctx.padded = dim, group, len(everything)
         row: Tensor = everything.index_select(0, home).movedim(0, dim)
@@ -71,6 +70,6 @@ class _AllTokens(torch.autograd.Function):
         rows = gradient.movedim(ctx.dim, 0)
         everything = rows.new_zeros((ctx.padded, *rows.shape[1:]))
         everything[home] = rows
-        ops, ranks = functional_collectives, group_of_name(ctx.group).size()
-        mine: Tensor = ops.wait_tensor.default(ops.reduce_scatter_tensor.default(everything, "sum", ranks, ctx.group))
+        reduce, ranks = functional_collectives.reduce_scatter_tensor.default, group_of_name(ctx.group).size()
+        mine = finish(reduce(everything, "sum", ranks, ctx.group))
         return mine.movedim(0, ctx.dim), None, None, None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._collectives import finish
 from .._torch_private import functional_collectives
 from .fetch import Fetch, transfers
 from .mask import Mask
@@ -113,7 +114,7 @@ class Exchange:
 
     def finish(self, started: tuple[Tensor, Tensor]) -> Tensor:
         """The fetched rows in the order of the buffers, [rows, heads, D + D]: keys and values beside each other."""
-        fetched: Tensor = functional_collectives.wait_tensor.default(started[1])
+        fetched = finish(started[1])
         return fetched if self.order is None else fetched.index_select(0, self.order)
 
     def start_home(self, gradients: Tensor, group: str) -> tuple[Tensor, Tensor]:
@@ -126,7 +127,7 @@ class Exchange:
 
     def add_home(self, started: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> None:
         """Adds what came home to the gradients of local keys and values, [B, s, heads, D], in the order of ranks."""
-        arrived: Tensor = functional_collectives.wait_tensor.default(started[1])
+        arrived = finish(started[1])
         flat_k, flat_v, head = dk.flatten(0, 1), dv.flatten(0, 1), dk.shape[3]  # views, as nobody else made them
         for place, index in zip(self._places, self.index, strict=True):
             if isinstance(index, slice):

@@ -6,12 +6,14 @@ all of its ranks take part (ulysses), or over a longer one that is cut over grou
 """
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._collectives import finish
 from .._torch_private import functional_collectives
 
 
@@ -43,8 +45,8 @@ class HeadShares:
         shared, first = self.heads // self.key_heads, rank * self.mine
         return range(first // shared, (first + self.mine - 1) // shared + 1)
 
-    @property
-    def copies(self) -> list[int] | None:
+    @cached_property
+    def copies(self) -> tuple[int, ...] | None:
         """For each key head that attention is given, which of those that were sent; None where it is given these.
 
         Attention wants as many query heads for each key head. Where a rank has a part of some heads' queries, it gets
@@ -57,7 +59,7 @@ class HeadShares:
         if len(set(users)) == 1:
             return None
         size = next(size for size in range(min(users), 0, -1) if all(number % size == 0 for number in users))
-        return [place for place, number in enumerate(users) for _ in range(number // size)]
+        return tuple(place for place, number in enumerate(users) for _ in range(number // size))
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, shares: HeadShares) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +74,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, shares: HeadShares) -> tuple[Tenso
     result: tuple[Tensor, Tensor, Tensor] = _ToHeads.apply(q, k, v, shares)  # type: ignore[no-untyped-call]
     if shares.copies is None:
         return result
-    index = torch.tensor(shares.copies, device=k.device)
+    index = _index(shares.copies, k.device)
     queries, keys, values = result
     return queries, keys.index_select(2, index), values.index_select(2, index)
 
@@ -86,6 +88,11 @@ def to_tokens(out: Tensor, shares: HeadShares) -> Tensor:
     """
     result: Tensor = _ToTokens.apply(out, shares)  # type: ignore[no-untyped-call]
     return result
+
+
+@lru_cache(maxsize=64)  # copied to the device once, not in every attention
+def _index(copies: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(copies, device=device)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -177,6 +184,4 @@ def _heads(shares: HeadShares, rank: int) -> slice:
 
 
 def _all_to_all(message: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    ops = functional_collectives
-    arrived: Tensor = ops.wait_tensor.default(ops.all_to_all_single.default(message, received, sent, group))
-    return arrived
+    return finish(functional_collectives.all_to_all_single.default(message, received, sent, group))

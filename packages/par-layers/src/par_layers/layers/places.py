@@ -48,13 +48,10 @@ class Places:
         Raises:
             ValueError: The activation is no part of such a batch.
         """
-        if tokens is None and self.static is None:
-            return None
-        ranks = self.grid.size(self.layout.context)
         length = x.shape[1] * self.grid.size(self.layout.sequence)
         if tokens is None:
             return None if self.static is None else self.static(length)
-        check_tokens(tokens, ranks, length, who)
+        check_tokens(tokens, self.grid.size(self.layout.context), length, who)
         rows = x.shape[0] * self.grid.size(self.layout.batch)
         if len(tokens.documents) not in (1, rows):
             raise ValueError(
