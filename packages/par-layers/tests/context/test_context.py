@@ -202,16 +202,24 @@ def test_contexts_that_the_topology_has_not_are_refused():
 
 @pytest.mark.ranks(2)
 def test_attention_is_left_out_of_graphs():
+    """One break at each: twice attention makes three graphs."""
     with live({"mode": "ring"}) as groups:
-        context, q = Context(groups), numbers(1, 8, 2, 8).detach()
+        context, q, graphs = Context(groups), numbers(1, 8, 2, 8).detach(), []
+
+        def backend(graph, _inputs):
+            graphs.append(graph)
+            return graph.forward
 
         def model(x):
-            return context.attention(x * 2, x, x) + 1
+            mixed = context.attention(x * 2, x, x) + 1
+            return context.attention(mixed * 3, x, x) + 1
 
         def strict(x):
             return context.attention(x * 2, x, x) + 1
 
-        compiled = torch.compile(model, backend="eager")
-        torch.testing.assert_close(compiled(q), model(q), rtol=0, atol=0)
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(q), model(q), rtol=0, atol=0)
+        assert len(graphs) == 3
         with pytest.raises(torch._dynamo.exc.Unsupported, match="attention"):
             torch.compile(strict, backend="eager", fullgraph=True)(q)
