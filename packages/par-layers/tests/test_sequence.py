@@ -75,10 +75,10 @@ def llama(layers):
     return filled(Llama(layers))
 
 
-def step(model, groups, batch, tokens):
+def step(model, groups, batch, tokens, *, loss=None):
     """The loss of a batch; gradients averaged over the sequence, as over data, and summed where they are partial."""
     torch.manual_seed(1)  # of dropout
-    loss = model.loss(**batch, tokens=tokens)
+    loss = (loss or model.loss)(**batch, tokens=tokens)
     loss.backward()
     if groups is not None:
         for parameter in model.parameters():
@@ -134,6 +134,12 @@ def test_models_train_as_on_one_device_beside_tensor_ranks():
     with live(2, "by sequence") as groups:
         assert_trains_as_one_device(gpt, groups, steps=2, documents=DOCUMENTS)
         assert_trains_as_one_device(llama, groups, documents=DOCUMENTS)
+    with live({"size": 2, "cut": "contiguous"}, "by sequence") as groups:
+        context = layer_set("auto", groups).context
+        assert context.tokens(13, pad=True).local == 8  # and not 7, which two tensor ranks cannot share
+        with pytest.raises(ValueError, match="length 14 does not divide by 2 ranks x 2 tensor ranks.*; use 16, or pad"):
+            context.tokens(14)
+        assert_trains_as_one_device(gpt, groups, documents=[[4, 9]] * 4, length=13)
 
 
 @pytest.mark.storm
@@ -216,9 +222,10 @@ def check_the_loss_takes_one_sum(groups):
     """Of two numbers, and nothing in backward."""
     layers = layer_set("auto", groups)
     logits = numbers(2, 8, 30).requires_grad_()
-    with count_collectives() as counted:
-        layers.cross_entropy(logits, integers(30, 2, 8), classes=30).backward()
-    assert counted.received() == 2  # an all-reduce over two ranks
+    for reduction, elements in (("mean", 2), ("sum", 1)):
+        with count_collectives() as counted:
+            layers.cross_entropy(logits, integers(30, 2, 8), classes=30, reduction=reduction).backward()
+        assert counted.received() == elements  # an all-reduce over two ranks
 
 
 def check_what_does_not_fit_is_refused(groups):
@@ -248,6 +255,8 @@ def check_what_does_not_fit_is_refused(groups):
         layers.attention(*plain, head=4, causal=True, mask=Mask(causal=True, window=3))
     with pytest.raises(ValueError, match=r"dropout is 0\.1: attention dropout cannot be equal over ranks; set it to 0"):
         layers.attention(*plain, head=4, dropout=0.1)
+    with pytest.raises(ValueError, match="reduction is 'none'; it can be 'mean' or 'sum'"):
+        layers.cross_entropy(x, integers(4, 2, 8), classes=4, reduction="none")
     with pytest.raises(ValueError, match="PatchEmbedding does not know that a sequence was cut over 2 ranks"):
         layers.PatchEmbedding(2, 3, 8)
     with pytest.raises(ValueError, match=r"first_token .*; use context\.gather\(x, tokens\)\[:, 0\]"):
@@ -287,12 +296,29 @@ def check_ignored_targets(groups):
             rights.append(model.layers.accuracy(model(batch["ids"], tokens), batch["target"], classes=30))
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=0, equal_nan=True)
         torch.testing.assert_close(rights[0], rights[1], rtol=0, atol=0, equal_nan=True)
-        for (name, mine), (_, other) in zip(parallel.named_parameters(), whole.named_parameters(), strict=True):
-            torch.testing.assert_close(
-                mine.grad,
-                other.grad,
-                rtol=1e-9,
-                atol=1e-12,
-                equal_nan=True,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        assert_same_gradients(parallel, whole)
+        losses = []
+        for model, live in ((parallel, groups), (whole, None)):
+            model.zero_grad()
+            batch, tokens = model.layers.context.cut({"ids": ids, "target": target})
+            losses.append(step(model, live, batch, tokens, loss=partial(summed_loss, model)))
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=0)
+        assert_same_gradients(parallel, whole)
+        assert all(bool(each.grad.any()) == (target is of_one) for each in parallel.parameters())
+
+
+def summed_loss(model, ids, target, *, tokens):
+    return model.layers.cross_entropy(model(ids, tokens), target, classes=30, reduction="sum")
+
+
+def assert_same_gradients(parallel, whole):
+    """Also where they are no numbers."""
+    for (name, mine), (_, other) in zip(parallel.named_parameters(), whole.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            mine.grad,
+            other.grad,
+            rtol=1e-9,
+            atol=1e-12,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

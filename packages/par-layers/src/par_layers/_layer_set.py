@@ -145,9 +145,12 @@ class LayerSet:
     def context(self) -> Context:
         """What cuts batches along the sequence over the ranks of the axis `sequence`, and attends over them.
 
-        On ranks that have whole sequences it cuts nothing, so that a model may be given documents there, too.
+        On ranks that have whole sequences it cuts nothing, so that a model may be given documents there, too. It knows
+        by itself that sequence parallelism cuts a rank's tokens further.
         """
-        return Context(self.grid.groups if self.rules.residual.context else None)
+        rules = self.rules
+        multiple = self.grid.size(rules.residual.sequence)
+        return Context(self.grid.groups if rules.residual.context else None, multiple=multiple)
 
     # Layers; the names are torch's and Megatron's
 
@@ -432,9 +435,18 @@ class LayerSet:
         return heads // self.grid.size(rows.axes)
 
     def cross_entropy(
-        self, logits: Tensor, target: Tensor, *, classes: int, ignore_index: int = -100, label_smoothing: float = 0.0
+        self,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        classes: int,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
     ) -> Tensor:
         """The mean over the tensor group's tokens that are not ignored, on every rank alike; in fp32 at least.
+
+        Over an axis `sequence` it is that over the tokens of all sequence ranks.
 
         Args:
             logits: [b, ..., classes or less], as a classifier gave them.
@@ -442,12 +454,15 @@ class LayerSet:
             classes: Number of classes in the whole vocabulary.
             ignore_index: The target that does not count.
             label_smoothing: Weight of the uniform distribution over all classes, 0 to 1.
+            reduction: "mean"; or "sum", which is 0 where no token counts.
 
         Raises:
-            ValueError: A target is no class (on an accelerator a device-side assertion), or the smoothing is out of
-                range.
+            ValueError: A target is no class (on an accelerator a device-side assertion), the smoothing is out of range,
+                or the reduction unknown.
         """
-        options = LossOptions(classes=classes, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        options = LossOptions(
+            classes=classes, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        )
         logits = check(logits, self._mark(self.rules.inner), "cross_entropy")
         return cross_entropy(logits, target, self.rules, self.grid, options)
 
@@ -461,6 +476,7 @@ class LayerSet:
         chunks: int = 8,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
+        reduction: str = "mean",
     ) -> Tensor:
         """Classifier and cross entropy in parts of the sequence, so that the whole logits are never in memory.
 
@@ -472,12 +488,15 @@ class LayerSet:
             chunks: Number of parts; more of them take less memory.
             ignore_index: The target that does not count.
             label_smoothing: Weight of the uniform distribution over all classes, 0 to 1.
+            reduction: "mean"; or "sum", which is 0 where no token counts.
 
         Raises:
-            ValueError: A target is no class (on an accelerator a device-side assertion), or the smoothing is out of
-                range.
+            ValueError: A target is no class (on an accelerator a device-side assertion), the smoothing is out of range,
+                or the reduction unknown.
         """
-        options = LossOptions(classes=classes, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        options = LossOptions(
+            classes=classes, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        )
         hidden = check(hidden, self._mark(self.rules.residual), "linear_cross_entropy")
         return linear_cross_entropy(hidden, classifier, target, self.rules, self.grid, options=options, chunks=chunks)
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +55,11 @@ class Context:
             fastest with. Default: what the topology says.
         kernel: "auto", or "math" for attention by plain products.
         block: Most queries of a piece of attention that needs a mask, and least number of tokens in a chunk.
+        multiple: What the number of a rank's tokens is a multiple of, for those who cut them further; the context of a
+            layer set knows that of its sequence parallelism.
 
     Raises:
-        ValueError: The mode or cut is unknown, or the topology has no such axis, or not the axes of the mode.
+        ValueError: The mode or cut is unknown, `block` or `multiple` is no positive number, or the topology has no such axis, or not the axes of the mode.
 
     Example:
         context = Context(groups)
@@ -74,8 +76,11 @@ class Context:
         cut: str | None = None,
         kernel: str = "auto",
         block: int = 512,
+        multiple: int = 1,
     ) -> None:
         check_kernel(kernel)
+        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+            raise ValueError(f"multiple is {multiple!r}; it must be a number of tokens, 1 at least")
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
             raise ValueError(f"block is {block!r}; it must be a number of tokens, 1 at least")
         named, options = ("gather", {}) if groups is None else groups.topology.modes.get(axis, ("gather", {}))
@@ -86,7 +91,7 @@ class Context:
         self.how = options.get("cut", "auto") if cut is None else cut
         if self.how not in CUTS:
             raise ValueError(f"cut is {self.how!r}; it must be one of {', '.join(map(repr, CUTS))}")
-        self.axis, self.kernel, self.block = axis, kernel, block
+        self.axis, self.kernel, self.block, self.multiple = axis, kernel, block, multiple
         self.device = torch.device("cpu") if groups is None else groups.device
         self.ranks = 1 if groups is None else groups.size(axis)
         self.rank = 0 if groups is None else groups.rank(axis)
@@ -117,7 +122,7 @@ class Context:
         *,
         documents: Documents | None = None,
         masks: Sequence[Mask] = CAUSAL,
-        multiple: int = 1,
+        multiple: int | None = None,
         pad: bool = False,
     ) -> Tokens:
         """How rows of a sequence are cut. Pure, the same on all ranks, cached; no communication.
@@ -126,25 +131,37 @@ class Context:
             length: Number of tokens of a row.
             documents: Lengths of the documents of all rows, or of each row; default: one document.
             masks: The masks of the model's layers, as often as they occur, which decide where balanced cuts are.
-            multiple: What a rank's chunks of tokens are a multiple of, for those who cut them further, as sequence
-                parallelism of the mode 1d does.
+            multiple: What each chunk of a rank's tokens is a multiple of. Default: nothing, but the number of a rank's
+                tokens is one of the context's own `multiple`.
             pad: Whether rows are filled up with tokens of no document where their length does not divide.
 
         Raises:
-            ValueError: The length does not divide by ranks and chunks and `pad` is not set, or documents do not fill a
-                row.
+            ValueError: The length does not divide by ranks, chunks and `multiple` and `pad` is not set, or documents do
+                not fill a row.
         """
-        return cut_tokens(
+        cut = partial(
+            cut_tokens,
             length,
             self.ranks,
             self.how,
             documents=documents,
             masks=masks,
-            multiple=multiple,
             pad=pad,
             inner=self._inner_ranks,
             block=self.block,
         )
+        if multiple is not None:
+            return cut(multiple=multiple)
+        tokens = cut()  # where this divides it is the static cut, which layers take that are given no tokens
+        if tokens.local % self.multiple == 0:
+            return tokens
+        if not pad:
+            step = self.ranks * self.multiple
+            raise ValueError(
+                f"length {length} does not divide by {self.ranks} ranks x {self.multiple} tensor ranks, which cut a "
+                f"rank's tokens further; use {-(-length // step) * step}, or pad=True and give tokens to the layers"
+            )
+        return cut(multiple=self.multiple)
 
     def static(self, local: int) -> Tokens:
         """The cut of rows of one document, of which each rank has `local` tokens: what layers take without `tokens`.
@@ -152,7 +169,7 @@ class Context:
         Args:
             local: Number of tokens of each rank.
         """
-        return self.tokens(local * self.ranks)
+        return self.tokens(local * self.ranks, multiple=1)
 
     def cut(
         self,
@@ -162,7 +179,7 @@ class Context:
         masks: Sequence[Mask] = CAUSAL,
         dims: Mapping[Any, int | None] | None = None,
         shift: Sequence[Any] = (),
-        multiple: int = 1,
+        multiple: int | None = None,
         pad: bool = False,
     ) -> tuple[Batch, Tokens]:
         """This rank's tokens of a batch that all ranks of the sequence have alike. Collective over these ranks.
@@ -180,7 +197,7 @@ class Context:
                 tensor whole.
             shift: Names of tensors that become targets of the next token: each token has the value of the next one of
                 its document, -100 where there is none.
-            multiple: What a rank's chunks of tokens are a multiple of.
+            multiple: What each chunk of a rank's tokens is a multiple of; default: as `tokens` has it.
             pad: Whether rows are filled up where their length does not divide. Fillings are 0; -100 in tensors that
                 are called "targets", "labels" or "shift_labels", and in those of a tuple behind the first.
 

@@ -27,38 +27,42 @@ class LossOptions:
         classes: Number of classes in the whole vocabulary; fewer logits than that mean that it is cut.
         ignore_index: The target that does not count.
         label_smoothing: Weight of the uniform distribution over all classes, 0 to 1.
+        reduction: "mean" over the tokens that count, or their "sum".
 
     Raises:
-        ValueError: The smoothing is out of range.
+        ValueError: The smoothing is out of range, or the reduction unknown.
     """
 
     classes: int
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    reduction: str = "mean"
 
     def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {self.reduction!r}; it can be 'mean' or 'sum'")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing}; it lies between 0 and 1")
 
 
 def cross_entropy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
-    """The mean over all tokens of the tensor group that are not ignored, on every rank alike; in fp32 at least.
+    """The mean, or sum, over the tensor group's tokens that are not ignored, on every rank alike; in fp32 at least.
 
-    Where the sequence was cut before the layers saw it, it is the mean over the tokens of all these ranks.
+    Where the sequence was cut before the layers saw it, it is that over the tokens of all these ranks.
 
     Args:
         logits: [b, ..., classes or less], in the layout that the classifier gave them.
         target: The whole targets [B, ...], int64.
         rules: How the mode cuts and multiplies.
         grid: This rank's place.
-        options: Number of classes, what is ignored, and smoothing.
+        options: Number of classes, what is ignored, smoothing, and whether it is a mean.
 
     Raises:
         ValueError: A target is no class. On an accelerator, where a look would wait for the device, it is a device-side
             assertion instead.
     """
     check_targets(target, options)
-    return _mean(_summed_losses(logits, target, rules, grid, options), target, rules, grid, options)
+    return _reduced(_summed_losses(logits, target, rules, grid, options), target, rules, grid, options)
 
 
 def linear_cross_entropy(
@@ -81,7 +85,7 @@ def linear_cross_entropy(
         target: The whole targets [B, S], int64.
         rules: How the mode cuts and multiplies.
         grid: This rank's place.
-        options: Number of classes, what is ignored, and smoothing.
+        options: Number of classes, what is ignored, smoothing, and whether it is a mean.
         chunks: Number of parts; they need not be equal.
     """
     check_targets(target, options)
@@ -92,10 +96,10 @@ def linear_cross_entropy(
         return _summed_losses(classifier(part), of_part.flatten(1), rules, grid, options)
 
     sums = [checkpoint(loss_of, *part, use_reentrant=False) for part in parts]
-    return _mean(torch.stack(sums).sum(), target, rules, grid, options)
+    return _reduced(torch.stack(sums).sum(), target, rules, grid, options)
 
 
-def _mean(total: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
+def _reduced(total: Tensor, target: Tensor, rules: Rules, grid: Grid, options: LossOptions) -> Tensor:
     """A sum over the tensor group's tokens, by the number of those that count; over all sequence ranks alike.
 
     Args:
@@ -103,10 +107,15 @@ def _mean(total: Tensor, target: Tensor, rules: Rules, grid: Grid, options: Loss
         target: Its whole targets.
         rules: How the mode cuts and multiplies.
         grid: This rank's place.
-        options: What is ignored.
+        options: What is ignored, and whether the result is a mean.
     """
-    count = (target != options.ignore_index).sum()
     context: Axes = grid.larger(rules.residual.context)
+    if options.reduction == "sum":
+        if not context:
+            return total
+        whole: Tensor = _OverContext.apply(total.double(), grid.group(context))  # type: ignore[no-untyped-call]
+        return whole.to(total.dtype)
+    count = (target != options.ignore_index).sum()
     if not context:
         return total / count
     both = torch.stack([total.double(), count.double()])  # counts are exact beyond 2**24 tokens
@@ -179,7 +188,7 @@ def accuracy(logits: Tensor, target: Tensor, rules: Rules, grid: Grid, options: 
         guesses = guesses.masked_fill(values < highest, classes)  # no class: another rank's logit is higher
         guesses = finish(start_all_reduce(guesses, group, "min"))
     right = ((guesses == mine) & (mine != ignore_index)).sum()
-    return _mean(over_tokens(right, layout, grid), target, rules, grid, options)
+    return _reduced(over_tokens(right, layout, grid), target, rules, grid, options)
 
 
 def logits_layout(rules: Rules, *, cut: bool) -> Layout:
