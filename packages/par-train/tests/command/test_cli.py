@@ -127,6 +127,10 @@ TINY = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
             ["model.width is for the byte-level GPT", "'tiny'", "leave one out"],
         ),
         (["--model.path=tiny", "--data.folder=text"], ["data.folder is for the byte-level GPT", "model.path 'tiny'"]),
+        (
+            ["--data.documents=paragraphs"],
+            ["data.documents is 'paragraphs', but data.packing is 'auto'", "give data.packing 'whole'"],
+        ),
         (["--data.path=corpus.jsonl"], ["data.path is for a model of transformers", "add --model.path"]),
         (["--adapter.rank=4"], ["adapter.rank is for a model of transformers", "leave adapter.rank out"]),
         (["--sample.prompts=a"], ["sample.prompts is for a model of transformers"]),

@@ -15,7 +15,7 @@ from par_train.jobs.checkpoint import (
     load_state,
     save_checkpoint,
 )
-from par_train.jobs.options import ModelOptions, Options, TrainOptions
+from par_train.jobs.options import DataOptions, ModelOptions, Options, TrainOptions
 from par_train.jobs.trainer import make_optimizer
 
 OPTIONS = Options(model=ModelOptions(width=16, layers=1, heads=2, context=8), seed=5)
@@ -86,6 +86,7 @@ def test_another_format_is_refused(saved):
         (Options(model=ModelOptions(width=32, layers=1, heads=2, context=8), seed=5), "digest", "model.width 16"),
         (Options(model=OPTIONS.model, seed=6), "digest", "seed 5, but the config says 6"),
         (OPTIONS, "another", "the text is not what"),
+        (replace(OPTIONS, data=DataOptions(packing="whole")), "digest", "data.packing auto, but the config says whole"),
         (replace(OPTIONS, precision="bf16"), "digest", "'fp32', which 'bf16' keeps in another dtype"),
     ],
 )

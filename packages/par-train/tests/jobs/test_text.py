@@ -1,5 +1,6 @@
 import re
 
+import numpy as np
 import pytest
 
 from par_train._errors import UserError
@@ -57,6 +58,23 @@ def test_digest_sees_bytes_and_cut(tmp_path):
     digests = {read(tmp_path / "a").digest, read(tmp_path / "b").digest}
     digests.add(read(tmp_path / "a", validation_fraction=0.5).digest)
     assert len(digests) == 3
+
+
+def test_documents_are_files_or_paragraphs(tmp_path):
+    fill(tmp_path, {"a": b"one\n\ntwo\n \n\n  three", "b": b"\n\n", "c": b"x", "d": b""})
+    assert read(tmp_path).documents is None
+    for kind, expected in (("files", [1, 2, 19]), ("paragraphs", [1, 2, 5, 7, 7])):  # empty files are none
+        text = read(tmp_path, packing="whole", documents=kind, validation_fraction=0.0001)
+        assert sorted(text.documents[0]) == sorted(expected)
+        assert len(text.documents[1]) == 0
+        digests = {text.digest, read(tmp_path).digest}
+        for fraction in (0.3, 0.5, 0.9):  # the cut divides a document, or lies between two
+            cut = read(tmp_path, packing="stream", documents=kind, validation_fraction=fraction)
+            assert (cut.documents[0].sum(), cut.documents[1].sum()) == (len(cut.train), len(cut.held_out))
+            whole, parts = np.cumsum(text.documents[0]), np.cumsum(np.concatenate(cut.documents))
+            assert set(parts) == {*whole, len(cut.train)}
+            digests.add(cut.digest)
+        assert len(digests) == 5
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from par_groups import ProcessGroups, Topology
 from par_pipeline.schedules.registry import SCHEDULES
-from par_train._errors import UserError
+from par_train import Strategy
 from par_train.jobs.checkpoint import TrainingState, save_checkpoint
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
@@ -31,6 +32,16 @@ def text():
     return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
 
 
+def packed_text():
+    """The same with documents, some of which have a byte or two, some more than fit into a row."""
+    whole, lengths = text(), [1, 23, 2, 5, 1, 1, 16, 9, 40, 3]
+    documents = tuple(
+        np.array([*(len(part) // sum(lengths) * lengths), rest]) if (rest := len(part) % sum(lengths)) else None
+        for part in (whole.train, whole.held_out)
+    )
+    return replace(whole, documents=documents)
+
+
 def options(**changes):
     model = ModelOptions(width=16, layers=4, heads=2, context=16, tied=changes.pop("tied", False))
     train = TrainOptions(steps=20, batch_size=8, warmup_steps=1, learning_rate=1e-2)
@@ -39,21 +50,38 @@ def options(**changes):
 
 def trained(chosen, groups, steps=STEPS):
     """A trainer after some steps, and what they gave."""
-    trainer = Trainer(chosen, text(), groups, torch.device("cpu"))
+    trainer = Trainer(chosen, text_of(chosen), groups, torch.device("cpu"))
     return trainer, [trainer.advance(0) for _ in range(steps)]
+
+
+def text_of(chosen):
+    return text() if chosen.data.packing == "auto" else packed_text()
+
+
+def loss_of(model, samples, numbers):
+    """The mean loss of some windows; or of all targets of some rows, of whose documents each is computed alone."""
+    inputs, targets = map(torch.from_numpy, samples.take(numbers, np.arange(model.options.context)))
+    documents = samples.documents(numbers)
+    if documents is None:
+        return model.loss(model(inputs), targets)
+    sums, count = [], 0
+    for row, lengths in enumerate(documents):
+        for one, target in zip(inputs[row].split(lengths), targets[row].split(lengths), strict=True):
+            sums.append(model.loss(model(one[None]), target[None], "sum"))
+            count += int((target >= 0).sum())
+    return torch.stack(sums).sum() / count
 
 
 def expected(chosen):
     """The same on one device, in plain torch: model, losses, norms and validation loss."""
     with ProcessGroups(Topology.from_config({}, dist.get_world_size())) as groups:
-        data = Trainer(chosen, text(), groups, torch.device("cpu"))  # for its batches alone
+        data = Trainer(chosen, text_of(chosen), groups, torch.device("cpu"))  # for its samples alone
     model = GPT(chosen.model, seed=chosen.seed)
     optimizer = make_optimizer(model, chosen.train)
     losses, norms = [], []
     for step in range(STEPS):
         windows = data._order.batch(step * chosen.train.batch_size, chosen.train.batch_size)
-        inputs, targets = data._tokens(data._train_text, windows)
-        loss = model.loss(model(inputs), targets)
+        loss = loss_of(model, data._train, windows)
         loss.backward()
         norms.append(float(clip_grad_norm_(model.parameters(), chosen.train.clip_norm)))
         for group in optimizer.param_groups:
@@ -61,9 +89,8 @@ def expected(chosen):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    inputs, targets = data._tokens(data._held_out, data._validation)
     with torch.no_grad():
-        return model, losses, norms, model.loss(model(inputs), targets).item()
+        return model, losses, norms, loss_of(model, data._held_out, data._validation).item()
 
 
 def assert_same_curve(trainer, results, reference):
@@ -144,12 +171,100 @@ def test_windows_that_are_cut_over_sequence_ranks(cases):
 
 
 @pytest.mark.ranks(2)
-def test_windows_that_sequence_ranks_cannot_share():
+def test_windows_that_do_not_divide_are_filled_up():
+    chosen = options()
+    chosen = replace(chosen, model=replace(chosen.model, context=15))
+    reference = expected(chosen)
     with ProcessGroups(Topology.from_config({"sequence": 2}, 2)) as groups:
-        chosen = options()
-        chosen = replace(chosen, model=replace(chosen.model, context=15))
-        with pytest.raises(UserError, match=r"context is 15 bytes, which 2 sequence ranks cannot share; use 16, or"):
-            Trainer(chosen, text(), groups, torch.device("cpu"))
+        assert_same_run(*trained(chosen, groups), reference)
+
+
+PACKED = [
+    ({}, {"zero": 2}),
+    ({"sequence": {"size": 2, "mode": "ring"}, "pipeline": 2}, {"tied": True}),
+    ({"sequence": {"size": 2, "mode": "gather"}, **IN_SEQUENCE}, {}),
+    ({"sequence": {"size": 4, "mode": "2d", "ulysses": 2}}, {"zero": 1}),
+    ({"sequence": {"size": 2, "mode": "ulysses"}}, {"zero": 3}),
+    ({"sequence": {"size": 2, "mode": "gather"}, "tensor": {"size": 2, "mode": "1d"}}, {"tied": True}),
+    ({"pipeline": 2}, {"zero": 1, "pipeline": ScheduleOptions(schedule="zb_v")}),
+    ({"tensor": {"size": 4, "mode": "2d"}}, {}),
+    ({"pipeline": 2, **IN_SEQUENCE}, {}),
+]
+
+
+def packed(packing="whole", **changes):
+    return options(data=DataOptions(validation_windows=WINDOWS, packing=packing), **changes)
+
+
+@pytest.mark.parametrize(
+    ("packing", "cases"),
+    [
+        ("whole", PACKED[1:3]),
+        pytest.param("whole", PACKED, marks=pytest.mark.storm),
+        pytest.param("stream", PACKED, marks=pytest.mark.storm),
+    ],
+    ids=["two", "all", "all, stream"],
+)
+@pytest.mark.ranks(4, timeout=300)
+def test_documents_in_rows_train_as_each_of_them_alone(packing, cases):
+    """Over data, sequence and tensor ranks and stages, whose microbatches differ in their documents."""
+    for axes, changes in cases:
+        reference = expected(packed(packing, tied=changes.get("tied", False)))
+        with ProcessGroups(Topology.from_config(axes, 4)) as groups:
+            compare = assert_same_curve if changes.get("zero") == 3 else assert_same_run  # parameters are in parts
+            compare(*trained(packed(packing, **changes), groups), reference)
+
+
+def test_documents_in_rows_on_one_device():
+    with Strategy(), ProcessGroups(Topology.from_config({}, 1)) as groups:
+        for packing in ("whole", "stream"):
+            assert_same_run(*trained(packed(packing), groups), expected(packed(packing)))
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(8, timeout=300)
+def test_documents_in_rows_over_eight_ranks():
+    reference = expected(packed())
+    for axes in (
+        {"sequence": {"size": 2, "mode": "gather"}, "tensor": {"size": 4, "mode": "2d"}},
+        {"data": 2, "pipeline": 2, "sequence": {"size": 2, "mode": "ring"}},
+        {"pipeline": 2, "sequence": {"size": 2, "mode": "ring"}, **IN_SEQUENCE},
+    ):
+        with ProcessGroups(Topology.from_config(axes, 8)) as groups:
+            assert_same_run(*trained(packed(), groups), reference)
+
+
+@pytest.mark.parametrize("cases", [PACKED[1:2], pytest.param(PACKED, marks=pytest.mark.storm)], ids=["one", "all"])
+@pytest.mark.ranks(4, timeout=300)
+def test_rows_of_documents_go_on_without_an_axis_sequence_and_with_it_again(cases, tmp_path):
+    with ProcessGroups(Topology.from_config({}, 4)) as groups:
+        _, whole = trained(packed(tied=True), groups, steps=3 * STEPS)
+    losses = [each.loss for each in whole]
+    for number, (axes, changes) in enumerate(cases):
+        there = axes, {**changes, "tied": True}
+        found, path = [], tmp_path / str(number)
+        for begin, (axes_then, changes_then) in enumerate((there, ({}, {"tied": True}), there)):
+            with ProcessGroups(Topology.from_config(axes_then, 4)) as groups:
+                trainer = Trainer(packed(**changes_then), packed_text(), groups, torch.device("cpu"))
+                if begin:
+                    trainer.restore(path, state)
+                found += [trainer.advance(0).loss for _ in range(STEPS)]
+                state = saved(path, trainer)
+        assert found == pytest.approx(losses, rel=TOLERANCE), axes
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_of_documents_of_one_byte_changes_nothing():
+    """There is nothing to learn in it: its loss is 0, and its step is skipped."""
+    whole = text()
+    alone = replace(whole, documents=tuple(np.ones(len(part), np.int64) for part in (whole.train, whole.held_out)))
+    for axes in ({"sequence": 2}, {"pipeline": 2}):
+        with ProcessGroups(Topology.from_config(axes, 2)) as groups:
+            trainer = Trainer(packed(), alone, groups, torch.device("cpu"))
+            before = [each.clone() for each in trainer.model.parameters()]
+            result = trainer.advance(0)
+            assert (result.loss, result.skipped) == (0.0, True), axes
+            assert all(map(torch.equal, before, trainer.model.parameters())), axes
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -24,7 +24,7 @@ from .. import __version__
 from .._errors import UserError
 from ..config.settings import build
 from .gpt import GPT
-from .options import Options
+from .options import DataOptions, Options
 
 _FORMAT = 3
 START_ANEW = "start anew with --overwrite, and without --resume"
@@ -40,7 +40,8 @@ class TrainingState:
         seconds: Time spent so far.
         text: The digest of the text.
         model: The digest of the model of transformers that the run began with; "" for the byte-level GPT.
-        kept: Options of such a run that may not change when it goes on, by their names.
+        kept: Options that may not change when the run goes on, by their names, where the checkpoint's config.json does
+            not say them.
     """
 
     step: int
@@ -146,10 +147,15 @@ def load_state(path: Path) -> TrainingState:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: {error}; {START_ANEW}") from None
 
 
+def kept_of_text(options: DataOptions) -> Mapping[str, Any]:
+    """What a state of the byte GPT keeps of the text's options, by their names."""
+    return {"data.packing": options.packing, "data.documents": options.documents}
+
+
 def check_continues(path: Path, options: Options, state: TrainingState, text: str) -> None:
     """Makes sure that going on from the checkpoint is going on with the same run.
 
-    How long and how fast to train may change; the model, its dtype, the seed and the text may not.
+    How long and how fast to train may change; the model, its dtype, the seed, the text and its documents may not.
 
     Raises:
         UserError: Something differs; the message names it.
@@ -160,7 +166,9 @@ def check_continues(path: Path, options: Options, state: TrainingState, text: st
             f"trained; add --model.path, or {START_ANEW}"
         )
     before = load_options_of(path)
-    pairs = {"seed": (before.seed, options.seed)}
+    pairs: dict[str, tuple[Any, Any]] = {"seed": (before.seed, options.seed)}
+    for key, now in kept_of_text(options.data).items():
+        pairs[key] = (state.kept.get(key, now if key == "data.documents" else "auto"), now)
     for field in dataclasses.fields(options.model):
         pairs[f"model.{field.name}"] = (getattr(before.model, field.name), getattr(options.model, field.name))
     for key, (was, now) in pairs.items():

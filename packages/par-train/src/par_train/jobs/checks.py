@@ -16,11 +16,11 @@ from .order import check_size
 from .text import Text, read_text
 
 _OF_GPT = (
-    *("data.folder", "data.patterns"),
+    *("data.folder", "data.patterns", "data.documents"),
     *("model.width", "model.layers", "model.heads", "model.context", "model.tied"),
 )
 _OF_EXISTING = (
-    *("data.path", "data.format", "data.field", "data.template", "data.packing", "data.context"),
+    *("data.path", "data.format", "data.field", "data.template", "data.context"),
     *("model.attention", "model.dtype", "model.gradient_checkpointing"),
     *(f"adapter.{one.name}" for one in fields(AdapterOptions)),
     *(f"sample.{one.name}" for one in fields(SampleOptions)),
@@ -84,6 +84,11 @@ def check_kind(options: Options) -> None:
             raise UserError(
                 f"{given} is for a model of transformers, and without model.path a byte-level GPT is trained; add "
                 f"--model.path, or leave {given} out"
+            )
+        if options.data.packing == "auto" and options.data.documents != defaults.data.documents:
+            raise UserError(
+                f"data.documents is {options.data.documents!r}, but data.packing is 'auto', which trains on windows "
+                "that know of no documents; give data.packing 'whole' or 'stream', or leave data.documents out"
             )
         return
     key = "model.path" if model.path else "model.config"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from par_layers import LayerSet, initialize, layer_set, normal
+from par_layers import LayerSet, Tokens, initialize, layer_set, normal
 
 from .options import ModelOptions
 
@@ -61,21 +61,23 @@ class GPT(nn.Module):
                 if name.endswith("bias"):
                     parameter.zero_()
 
-    def forward(self, inputs: Tensor, part: range | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, part: range | None = None, *, tokens: Tokens | None = None) -> Tensor:
         """Logits of the next byte at every place, in the layout of the tensor mode.
 
         Args:
             inputs: (batch, time) bytes as int64, whole, of at most `context` bytes; where sequences are cut over ranks,
                 this rank's. For a part that is not the first, what the one before gave.
             part: A run of blocks, to run that part alone.
+            tokens: The documents of the rows, which do not see each other, and how the rows are cut over ranks, as
+                `layers.context` says it; None for rows of one document.
 
         Returns:
             (batch, time, 256) on one device. Of a part that is not the last, (batch, time, width).
         """
         run = range(self.options.layers) if part is None else part
-        hidden = self.positions(self.tokens(inputs)) if run.start == 0 else inputs
+        hidden = self.positions(self.tokens(inputs), tokens) if run.start == 0 else inputs
         for i in run:
-            hidden = self.blocks[str(i)](hidden)
+            hidden = self.blocks[str(i)](hidden, tokens)
         logits: Tensor = self.head(self.norm(hidden)) if run.stop == self.options.layers else hidden
         return logits
 
@@ -86,14 +88,15 @@ class GPT(nn.Module):
         last = [self.norm, self.head] if part.stop == self.options.layers else []
         return [*first, *blocks, *last]
 
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """The mean cross entropy in nats a byte, on all ranks of a replica; targets of -100 do not count.
 
         Args:
             logits: What `forward` gave.
             targets: (batch, time) bytes as int64, whole; where sequences are cut over ranks, this rank's.
+            reduction: "mean"; or "sum" over all bytes of the rows.
         """
-        return self.layers.cross_entropy(logits, targets, classes=VOCABULARY)
+        return self.layers.cross_entropy(logits, targets, classes=VOCABULARY, reduction=reduction)
 
 
 class Block(nn.Module):
@@ -111,9 +114,10 @@ class Block(nn.Module):
         self.expand = layers.ColumnLinear(width, 4 * width, init=normal(0.02))
         self.contract = layers.RowLinear(4 * width, width, init=residual)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, time, width) to the same, in the residual layout."""
+    def forward(self, hidden: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """(batch, time, width) to the same, in the residual layout; `tokens` as the whole model's."""
         query, key, value = self.query_key_value.parts(self.query_key_value(self.attention_norm(hidden)))
-        hidden = hidden + self.output(self.layers.attention(query, key, value, head=self.head, causal=True))
+        mixed = self.layers.attention(query, key, value, head=self.head, causal=True, tokens=tokens)
+        hidden = hidden + self.output(mixed)
         contracted: Tensor = self.contract(functional.gelu(self.expand(self.mlp_norm(hidden))))
         return hidden + contracted

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from par_layers import LayerSet
+from par_layers import LayerSet, Tokens
 from par_pipeline import Schedule, partition
 
 from ..strategy.stages import Stages
@@ -25,9 +25,9 @@ class Part(nn.Module):
         self.run = run
         self.__dict__["model"] = model
 
-    def forward(self, given: Tensor) -> Tensor:
-        """Bytes or hidden states to hidden states or logits."""
-        output: Tensor = self.__dict__["model"](given, self.run)
+    def forward(self, given: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """Bytes or hidden states to hidden states or logits; `tokens` as the whole model's."""
+        output: Tensor = self.__dict__["model"](given, self.run, tokens=tokens)
         return output
 
 

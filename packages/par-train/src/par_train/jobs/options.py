@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ..config.kinds import BYTES
 from ..config.settings import FlagsAlone, option
+from ..data.packing import Packing
 from ..plan.inputs import Machine
 from ..run.files import RunFiles
 
@@ -33,12 +34,23 @@ class DataOptions:
     )
     field: str = option("text", "with model.path: the key of the text in a line of JSON")
     template: str = option("", "with model.path: file with a chat template; left empty, the tokenizer's own")
-    packing: Literal["whole", "stream"] = option(
-        "whole", "with model.path: whole keeps a document in one row, stream fills rows and cuts documents"
+    packing: Literal["auto", "whole", "stream"] = option(
+        "auto",
+        "whole keeps a document in one row, stream fills rows and cuts documents; auto: whole with model.path, and for "
+        "the GPT windows that know of no documents",
+    )
+    documents: Literal["files", "paragraphs"] = option(
+        "files", "GPT with data.packing: what a document is; paragraphs end at empty lines"
     )
     context: int | Literal["auto"] = option(
         "auto", "with model.path: tokens in a row; auto: 1024, or as many as the model has positions for", low=2
     )
+
+
+    @property
+    def rows(self) -> Packing:
+        """How documents are packed into rows, where they are: always with a model of transformers."""
+        return "whole" if self.packing == "auto" else self.packing
 
 
 @dataclass(frozen=True, kw_only=True)

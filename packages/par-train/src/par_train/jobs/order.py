@@ -1,14 +1,17 @@
-"""Which windows of the text a step sees. Pure arithmetic.
+"""Which windows of the text, or rows of its documents, a step sees. Pure arithmetic.
 
-A window is `context` bytes and the byte after them; windows do not overlap. An epoch is a permutation of all of them,
-a function of (seed, epoch) alone, and the position in the data is the number of windows that all ranks have consumed
-together. So the number of ranks never changes what a step trains on, only who computes which part of it.
+A window is `context` bytes and the byte after them; windows do not overlap. A row is `context` bytes of documents that
+do not see each other; which document lies in which row is a function of their lengths and the seed. An epoch is a
+permutation of all windows, or rows, a function of (seed, epoch) alone, and the position in the data is the number of
+them that all ranks have consumed together. So the number of ranks never changes what a step trains on, only who
+computes which part of it.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._errors import UserError
+from ..data.packing import IGNORED, Packing, pack
 from .options import ModelOptions
 from .text import Text
 
@@ -34,8 +37,98 @@ def check_size(text: Text, model: ModelOptions) -> None:
             )
 
 
+class TextWindows:
+    """The windows of a text, each of one document.
+
+    Args:
+        text: The bytes.
+        context: Bytes in a window.
+    """
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self._text = np.frombuffer(text, np.uint8)
+        self._context = context
+
+    def __len__(self) -> int:
+        return window_count(len(self._text), self._context)
+
+    def documents(self, _: Windows) -> None:
+        """None: a window knows of no documents."""
+
+    def counts(self, numbers: Windows) -> Windows:
+        """The number of targets in each of some windows: every byte has one."""
+        return np.full(len(numbers), self._context)
+
+    def take(self, numbers: Windows, places: Windows) -> tuple[Windows, Windows]:
+        """Inputs and targets, twice int64 [windows, places]: the target of a byte is the one behind it.
+
+        Args:
+            numbers: Numbers of windows.
+            places: Places in a window; those from `context` on are padding, with input 0 and target -100.
+        """
+        empty = places >= self._context
+        found = numbers[:, None] * self._context + np.where(empty, 0, places)
+        inputs, targets = (self._text[each].astype(np.int64) for each in (found, found + 1))
+        inputs[:, empty], targets[:, empty] = 0, IGNORED
+        return inputs, targets
+
+
+class TextRows:
+    """The rows into which the documents of a text are packed.
+
+    Args:
+        text: The bytes.
+        lengths: The lengths of its documents, in their order.
+        context: Bytes in a row.
+        packing: How documents are packed into rows; see `pack`.
+        seed: Another seed, other documents side by side.
+    """
+
+    def __init__(self, text: bytes, lengths: Windows, context: int, packing: Packing, seed: int) -> None:
+        self._text = np.frombuffer(text, np.uint8)
+        self._context = context
+        pieces = pack(lengths, context=context, packing=packing, seed=seed, epoch=0)
+        self._first, self._lengths = pieces.first, pieces.length
+        self._begin = (np.cumsum(lengths) - lengths)[pieces.document] + pieces.begin
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def documents(self, numbers: Windows) -> list[list[int]]:
+        """The lengths of the documents in each of some rows; the padding behind them is one, too."""
+        found = [self._lengths[self._first[row] : self._first[row + 1]].tolist() for row in numbers]
+        return [[*row, left] if (left := self._context - sum(row)) else row for row in found]
+
+    def counts(self, numbers: Windows) -> Windows:
+        """The number of targets in each of some rows: every byte but the last of its document has one."""
+        return np.array([(self._lengths[self._first[row] : self._first[row + 1]] - 1).sum() for row in numbers])
+
+    def take(self, numbers: Windows, places: Windows) -> tuple[Windows, Windows]:
+        """Inputs and targets, twice int64 [rows, places]: the target of a byte is the next one of its document.
+
+        Args:
+            numbers: Numbers of rows.
+            places: Places in a row; from `context` on they are padding, as what documents leave of a row is: with
+                input 0 and target -100.
+        """
+        size = max(self._context, int(places.max(initial=0)) + 1)
+        inputs, targets = np.zeros((len(numbers), size), np.int64), np.full((len(numbers), size), IGNORED)
+        for row, number in enumerate(numbers):
+            of_row = slice(self._first[number], self._first[number + 1])
+            begin, lengths = self._begin[of_row], self._lengths[of_row]
+            ends = np.cumsum(lengths)
+            found = np.arange(ends[-1]) + np.repeat(begin - (ends - lengths), lengths)
+            inputs[row, : ends[-1]] = self._text[found]
+            targets[row, : ends[-1] - 1] = inputs[row, 1 : ends[-1]]
+            targets[row, ends - 1] = IGNORED
+        return inputs[:, places], targets[:, places]
+
+
+Samples = TextWindows | TextRows
+
+
 class DataOrder:
-    """The order of the training windows.
+    """The order of the training windows, or rows.
 
     Args:
         windows: How many there are.
@@ -63,6 +156,6 @@ class DataOrder:
 
 
 def spread(windows: int, wanted: int) -> Windows:
-    """At most `wanted` of the windows, evenly spaced: the fixed sample that validation uses."""
+    """At most `wanted` of the windows, or rows, evenly spaced: the fixed sample that validation uses."""
     count = min(windows, wanted)
     return np.arange(count) * windows // count

@@ -46,7 +46,9 @@ def about_gpt(options: Options, text: Text, parameters: int, replicas: int) -> M
         parameters: Elements of the whole model.
         replicas: The number of data ranks.
     """
-    shape, batch = options.model, options.train.batch_size
+    shape, batch, data = options.model, options.train.batch_size, options.data
+    what = "windows" if data.packing == "auto" else "rows"
+    packed = [] if data.packing == "auto" else [f"packed {data.documents}, {data.packing}"]
     return {
         "model": [
             f"byte-level GPT, {parameters:,} parameters",
@@ -56,7 +58,7 @@ def about_gpt(options: Options, text: Text, parameters: int, replicas: int) -> M
             end_of(str(text.folder)),
             f"{text.files:,} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
         ],
-        "batch": [f"{batch} windows of {shape.context} bytes, {batch // replicas} a replica"],
+        "batch": [f"{batch} {what} of {shape.context} bytes, {batch // replicas} a replica", *packed],
     }
 
 

@@ -1,16 +1,26 @@
-"""A folder of text as bytes: which files count, in which order, and which part is held out. Pure but for reading."""
+"""A folder of text as bytes: which files count, in which order, which part is held out, and where documents end.
+
+Pure but for reading.
+"""
 
 import hashlib
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .._errors import UserError
 from .options import DataOptions
 
+Lengths = NDArray[np.int64]
+
+_EMPTY_LINES = re.compile(rb"\n\s*\n")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
@@ -23,24 +33,30 @@ class Text:
         files: The number of files.
         train: The bytes to train on.
         held_out: The bytes to validate on.
+        documents: The lengths of the documents in each of the two, int64; None: nobody asked for them.
     """
 
     folder: Path
     files: int
     train: bytes
     held_out: bytes
+    documents: tuple[Lengths, Lengths] | None = None
 
     @cached_property
     def digest(self) -> str:
-        """Equal on two ranks exactly if their bytes, and their cut, are."""
-        return hashlib.sha256(len(self.train).to_bytes(8) + self.train + self.held_out).hexdigest()
+        """Equal on two ranks exactly if their bytes, their cut and their documents are."""
+        digest = hashlib.sha256(len(self.train).to_bytes(8) + self.train + self.held_out)
+        for lengths in self.documents or ():
+            digest.update(len(lengths).to_bytes(8) + lengths.tobytes())
+        return digest.hexdigest()
 
 
 def read_text(options: DataOptions) -> Text:
     """Reads every text file of the folder, in an order that is shuffled but the same on every machine.
 
     The last part of the concatenated bytes is held out. As files come in the order of a hash of their relative path,
-    it is a sample of the whole folder, and one that hardly changes when a file is added.
+    it is a sample of the whole folder, and one that hardly changes when a file is added. A document that lies across
+    the cut is two.
 
     Raises:
         UserError: The folder does not exist, cannot be read, or holds no text.
@@ -59,7 +75,27 @@ def read_text(options: DataOptions) -> Text:
         matching = f" that matches {', '.join(options.patterns)}" if options.patterns else ""
         raise UserError(f"data.folder {str(folder)!r} holds no text file{matching}; name a folder of UTF-8 text")
     cut = len(whole) - round(len(whole) * options.validation_fraction)
-    return Text(folder=folder, files=len(texts), train=whole[:cut], held_out=whole[cut:])
+    documents = None if options.packing == "auto" else _documents(texts, options.documents, cut)
+    return Text(folder=folder, files=len(texts), train=whole[:cut], held_out=whole[cut:], documents=documents)
+
+
+def _documents(texts: Sequence[bytes], kind: str, cut: int) -> tuple[Lengths, Lengths]:
+    """The lengths of the documents before and behind a cut of all texts.
+
+    Args:
+        texts: The files, one after the other.
+        kind: "files", or "paragraphs": to each belong the empty lines behind it.
+        cut: The number of bytes before the cut.
+    """
+    ends, begin = [0, cut], 0
+    for text in texts:
+        if kind == "paragraphs":
+            ends += [begin + empty.end() for empty in _EMPTY_LINES.finditer(text)]
+        begin += len(text)
+        ends.append(begin)
+    every = np.unique(np.array(ends, np.int64))
+    place = int(np.searchsorted(every, cut))
+    return np.diff(every[: place + 1]), np.diff(every[place:])
 
 
 def source_folder(options: DataOptions) -> Path:

@@ -2,27 +2,47 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from par_groups import ProcessGroups, Topology
+from par_layers import Tokens
+from par_pipeline import Batch
 
-from .._errors import UserError
+from ..data.packing import IGNORED, Packing
 from ..data.shares import share
-from .checkpoint import TrainingState, load_checkpoint, save_checkpoint
+from .checkpoint import TrainingState, kept_of_text, load_checkpoint, save_checkpoint
 from .gpt import GPT
 from .gpt_stages import gpt_stages
 from .options import Options
-from .order import DataOrder, Windows, spread, window_count
+from .order import DataOrder, Samples, TextRows, TextWindows, Windows, spread
 from .report import UNIFORM, about_gpt
-from .text import Text
+from .text import Lengths, Text
 from .training import Training, make_optimizer
 
-_IGNORED = -100  # a target that does not count
+
+class LocalBatch(NamedTuple):
+    """This rank's part of some windows, or rows.
+
+    Attributes:
+        inputs: Bytes, int64 [rows, s], 0 for padding.
+        targets: The byte behind each, int64 [rows, s]; -100 where a document ends, and for padding.
+        counts: The number of targets in each whole row, int64 [rows].
+        tokens: Documents, and which rank has which bytes; None for rows of one document that divide over the ranks.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    counts: Tensor
+    tokens: Tokens | None
+
+    @property
+    def keywords(self) -> dict[str, Tokens]:
+        """What the model is called with beside its inputs."""
+        return {} if self.tokens is None else {"tokens": self.tokens}
 
 
 class Trainer(Training):
@@ -30,7 +50,7 @@ class Trainer(Training):
 
     Args:
         options: Options of the run, equal on every rank.
-        text: The text to train on, equal on every rank.
+        text: The text to train on, equal on every rank; where it has documents, these are packed into rows.
         groups: Who works together; "data" averages gradients, "tensor" shares the layers, "sequence" the bytes of a
             window.
         device: Where this rank computes.
@@ -43,12 +63,12 @@ class Trainer(Training):
         self._text = text
         self.gpt, model = self._make_model()
         self._take(*self.strategy.initialize(model, make_optimizer(self.gpt, options.train)))
-        self._train_text = np.frombuffer(text.train, np.uint8)
-        self._held_out = np.frombuffer(text.held_out, np.uint8)
-        self._places = self._own_places()
-        self._order = DataOrder(windows=window_count(len(text.train), self.context), seed=options.seed)
-        self._loss(*self._tokens(self._train_text, self._next_windows()))  # sizes that cannot be cut are said here
-        self._validation = spread(window_count(len(text.held_out), self.context), options.data.validation_windows)
+        train, held_out = text.documents or (None, None)
+        self._train = self._samples(text.train, train, options.data.rows)
+        self._held_out = self._samples(text.held_out, held_out, "whole")
+        self._order = DataOrder(windows=len(self._train), seed=options.seed)
+        self._loss(self._part(self._train, self._next_windows()))  # sizes that cannot be cut are said here
+        self._validation = spread(len(self._held_out), options.data.validation_windows)
 
     def _make_model(self) -> tuple[GPT, nn.Module]:
         """What this rank has of the GPT, and the module that is trained: the same, or its pipeline stages."""
@@ -61,23 +81,45 @@ class Trainer(Training):
             options.model, strategy.layers, strategy.schedule, rank, seed=options.seed, device=self.device
         )
 
+    def _samples(self, text: bytes, documents: Lengths | None, packing: Packing) -> Samples:
+        """The windows of a text, or, where it has documents, the rows into which they are packed."""
+        if documents is None:
+            return TextWindows(text, self.context)
+        return TextRows(text, documents, self.context, packing, self.options.seed)
+
     @property
     def context(self) -> int:
-        """Bytes in a window."""
+        """Bytes in a window, or row."""
         return self.options.model.context
 
     def about(self, topology: Topology) -> Mapping[str, Sequence[str]]:
         """Sizes, the folder of text, and windows."""
         return about_gpt(self.options, self._text, self.parameters, topology.size("data"))
 
-    def _forward_backward(self) -> tuple[Tensor, float]:
-        """Every replica's share has the same size."""
-        batch = self._tokens(self._train_text, self._next_windows())
-        return self.strategy.execute_pipeline(iter([batch]), self.model, self.gpt.loss, self.optimizer), 1.0
+    def _forward_backward(self) -> tuple[Tensor, Tensor | float]:
+        """The windows of every replica's share have as many targets; its rows may have more or fewer than others'."""
+        part = self._part(self._train, self._next_windows())
+        run, inputs = self.strategy.execute_pipeline, (part.inputs,)
+        if self._text.documents is None:
+            batch = Batch(inputs, part.keywords, part.targets)
+            return run(iter([batch]), self.model, self.gpt.loss, self.optimizer), 1.0
+        batch = Batch(inputs, part.keywords, (part.targets, part.counts))
+        return run(iter([batch]), self.model, self._summed, self.optimizer), part.counts.sum()
+
+    def _summed(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of a microbatch's targets, and their number; both are of whole rows."""
+        targets, counts = target
+        return self.gpt.loss(logits, targets, "sum"), counts.sum()
 
     def state(self, seconds: float) -> TrainingState:
-        """Progress, and the digest of the text."""
-        return TrainingState(step=self.step, samples=self.samples, seconds=seconds, text=self._text.digest)
+        """Progress, the digest of the text, and how it is packed."""
+        return TrainingState(
+            step=self.step,
+            samples=self.samples,
+            seconds=seconds,
+            text=self._text.digest,
+            kept=kept_of_text(self.options.data),
+        )
 
     def save(self, path: Path, state: TrainingState) -> None:
         """Weights by name, with the options that make the model again."""
@@ -94,12 +136,12 @@ class Trainer(Training):
 
     def _evaluate(self, rows: Windows, count: int) -> Tensor:
         """The last stage of a pipeline alone knows a loss."""
-        inputs, targets = self._tokens(self._held_out, rows)
-        targets[count:] = _IGNORED
-        loss, targets_count = self._loss(inputs, targets), count * targets.shape[1]
-        if loss is None or not count:
+        part = self._part(self._held_out, rows)
+        part.targets[count:], part.counts[count:] = IGNORED, 0
+        total = self._loss(part)
+        if total is None:
             return torch.zeros(2, dtype=torch.float64, device=self.device)
-        return torch.stack([loss.double() * targets_count, loss.new_tensor(targets_count, dtype=torch.float64)])
+        return torch.stack([total.double(), part.counts.sum().double()])
 
     def _add_up_(self, total: Tensor) -> None:
         """Also brings the sums from the last stage to the others."""
@@ -108,32 +150,19 @@ class Trainer(Training):
             dist.all_reduce(total, group=self.groups["pipeline"])  # all but the last stage bring zeros
 
     @torch.no_grad()
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """The loss of a batch, where the model ends."""
+    def _loss(self, part: LocalBatch) -> Tensor | None:
+        """The sum of the losses of a batch, where the model ends."""
         if self.schedule is None:
-            return self.gpt.loss(self.model(inputs), targets)
+            return self.gpt.loss(self.model(part.inputs, **part.keywords), part.targets, "sum")
         pipeline = self.strategy.pipeline(self.model)
-        logits = pipeline.evaluate(inputs).outputs
-        return self.gpt.loss(logits, targets) if pipeline.is_last else None
+        logits = pipeline.evaluate(part.inputs, **part.keywords).outputs
+        return self.gpt.loss(logits, part.targets, "sum") if pipeline.is_last else None
 
-    def _tokens(self, text: np.ndarray, windows: Windows) -> tuple[Tensor, Tensor]:
-        """This rank's inputs and targets, both (windows, time): the target of a byte is the one behind it."""
-        places = windows[:, None] * self.context + self._places
-        inputs, targets = (torch.from_numpy(text[each].astype(np.int64)) for each in (places, places + 1))
-        return inputs.to(self.device), targets.to(self.device)
-
-    def _own_places(self) -> NDArray[np.int64]:
-        """The places in a window of the bytes that this rank has: all of them, unless a sequence is cut.
-
-        Raises:
-            UserError: Windows of this length cannot be cut over so many ranks.
-        """
-        context = self.strategy.context
-        try:
-            return context.tokens(self.context).index(context.rank)
-        except ValueError:
-            part = 2 * context.ranks  # zigzag has two chunks a rank
-            raise UserError(
-                f"model.context is {self.context} bytes, which {context.ranks} sequence ranks cannot share; use "
-                f"{-(-self.context // part) * part}, or another parallel.sequence.size"
-            ) from None
+    def _part(self, samples: Samples, numbers: Windows) -> LocalBatch:
+        """This rank's bytes of some windows, or rows, which all ranks of a sequence take alike; no communication."""
+        context, documents = self.strategy.context, samples.documents(numbers)
+        tokens = context.tokens(self.context, documents=documents, pad=True)
+        arrays = (*samples.take(numbers, tokens.index(context.rank)), samples.counts(numbers))
+        inputs, targets, counts = (torch.from_numpy(each).to(self.device) for each in arrays)
+        is_static = documents is None and tokens.padded == self.context
+        return LocalBatch(inputs, targets, counts, None if is_static else tokens)

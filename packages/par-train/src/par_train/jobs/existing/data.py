@@ -79,7 +79,7 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> ModelData:
             "there are some to train on and some to validate on"
         )
     try:
-        rows = PackedRows(corpus, context=folder.context, documents=train, packing=data.packing, seed=options.seed)
+        rows = PackedRows(corpus, context=folder.context, documents=train, packing=data.rows, seed=options.seed)
         others = PackedRows(corpus, context=folder.context, documents=held_out)
     except ValueError as error:
         raise UserError(f"data.path {data.path!r}: {error}") from None
@@ -102,7 +102,7 @@ def kept_options(options: Options, context: int) -> Mapping[str, Any]:
     return {
         "seed": options.seed,
         "data.context": context,
-        "data.packing": options.data.packing,
+        "data.packing": options.data.rows,
         "data.validation_fraction": options.data.validation_fraction,
         **{f"adapter.{name}": list(value) if isinstance(value, tuple) else value for name, value in adapter.items()},
         "precision": options.precision,
