@@ -137,7 +137,9 @@ def test_models_train_as_on_one_device_beside_tensor_ranks():
     with live({"size": 2, "cut": "contiguous"}, "by sequence") as groups:
         context = layer_set("auto", groups).context
         assert context.tokens(13, pad=True).local == 8  # and not 7, which two tensor ranks cannot share
-        with pytest.raises(ValueError, match="length 14 does not divide by 2 ranks x 2 tensor ranks.*; use 16, or pad"):
+        with pytest.raises(
+            ValueError, match=r"length 14 does not divide by 2 ranks x 2 tensor ranks.*; use 16, or pad"
+        ):
             context.tokens(14)
         assert_trains_as_one_device(gpt, groups, documents=[[4, 9]] * 4, length=13)
 

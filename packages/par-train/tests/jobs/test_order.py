@@ -78,9 +78,10 @@ def test_rows_hold_each_byte_once_and_targets_stay_inside_documents(packing):
             if document[0]:
                 assert not ends & {*range(document[0], document[-1])}  # bytes are numbered: none but the last ends one
             at += length
-    assert (inputs[:, 8:] == 0).all() and (targets[:, 8:] == -100).all()
+    assert (inputs[:, 8:] == 0).all()
+    assert (targets[:, 8:] == -100).all()
     some = rows.take(every[1:3], np.array([7, 2]))
-    assert (some[0] == inputs[1:3][:, [7, 2]]).all() and (some[1] == targets[1:3][:, [7, 2]]).all()
+    assert (some[0] == inputs[1:3][:, [7, 2]]).all()
+    assert (some[1] == targets[1:3][:, [7, 2]]).all()
     again = TextRows(text, lengths, 8, packing, seed=3)
     assert (again.take(every, np.arange(8))[0] == inputs[:, :8]).all()
-

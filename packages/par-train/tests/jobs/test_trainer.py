@@ -242,11 +242,11 @@ def test_rows_of_documents_go_on_without_an_axis_sequence_and_with_it_again(case
     losses = [each.loss for each in whole]
     for number, (axes, changes) in enumerate(cases):
         there = axes, {**changes, "tied": True}
-        found, path = [], tmp_path / str(number)
-        for begin, (axes_then, changes_then) in enumerate((there, ({}, {"tied": True}), there)):
+        found, path, state = [], tmp_path / str(number), None
+        for axes_then, changes_then in (there, ({}, {"tied": True}), there):
             with ProcessGroups(Topology.from_config(axes_then, 4)) as groups:
                 trainer = Trainer(packed(**changes_then), packed_text(), groups, torch.device("cpu"))
-                if begin:
+                if state is not None:
                     trainer.restore(path, state)
                 found += [trainer.advance(0).loss for _ in range(STEPS)]
                 state = saved(path, trainer)

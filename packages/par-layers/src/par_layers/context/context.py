@@ -59,7 +59,8 @@ class Context:
             layer set knows that of its sequence parallelism.
 
     Raises:
-        ValueError: The mode or cut is unknown, `block` or `multiple` is no positive number, or the topology has no such axis, or not the axes of the mode.
+        ValueError: The mode or cut is unknown, `block` or `multiple` is no positive number, or the topology has no such
+            axis, or not the axes of the mode.
 
     Example:
         context = Context(groups)

@@ -46,7 +46,6 @@ class DataOptions:
         "auto", "with model.path: tokens in a row; auto: 1024, or as many as the model has positions for", low=2
     )
 
-
     @property
     def rows(self) -> Packing:
         """How documents are packed into rows, where they are: always with a model of transformers."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class LocalBatch(NamedTuple):
     tokens: Tokens | None
 
     @property
-    def keywords(self) -> dict[str, Tokens]:
+    def keywords(self) -> dict[str, Any]:
         """What the model is called with beside its inputs."""
         return {} if self.tokens is None else {"tokens": self.tokens}
 
