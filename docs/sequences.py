@@ -88,7 +88,7 @@ def draw_pieces(path: Path) -> None:
     for axes, (title, (mask, documents)) in zip(panels, MASKS.items(), strict=True):
         tokens = cut_tokens(sum(documents), 1, documents=documents)
         first, last = mask.intervals(tokens)
-        for q0, q1, k0, k1, kind in pieces(first[0], last[0], tokens.runs[0], tokens.runs[0]):
+        for q0, q1, k0, k1, kind, *_ in pieces(first[0], last[0], tokens.runs[0], tokens.runs[0]):
             corners = {
                 "causal": [(k0, q0), (k1, q1), (k0, q1)],
                 "anti": [(k0, q0), (k1, q0), (k1, q1)],

@@ -43,7 +43,13 @@ flash_attention_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_
 """Its backward, which takes the output and the log-sum-exp. In torch 2.11 to 2.13."""
 
 flash_attention: Any = torch.ops.aten._flash_attention_forward.default
-"""FlashAttention on CUDA, for bfloat16 and float16. In torch 2.11 to 2.13."""
+"""FlashAttention on CUDA, for bfloat16 and float16. In torch 2.11 to 2.13.
+
+With Q queries and K keys, query i is aligned with key i + K - Q: `is_causal` hides those after it, `window_size_left`
+and `window_size_right` say how many are seen on either side. With cumulated lengths, int32, tensors are
+[tokens, heads, D] and the log-sum-exp [heads, tokens]. The public `torch.nn.attention.varlen` calls the same operator,
+but its backward is that of its own output.
+"""
 
 flash_attention_backward: Any = torch.ops.aten._flash_attention_backward.default
 """Its backward, which takes the output and the log-sum-exp. In torch 2.11 to 2.13."""

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from par_layers import _torch_private
-from par_layers.context.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, choose
+from par_layers.context.kernels import CpuFlash, CudaEfficient, CudaFlash, Math, Visible, choose
 from par_layers.context.pieces import Piece
 from par_layers.context.steps import Masks, Step
 
@@ -47,8 +47,8 @@ def test_a_piece_is_torchs_attention(kernel, kind, key_heads):
     gradients = torch.autograd.grad(expected, (q, k, v), upstream)
     mask = bias(kind, queries, keys, q) if kind in kernel.biased else None
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, kind=kind, bias=mask, scale=0.3)
-        found = kernel.backward(upstream, q, k, v, out, lse, kind=kind, bias=mask, scale=0.3)
+        out, lse = kernel.forward(q, k, v, visible=Visible(kind, mask), scale=0.3)
+        found = kernel.backward(upstream, q, k, v, out, lse, visible=Visible(kind, mask), scale=0.3)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(4 // key_heads, 2)) * 0.3
         sums = scores.masked_fill(~visible(kind, queries, keys), -torch.inf).logsumexp(-1)
     for a, b in zip((out, lse, *found), (expected, sums, *gradients), strict=True):
@@ -58,7 +58,7 @@ def test_a_piece_is_torchs_attention(kernel, kind, key_heads):
 def test_plain_products_take_values_of_another_head_size():
     q, k, v = numbers(1, 5, 2, 4, seed=1), numbers(1, 5, 2, 4, seed=2), numbers(1, 5, 2, 6, seed=3)
     assert choose(q, v).plain.name == "math"
-    out, _ = Math().forward(q, k, v, kind="causal", bias=None, scale=0.5)
+    out, _ = Math().forward(q, k, v, visible=Visible("causal"), scale=0.5)
     expected = functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.5
     ).transpose(1, 2)
@@ -69,9 +69,9 @@ def test_plain_products_take_values_of_another_head_size():
 def test_what_torch_would_die_of_or_take_without_a_word_is_refused(kernel):
     q, k = torch.zeros(1, 4, 6, 8), torch.zeros(1, 4, 4, 8)
     with pytest.raises(ValueError, match="without queries or keys"):
-        kernel.forward(q, k[:, :0], k[:, :0], kind="full", bias=None, scale=1.0)
+        kernel.forward(q, k[:, :0], k[:, :0], visible=Visible("full"), scale=1.0)
     with pytest.raises(ValueError, match="6 heads do not divide by 4 key heads"):
-        kernel.forward(q, k, k, kind="full", bias=None, scale=1.0)
+        kernel.forward(q, k, k, visible=Visible("full"), scale=1.0)
 
 
 def test_a_query_that_sees_nothing_gets_zero_from_torch_and_not_minus_infinity():
@@ -114,9 +114,9 @@ def test_operators_of_gpus_are_called_as_torch_wants_them(kernel, kind):
     mask = torch.empty(40, 40, dtype=torch.bfloat16, device="meta") if kind in kernel.biased else None
     if kernel.name == "cuda flash" and kind == "band":
         with pytest.raises(ValueError, match="takes no additive mask"):
-            kernel.forward(q, k, k, kind=kind, bias=mask, scale=0.1)
+            kernel.forward(q, k, k, visible=Visible(kind, mask), scale=0.1)
         return
-    out, lse = kernel.forward(q, k, k, kind=kind, bias=mask, scale=0.1)
+    out, lse = kernel.forward(q, k, k, visible=Visible(kind, mask), scale=0.1)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, 40), torch.float32)
-    found = kernel.backward(q, q, k, k, out, lse, kind=kind, bias=mask, scale=0.1)
+    found = kernel.backward(q, q, k, k, out, lse, visible=Visible(kind, mask), scale=0.1)
     assert [x.shape for x in found] == [q.shape, k.shape, k.shape]

@@ -36,7 +36,7 @@ def test_work_is_halved_for_two_times_of_waiting():
     (steps,) = make_work(first_key[0], last_key[0], ((0, 640),), [((0, 640),)], block=64).buffers
     first, second = halves(steps)
     assert first + second == steps
-    assert 0.8 < sum(step.pairs for step in first) / sum(step.pairs for step in second) < 1.25
+    assert 0.8 < sum(step.piece.pairs for step in first) / sum(step.piece.pairs for step in second) < 1.25
     assert halves(()) == ((), ())
 
 

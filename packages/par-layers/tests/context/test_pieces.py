@@ -16,25 +16,29 @@ from .dense import cut_rows, dense
 def covered(found, queries, keys, low, high):
     """How often the pieces compute each pair, int [queries, keys]."""
     times = np.zeros((queries, keys), int)
-    for q0, q1, k0, k1, kind in found:
-        rows, columns = q1 - q0, k1 - k0
+    for q0, q1, k0, k1, kind, left, lengths in found:
         assert 0 <= q0 < q1 <= queries
         assert 0 <= k0 < k1 <= keys
-        query, key = np.arange(rows)[:, None], np.arange(columns)[None]
-        match kind:
-            case "full":
-                visible = np.ones((rows, columns), bool)
-            case "causal":
-                visible = key - query <= columns - rows
-            case "anti":
-                assert rows == columns
-                visible = key >= query
-            case "window":
-                visible = (key >= query) & (key - query <= columns - rows)
-            case "band":
-                visible = (key + k0 >= low[q0:q1, None]) & (key + k0 < high[q0:q1, None])
-        assert visible.any(1).all()  # kernels are wrong, or die, where a query sees nothing
-        times[q0:q1, k0:k1] += visible
+        assert not lengths or np.array_equal(np.sum(lengths, 0), (q1 - q0, k1 - k0))
+        query, key = np.arange(q0, q1)[:, None], np.arange(k0, k1)[None]
+        if kind == "band":
+            times[q0:q1, k0:k1] += (key >= low[q0:q1, None]) & (key < high[q0:q1, None])
+            continue
+        q, k = q0, k0
+        for rows, columns in lengths or ((q1 - q0, k1 - k0),):  # of each document by itself
+            query, key = np.arange(rows)[:, None], np.arange(columns)[None]
+            match kind:
+                case "full":
+                    visible = np.ones((rows, columns), bool)
+                case "causal":
+                    visible = key - query <= columns - rows
+                case "anti":
+                    visible = key >= query
+                case "window":
+                    visible = (key - query <= columns - rows) & (key - query >= columns - rows - left)
+            assert visible.any(1).all()  # kernels are wrong, or die, where a query sees nothing
+            times[q : q + rows, k : k + columns] += visible
+            q, k = q + rows, k + columns
     return times
 
 
@@ -44,7 +48,9 @@ def held(runs):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    cut_rows(), st.sampled_from((16, 64, 512)), st.sampled_from(((), ("causal",), ("window",), ("causal", "window")))
+    cut_rows(),
+    st.sampled_from((16, 64, 512)),
+    st.sampled_from(((), ("causal",), ("window",), ("causal", "documents"), ("causal", "window", "documents"))),
 )
 def test_each_visible_pair_once(row, block, joins):
     tokens, mask = row
@@ -61,9 +67,12 @@ def test_each_visible_pair_once(row, block, joins):
                 low, high = seen(first[number], last[number], queries, keys)
                 times = covered(found, tokens.local, len(held(keys)), low, high)
                 assert np.array_equal(times, visible[number][np.ix_(held(queries), held(keys))])
-                square = all(q1 - q0 == k1 - k0 for q0, q1, k0, k1, kind in found if kind == "causal")
+                square = all(p.q1 - p.q0 == p.k1 - p.k0 for p in found if p.kind == "causal")
                 assert square or "causal" in joins
-                assert all(q1 - q0 <= block for q0, q1, *_, kind in found if kind in {"anti", "band"})
+                masked = {"band"} if "window" in joins else {"anti", "band"}
+                assert all(p.q1 - p.q0 <= block for p in found if p.kind in masked)
+                assert "documents" in joins or not any(p.lengths for p in found)
+                assert found == sorted(found)
 
 
 @pytest.mark.parametrize("block", [16, 64, 512])
@@ -79,7 +88,7 @@ def test_what_all_queries_of_a_block_see_needs_no_mask(ragged):
     first = np.sort(rng.choice(40, 300)) if ragged != "right" else np.zeros(300, int)
     last = 260 + np.sort(rng.choice(40, 300)) if ragged != "left" else np.full(300, 300)
     found = check_one_rank(Mask.from_intervals(first, last), 64)
-    full = sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, kind in found if kind == "full")
+    full = sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, kind, *_ in found if kind == "full")
     assert full > 0.8 * (last - first).sum()
 
 
@@ -128,7 +137,7 @@ def test_what_kernels_join():
     assert joined == [Piece(0, 2048, 0, 3072, "causal")]
     assert of_one_rank(Mask(causal=True, window=512), 4096, joins=("causal", "window")) == [
         Piece(0, 512, 0, 512, "causal"),
-        Piece(512, 4096, 1, 4096, "window"),
+        Piece(512, 4096, 1, 4096, "window", 511),
     ]
 
 
@@ -137,7 +146,7 @@ def test_windows_compute_little_that_they_hide(window):
     """At most 1 + block/window times the pairs that are visible, an anti-causal square counted whole."""
     found = of_one_rank(Mask(causal=True, window=window), 8192)
     block = min(512, max(window, 64))
-    computed = sum((q1 - q0) * (k1 - k0) // (2 if kind == "causal" else 1) for q0, q1, k0, k1, kind in found)
+    computed = sum((q1 - q0) * (k1 - k0) // (2 if kind == "causal" else 1) for q0, q1, k0, k1, kind, *_ in found)
     visible = sum(min(query + 1, window) for query in range(8192))
     assert computed <= (1 + block / window) * visible
 
@@ -146,13 +155,13 @@ def test_short_documents_share_masks():
     """Thousands of documents of a few tokens are not thousands of calls, and no wide masks either."""
     found = of_one_rank(Mask(causal=True), 8192, *(2, 3, 5, 6) * 512)
     assert len(found) < 8192 / 32
-    assert sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, _ in found) < 8192 * 256
+    assert sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, *_ in found) < 8192 * 256
 
 
 def test_irregular_masks_are_computed_in_blocks():
     rng = np.random.default_rng(0)
     last = np.minimum(np.sort(rng.integers(1, 4096, 4096)) + 1, 4096)
     found = of_one_rank(Mask.from_intervals(np.zeros(4096, int), last), 4096)
-    masked = sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, kind in found if kind == "band")
+    masked = sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, kind, *_ in found if kind == "band")
     assert len(found) < 300
     assert masked < 4096 * 4096 / 16

@@ -371,7 +371,8 @@ class Context:
             raise ValueError(f"scale is {scale!r}; it must be a positive number")
         tokens = self.static(q.shape[1]) if tokens is None else tokens
         self._check(q, tokens, mask)
-        plan, kernels = self._plan(tokens, mask), choose(q, v, self.kernel, self.block)
+        kernels = choose(q, v, self.kernel, self.block)
+        plan = self._plan(tokens, mask, kernels.joins)
         how = Attention(kernels, plan.masks, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
         if self._inner_ranks == 1:
             return self._attend(q, k, v, sinks, plan, how)
@@ -389,11 +390,11 @@ class Context:
         """The name of a group, which plans and graphs keep instead of the group."""
         return "" if self._groups is None or self._groups.size(axes) == 1 else self._groups[axes].group_name
 
-    def _make_plan(self, tokens: Tokens, mask: Mask) -> GatherPlan | RingPlan:
+    def _make_plan(self, tokens: Tokens, mask: Mask, joins: frozenset[str]) -> GatherPlan | RingPlan:
         merged = tokens if self._inner_ranks == 1 else tokens.merged(self._inner_ranks)
         plan = plan_ring if self._between == "ring" else plan_gather
         block = min(self.block, CPU_BLOCK) if self.device.type == "cpu" else self.block
-        return plan(mask, merged, self._outer_rank, block)
+        return plan(mask, merged, self._outer_rank, block, joins)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: Attention

@@ -8,7 +8,7 @@ depend on time.
 Also attention on one rank, where nothing travels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -53,7 +53,7 @@ class GatherPlan:
         return self._exchanges[key]
 
 
-def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int) -> GatherPlan:
+def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collection[str] = ()) -> GatherPlan:
     """Plans attention for one rank. Pure.
 
     Args:
@@ -61,12 +61,14 @@ def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int) -> GatherPlan
         tokens: How the sequence is cut.
         rank: The rank.
         block: Most queries of a piece that needs a mask.
+        joins: What the kernel computes in one call, as `pieces` takes it.
     """
     first, last = mask.intervals(tokens)
     table = transfers(first, last, tokens)
     fetch, mine = Fetch(table, rank), tokens.runs[rank]
     works = tuple(
-        make_work(first[row], last[row], mine, (mine, fetch.keys[row]), block=block) for row in range(len(first))
+        make_work(first[row], last[row], mine, (mine, fetch.keys[row]), block=block, joins=joins)
+        for row in range(len(first))
     )
     return GatherPlan(works, fetch, silent=not table.received().any())
 

@@ -7,7 +7,7 @@ the key heads as they are, unless they cannot.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,40 @@ KernelName = Literal["auto", "math"]
 BIASED = frozenset({"anti", "band"})
 """Kinds of pieces that most kernels are told by an additive mask."""
 
+NOTHING: frozenset[str] = frozenset()
+
+
+class Documents(NamedTuple):
+    """Documents that one call computes, as a kernel is told; those of all rows of a batch follow one another.
+
+    Args:
+        queries: Number of queries before each document, and of all, int32 [documents + 1].
+        keys: Number of keys before each document, and of all, int32 [documents + 1].
+        most_queries: Number of queries of the longest one.
+        most_keys: Number of keys of the longest one.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+class Visible(NamedTuple):
+    """Which pairs of a query and a key of a piece are visible, as a kernel is told.
+
+    Args:
+        kind: The kind of piece.
+        bias: For kinds that the kernel calls `biased`, an additive mask [Q, K] of q's dtype.
+        left: For a window, how many keys a query sees before its last one.
+        documents: The documents, where the piece joins several; each is a piece of that kind by itself.
+    """
+
+    kind: Kind
+    bias: Tensor | None = None
+    left: int | None = None
+    documents: Documents | None = None
+
 
 class Kernel(Protocol):
     """How one piece is computed."""
@@ -41,9 +75,12 @@ class Kernel(Protocol):
         """Kinds of pieces for which it needs an additive mask."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    @property
+    def joins(self) -> frozenset[str]:
+        """What it computes in one call, as `pieces` takes it: "causal", "window", "documents"."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of queries [B, Q, H, D] to keys and values [B, K, Hk, D], at least one of which each query sees.
 
         Returns:
@@ -60,8 +97,7 @@ class Kernel(Protocol):
         out: Tensor,
         lse: Tensor,
         *,
-        kind: Kind,
-        bias: Tensor | None,
+        visible: Visible,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v, given the final output [B, Q, H, D] and log-sum-exp [B, H, Q] of the queries."""
@@ -73,18 +109,17 @@ class CpuFlash:
 
     name = "cpu flash"
     biased = BIASED
+    joins = NOTHING
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`. Its causal mask is aligned at the top left, which is the same for squares."""
         _check(q, k)
         out, lse = flash_attention_on_cpu(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            is_causal=kind == "causal",
-            attn_mask=bias,
+            is_causal=visible.kind == "causal",
+            attn_mask=visible.bias,
             scale=scale,
         )
         return out.transpose(1, 2), lse
@@ -98,8 +133,7 @@ class CpuFlash:
         out: Tensor,
         lse: Tensor,
         *,
-        kind: Kind,
-        bias: Tensor | None,
+        visible: Visible,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
@@ -111,8 +145,8 @@ class CpuFlash:
             out.transpose(1, 2),
             lse,
             0.0,
-            kind == "causal",
-            attn_mask=bias,
+            visible.kind == "causal",
+            attn_mask=visible.bias,
             scale=scale,
         )
         dq, dk, dv = (each.transpose(1, 2) for each in gradients)
@@ -120,32 +154,47 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """FlashAttention on a GPU, for bfloat16 and float16, without additive masks. Takes shared key heads as they are."""
+    """FlashAttention on a GPU, for bfloat16 and float16, without additive masks. Takes shared key heads as they are.
+
+    Its causal masks and windows are aligned at the bottom right, and it computes many documents in one call: so a
+    causal piece may have more keys than queries, a window is one piece, and so are the documents of a packed row.
+    """
 
     name = "cuda flash"
-    biased: frozenset[str] = frozenset()
+    biased = NOTHING
+    joins = frozenset({"causal", "window", "documents"})
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernel`. An "anti" piece is a window without keys at the left, and with all of them at the right."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
         _check(q, k)
-        _check_kind(self.name, kind, bias)
+        documents = visible.documents
+        if documents is None:
+            out, lse, *_ = flash_attention(
+                q,
+                k,
+                v,
+                None,
+                None,
+                q.shape[1],
+                k.shape[1],
+                0.0,
+                visible.kind == "causal",
+                False,  # no debug mask
+                scale=scale,
+                **self._window(q, k, visible),
+            )
+            return out, lse
+        batch, queries = q.shape[:2]
         out, lse, *_ = flash_attention(
-            q,
-            k,
-            v,
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            *documents,
             0.0,
-            kind == "causal",
+            visible.kind == "causal",
             False,  # no debug mask
             scale=scale,
-            window_size_left=0 if kind == "anti" else None,
+            **self._window(q, k, visible),
         )
-        return out, lse
+        return out.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)
 
     def backward(
         self,
@@ -156,32 +205,55 @@ class CudaFlash:
         out: Tensor,
         lse: Tensor,
         *,
-        kind: Kind,
-        bias: Tensor | None,
+        visible: Visible,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        _check_kind(self.name, kind, bias)
         numbers = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
-        dq, dk, dv = flash_attention_backward(
-            gradient,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
+        documents = visible.documents
+        if documents is None:
+            dq, dk, dv = flash_attention_backward(
+                gradient,
+                q,
+                k,
+                v,
+                out,
+                lse.contiguous(),
+                None,
+                None,
+                q.shape[1],
+                k.shape[1],
+                0.0,
+                visible.kind == "causal",
+                numbers,
+                numbers,
+                scale=scale,
+                **self._window(q, k, visible),
+            )
+            return dq, dk, dv
+        gradients = flash_attention_backward(
+            *(x.flatten(0, 1) for x in (gradient, q, k, v, out)),
+            lse.transpose(0, 1).flatten(1).contiguous(),
+            *documents,
             0.0,
-            kind == "causal",
+            visible.kind == "causal",
             numbers,
             numbers,
             scale=scale,
-            window_size_left=0 if kind == "anti" else None,
+            **self._window(q, k, visible),
         )
+        dq, dk, dv = (each.unflatten(0, (len(q), -1)) for each in gradients)
         return dq, dk, dv
+
+    def _window(self, q: Tensor, k: Tensor, visible: Visible) -> dict[str, int | None]:
+        """How many keys a query sees on the left and on the right of the one that is aligned with it; None is all."""
+        if visible.kind == "band" or visible.bias is not None:
+            raise ValueError(f"{self.name} takes no additive mask; compute the piece with another kernel")
+        if visible.kind == "anti":  # from the first key on, which stands left of the aligned one where there are more
+            return {"window_size_left": k.shape[1] - q.shape[1], "window_size_right": None}
+        if visible.kind == "window":
+            return {"window_size_left": visible.left, "window_size_right": 0}
+        return {"window_size_left": None, "window_size_right": None}
 
 
 class CudaEfficient:
@@ -189,20 +261,19 @@ class CudaEfficient:
 
     name = "cuda efficient"
     biased = BIASED
+    joins = NOTHING
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         _check(q, k)
         out, lse, *_ = efficient_attention(
             q.transpose(1, 2),
             _expanded(k, q).transpose(1, 2),
             _expanded(v, q).transpose(1, 2),
-            _for_heads(bias, q),
+            _for_heads(visible.bias, q),
             True,  # the log-sum-exp is wanted
             0.0,
-            kind == "causal",
+            visible.kind == "causal",
             scale=scale,
         )
         return out.transpose(1, 2), lse[:, :, : q.shape[1]]  # it is longer, so that rows are aligned
@@ -216,8 +287,7 @@ class CudaEfficient:
         out: Tensor,
         lse: Tensor,
         *,
-        kind: Kind,
-        bias: Tensor | None,
+        visible: Visible,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
@@ -227,14 +297,14 @@ class CudaEfficient:
             q.transpose(1, 2),
             _expanded(k, q).transpose(1, 2),
             _expanded(v, q).transpose(1, 2),
-            _for_heads(bias, q),
+            _for_heads(visible.bias, q),
             out.transpose(1, 2),
             torch.nn.functional.pad(lse, (0, -queries % 32)),
             number,
             number,
             0.0,
             [True, True, True, False],
-            kind == "causal",
+            visible.kind == "causal",
             scale=scale,
         )
         shared = (k.shape[2], -1)
@@ -253,21 +323,20 @@ class Math:
     block: int = 512
     name = "math"
     biased = BIASED
+    joins = NOTHING
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, kind: Kind, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`. Halves are computed in float32."""
         wide = wide_dtype(q.dtype)
         out = q.new_empty(q.shape[:3] + v.shape[3:])
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
         values = v.to(wide)
-        for rows, blocks in self._blocks(q.shape[1], k.shape[1], kind):
+        for rows, blocks in self._blocks(q.shape[1], k.shape[1], visible.kind):
             shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], rows.stop - rows.start)  # [B, Hk, H / Hk, q]
             largest = q.new_full((*shape, 1), torch.finfo(wide).min, dtype=wide)
             total, mixed = torch.zeros_like(largest), q.new_zeros((*shape, v.shape[3]), dtype=wide)
             for columns in blocks:
-                scores = _scores(q, k, rows, columns, kind=kind, bias=bias, scale=scale)
+                scores = _scores(q, k, rows, columns, visible=visible, scale=scale)
                 new = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 weights, kept = torch.exp(scores - new), torch.exp(largest - new)
                 total = total * kept + weights.sum(-1, keepdim=True)
@@ -286,21 +355,20 @@ class Math:
         out: Tensor,
         lse: Tensor,
         *,
-        kind: Kind,
-        bias: Tensor | None,
+        visible: Visible,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
         shared, wide = (k.shape[2], -1), wide_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(each, dtype=wide) for each in (q, k, v))
         keys, values = k.to(wide), v.to(wide)
-        for rows, blocks in self._blocks(q.shape[1], k.shape[1], kind):
+        for rows, blocks in self._blocks(q.shape[1], k.shape[1], visible.kind):
             queries = q[:, rows].to(wide).unflatten(2, shared)
             upstream = gradient[:, rows].to(wide).unflatten(2, shared)  # [B, q, Hk, H / Hk, D]
             sums = lse[:, :, rows].unflatten(1, shared).unsqueeze(-1)
             delta = (upstream * out[:, rows].to(wide).unflatten(2, shared)).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
             for columns in blocks:
-                weights = torch.exp(_scores(q, k, rows, columns, kind=kind, bias=bias, scale=scale) - sums)
+                weights = torch.exp(_scores(q, k, rows, columns, visible=visible, scale=scale) - sums)
                 dv[:, columns] += torch.einsum("bhgqk,bqhgd->bkhd", weights, upstream)
                 by_weight = torch.einsum("bqhgd,bkhd->bhgqk", upstream, values[:, columns])
                 by_score = weights * (by_weight - delta) * scale
@@ -320,16 +388,14 @@ class Math:
         return result
 
 
-def _scores(
-    q: Tensor, k: Tensor, rows: slice, columns: slice, *, kind: Kind, bias: Tensor | None, scale: float
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, *, visible: Visible, scale: float) -> Tensor:
     """Scaled products of a block of queries and one of keys, [B, Hk, H / Hk, q, k], -inf where the mask hides."""
     wide = wide_dtype(q.dtype)
     queries, keys = q[:, rows].to(wide).unflatten(2, (k.shape[2], -1)), k[:, columns].to(wide)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", queries, keys) * scale
-    if bias is not None:
-        scores += bias[rows, columns]
-    elif kind == "causal":
+    if visible.bias is not None:
+        scores += visible.bias[rows, columns]
+    elif visible.kind == "causal":
         last = torch.arange(rows.start, rows.stop, device=q.device) + (k.shape[1] - q.shape[1])
         hidden = torch.arange(columns.start, columns.stop, device=q.device) > last[:, None]
         scores.masked_fill_(hidden, -torch.inf)
@@ -347,6 +413,11 @@ class Kernels:
 
     plain: Kernel
     masked: Kernel
+
+    @property
+    def joins(self) -> frozenset[str]:
+        """What the planner of pieces may join."""
+        return self.plain.joins
 
     def of(self, kind: Kind) -> Kernel:
         """The kernel that computes a piece of that kind."""
@@ -396,11 +467,6 @@ def _check(q: Tensor, k: Tensor) -> None:
         raise ValueError("a piece of attention without queries or keys was to be computed; a bug of par-layers")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads do not divide by {k.shape[2]} key heads")
-
-
-def _check_kind(name: str, kind: Kind, bias: Tensor | None) -> None:
-    if kind == "band" or bias is not None:
-        raise ValueError(f"{name} takes no additive mask; compute the piece with another kernel")
 
 
 def _expanded(keys: Tensor, q: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ CALL = 4096
 SHORT = 32
 """Queries fewer than these are not worth a piece of their own: they share a mask with their neighbours."""
 
+Lengths = tuple[tuple[int, int], ...]
+"""Number of queries and of keys of each document."""
+
 
 class Piece(NamedTuple):
     """A rectangle of queries and keys, in which every query sees one key at least.
@@ -27,9 +30,12 @@ class Piece(NamedTuple):
         k0: First row of the buffer of keys.
         k1: One more than the last row of the buffer of keys.
         kind: "full": each query sees each key. "causal": query i sees keys j with j - i <= keys - queries (aligned at
-            the bottom right; a square, unless the kernel joins them). "anti": a square in which query i sees keys
-            j >= i. "band": query i sees what `seen` says. "window" (for kernels that join it): query i sees keys
-            i <= j <= i + keys - queries.
+            the bottom right; a square, unless the kernel joins them). "anti": query i sees keys j >= i (a square,
+            unless the kernel joins windows). "band": query i sees what `seen` says. "window" (for kernels that join
+            it): as "causal", but the last `left` + 1 of these keys alone.
+        left: For a window, how many keys a query sees before its last one.
+        lengths: For kernels that join them: the queries and keys of the documents that this piece is made of, one after
+            the other. Each document's queries see keys of its own, as `kind` says of them alone. Empty for one.
     """
 
     q0: int
@@ -37,6 +43,20 @@ class Piece(NamedTuple):
     k0: int
     k1: int
     kind: Kind
+    left: int | None = None
+    lengths: Lengths = ()
+
+    @property
+    def pairs(self) -> int:
+        """About how many pairs of a query and a key are computed."""
+        if self.kind == "window" and self.left is not None:
+            return (self.q1 - self.q0) * (self.left + 1)
+        lengths = self.lengths or ((self.q1 - self.q0, self.k1 - self.k0),)
+        areas = (
+            queries * (2 * keys - queries) // 2 if self.kind in {"causal", "anti"} else queries * keys
+            for queries, keys in lengths
+        )
+        return sum(areas)
 
 
 def seen(first: Ints, last: Ints, queries: Runs, keys: Runs) -> tuple[Ints, Ints]:
@@ -84,20 +104,25 @@ def pieces(
         keys: Ranges of tokens that the buffer holds, ascending.
         block: Most queries of a piece that needs a mask.
         joins: What the kernel computes in one call: "causal", a causal piece with more keys than queries; "window", one
-            in which both ends move with the query.
+            in which the first key moves with the query; "documents" (beside "causal"), pieces of the same kind, whose
+            queries follow one another, as their keys do.
 
     Returns:
         The pieces, by their queries.
     """
     low, high = seen(first, last, queries, keys)
-    result: list[Piece] = []
-    for start, stop, slope in _stretches(low, high):
+    found = _stretches(low, high)
+    result = _documents(found, low, high, windows="window" in joins) if "documents" in joins else []
+    for start, stop, slope in _worth_a_piece(found, result):
         if slope == (0, 0):
             result.append(Piece(start, stop, int(low[start]), int(high[start]), "full"))
         elif slope == (0, 1):
             result.extend(_causal(start, stop, int(low[start]), int(high[start]), joined="causal" in joins))
         elif slope == (1, 1) and "window" in joins:
-            result.append(Piece(start, stop, int(low[start]), int(high[stop - 1]), "window"))
+            begin, end = int(low[start]), int(high[stop - 1])
+            result.append(Piece(start, stop, begin, end, "window", end - begin - (stop - start)))
+        elif slope == (1, 0) and "window" in joins:
+            result.append(Piece(start, stop, int(low[start]), int(high[start]), "anti"))
         elif slope is not None:
             width = int(high[start] - low[start])
             step = min(block, max(width, 64)) if slope == (1, 1) else block
@@ -106,17 +131,28 @@ def pieces(
         else:
             for q0, q1 in _blocks(low[start:stop], high[start:stop], block):
                 result.extend(_irregular(start + q0, start + q1, low, high))
-    return result
+    return sorted(result) if "documents" in joins else result
 
 
-def _stretches(low: Ints, high: Ints) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
-    """Ranges of queries in which both ends of what they see stay or move by one: (start, stop, how both move).
+class Stretches(NamedTuple):
+    """Ranges of queries in which both ends of what they see stay, or move by one from each query to the next.
 
-    Short ones that touch are one range that moves irregularly (None). Queries that see nothing are left out.
+    Args:
+        starts: First query of each, int64 [n], ascending.
+        stops: One more than the last query of each.
+        slopes: 2 where the first key that is seen moves, plus 1 where the last one does; 0 for a single query.
     """
+
+    starts: Ints
+    stops: Ints
+    slopes: Ints
+
+
+def _stretches(low: Ints, high: Ints) -> Stretches:
+    """The longest such ranges. Queries that see nothing are left out."""
     visible = high > low
     if not visible.any():
-        return
+        return Stretches(*(np.zeros(0, np.int64),) * 3)
     by_low, by_high = np.diff(low), np.diff(high)
     regular = visible[1:] & visible[:-1] & (by_low >= 0) & (by_low <= 1) & (by_high >= 0) & (by_high <= 1)
     step = np.where(regular, 2 * by_low + by_high, -1)  # from each query to the next
@@ -139,7 +175,22 @@ def _stretches(low: Ints, high: Ints) -> Iterator[tuple[int, int, tuple[int, int
     stops = np.concatenate([stops, alone + 1])
     kinds = np.concatenate([kinds, np.zeros(len(alone), np.int64)])
     order = np.argsort(starts, kind="stable")
-    starts, stops, kinds = starts[order], stops[order], kinds[order]
+    return Stretches(starts[order], stops[order], kinds[order])
+
+
+def _worth_a_piece(found: Stretches, joined: list[Piece]) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
+    """Ranges of queries with how both ends of what they see move: (start, stop, (by 0 or 1, by 0 or 1)).
+
+    Short ones that touch are one range that moves irregularly (None). Those of `joined` are left out.
+    """
+    starts, stops, kinds = found
+    if joined:
+        taken = np.searchsorted([piece.q0 for piece in joined], starts, side="right") - 1
+        ends = np.array([piece.q1 for piece in joined])
+        left = (taken < 0) | (starts >= ends[taken])
+        starts, stops, kinds = starts[left], stops[left], kinds[left]
+    if not len(starts):
+        return
     short = stops - starts < SHORT
     # Short ranges that touch are one.
     begins = np.ones(len(starts), bool)
@@ -149,6 +200,87 @@ def _stretches(low: Ints, high: Ints) -> Iterator[tuple[int, int, tuple[int, int
     for group, end in zip(groups.tolist(), ends.tolist(), strict=True):
         slope = divmod(int(kinds[group]), 2) if end - group == 1 else None
         yield int(starts[group]), int(stops[end - 1]), slope
+
+
+def _documents(found: Stretches, low: Ints, high: Ints, *, windows: bool) -> list[Piece]:
+    """Pieces of several documents each, and documents whose first tokens have no whole window yet.
+
+    Args:
+        found: The stretches of queries.
+        low: First key that each query sees.
+        high: One more than the last key that each query sees.
+        windows: Whether the kernel computes windows.
+    """
+    starts, stops, slopes = found
+    first, last = low[starts], high[stops - 1]  # the keys of each stretch
+    touches = stops[:-1] == starts[1:]
+    after = touches & (last[:-1] == first[1:])
+    # A window begins where the first key begins to move, too.
+    grown = touches & windows & (first[1:] == first[:-1] + 1) & (high[starts[1:]] == last[:-1] + 1)
+    grown &= ((slopes[:-1] == 1) | (stops - starts == 1)[:-1]) & ((slopes[1:] == 3) | (stops - starts == 1)[1:])
+    result: list[Piece] = []
+    index = 0
+    for place in np.flatnonzero(after | grown).tolist():
+        if place < index:
+            continue
+        index, touching, group = place, True, _Group()
+        while touching:
+            k0, queries, slope = int(first[index]), int(stops[index] - starts[index]), int(slopes[index])
+            begin, one = int(starts[index]), None
+            if index < len(grown) and grown[index]:
+                index += 1
+                left = int(high[starts[index]] - low[starts[index]]) - 1
+                one = Piece(begin, int(stops[index]), k0, int(last[index]), "window", left)
+            elif slope == 3 and windows:
+                k1 = int(last[index])
+                one = Piece(begin, begin + queries, k0, k1, "window", k1 - k0 - queries)
+            elif slope <= 1:
+                one = Piece(begin, begin + queries, k0, int(last[index]), "causal" if slope else "full")
+            index += 1
+            if one is None or not group.add(one):
+                result += group.joined()
+                group = _Group() if one is None else _Group(one)
+            touching = index < len(starts) and bool(after[index - 1] or grown[index - 1])
+        result += group.joined()
+    return result
+
+
+class _Group:
+    """Documents that follow one another, and are computed as one piece.
+
+    Args:
+        documents: The first one, if there is one.
+    """
+
+    def __init__(self, *documents: Piece) -> None:
+        self._documents: list[Piece] = []
+        self._full: bool | None = None  # unknown as long as all have a single query, which sees all of its keys
+        self._left: int | None = None
+        self._longest = 0  # keys of a document whose queries are hidden none by a window
+        for each in documents:
+            self.add(each)
+
+    def add(self, one: Piece) -> bool:
+        """Adds a document, unless it does not follow the last one, is of another kind, or has another window."""
+        lefts = {left for left in (self._left, one.left) if left is not None}
+        longest = max(self._longest, one.k1 - one.k0 if one.left is None else 0)
+        full = {self._full, None if one.q1 - one.q0 == 1 else one.kind == "full"} - {None}
+        if self._documents and (one.q0, one.k0) != (self._documents[-1].q1, self._documents[-1].k1):
+            return False
+        if len(lefts) > 1 or len(full) > 1 or (lefts and (longest > min(lefts) + 1 or full == {True})):
+            return False
+        self._documents.append(one)
+        self._full, self._left, self._longest = next(iter(full), None), next(iter(lefts), None), longest
+        return True
+
+    def joined(self) -> list[Piece]:
+        """The piece of all documents, or none where a single one is a piece without this, too."""
+        if not self._documents or (len(self._documents) == 1 and self._left is None):
+            return []
+        start, end = self._documents[0], self._documents[-1]
+        kind: Kind = "window" if self._left is not None else "causal" if self._full is False else "full"
+        lengths = tuple((each.q1 - each.q0, each.k1 - each.k0) for each in self._documents)
+        return [Piece(start.q0, end.q1, start.k0, end.k1, kind, self._left, lengths if len(lengths) > 1 else ())]
 
 
 def _causal(start: int, stop: int, low: int, high: int, *, joined: bool) -> Iterator[Piece]:

@@ -5,6 +5,7 @@ first foreign rank that sees the keys, and the last one sends them straight home
 less one hop. Each kind of message has a communicator of its own, on which receives are posted before sends.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,7 @@ class RingPlan:
         return 0 < self.hops.near[owner] <= hop <= self.hops.far[owner]
 
 
-def plan_ring(mask: Mask, tokens: Tokens, rank: int, block: int) -> RingPlan:
+def plan_ring(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collection[str] = ()) -> RingPlan:
     """Plans attention for one rank. Pure.
 
     Args:
@@ -67,11 +68,14 @@ def plan_ring(mask: Mask, tokens: Tokens, rank: int, block: int) -> RingPlan:
         tokens: How the sequence is cut.
         rank: The rank.
         block: Most queries of a piece that needs a mask.
+        joins: What the kernel computes in one call, as `pieces` takes it.
     """
     first, last = mask.intervals(tokens)
     travel, ranks = hops(transfers(first, last, tokens)), tokens.ranks
     keys = [tokens.runs[(rank - hop) % ranks] for hop in range(travel.steps + 1)]
-    works = tuple(make_work(first[row], last[row], tokens.runs[rank], keys, block=block) for row in range(len(first)))
+    works = tuple(
+        make_work(first[row], last[row], tokens.runs[rank], keys, block=block, joins=joins) for row in range(len(first))
+    )
     return RingPlan(works, travel, rank, ranks)
 
 

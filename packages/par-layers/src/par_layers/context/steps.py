@@ -1,6 +1,6 @@
 """The pieces of one rank, ready to be computed: in their order, with their masks, one buffer of keys after another."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import Kernels, wide_dtype
+from .kernels import Documents, Kernels, Visible, wide_dtype
 from .merge import Spans, Sum, runs, spans_in_order
-from .pieces import Piece, pieces, seen
+from .pieces import Lengths, Piece, pieces, seen
 from .tokens import Ints, Runs
 
 
@@ -29,12 +29,6 @@ class Step:
     spans: Spans
     bounds: Ints | None
 
-    @property
-    def pairs(self) -> int:
-        """About how many pairs of a query and a key it computes."""
-        area = (self.piece.q1 - self.piece.q0) * (self.piece.k1 - self.piece.k0)
-        return area // 2 if self.piece.kind in {"causal", "anti"} else area
-
 
 @dataclass(frozen=True)
 class Work:
@@ -49,7 +43,15 @@ class Work:
     unseeing: tuple[tuple[int, int], ...]
 
 
-def make_work(first: Ints, last: Ints, queries: Runs, buffers: Sequence[Runs], *, block: int) -> Work:
+def make_work(
+    first: Ints,
+    last: Ints,
+    queries: Runs,
+    buffers: Sequence[Runs],
+    *,
+    block: int,
+    joins: Collection[str] = (),
+) -> Work:
     """Plans the pieces of local queries against several buffers of keys, which follow one another.
 
     Args:
@@ -58,8 +60,9 @@ def make_work(first: Ints, last: Ints, queries: Runs, buffers: Sequence[Runs], *
         queries: Ranges of tokens that the local queries are.
         buffers: For each buffer the ranges of tokens that it holds, ascending.
         block: Most queries of a piece that needs a mask.
+        joins: What the kernel computes in one call, as `pieces` takes it.
     """
-    found = [pieces(first, last, queries, keys, block=block) for keys in buffers]
+    found = [pieces(first, last, queries, keys, block=block, joins=joins) for keys in buffers]
     number = sum(stop - start for start, stop in queries)
     spans, unseeing = spans_in_order([piece for of_buffer in found for piece in of_buffer], number)
     remaining = iter(spans)
@@ -79,9 +82,23 @@ def make_work(first: Ints, last: Ints, queries: Runs, buffers: Sequence[Runs], *
 
 @dataclass(frozen=True)
 class Masks:
-    """The additive masks of pieces, made when they are first needed, and each one once."""
+    """What kernels are told of pieces: additive masks, and where documents begin. Each is made once, when needed."""
 
     made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    documents: dict[tuple[Any, ...], Documents] = field(default_factory=dict)
+
+    def visible(self, step: Step, like: Tensor, *, biased: bool) -> Visible:
+        """What a kernel is told of a piece.
+
+        Args:
+            step: The piece.
+            like: The queries [B, s, H, D], for the batch, the dtype and the device.
+            biased: Whether the kernel needs an additive mask.
+        """
+        piece = step.piece
+        bias = self.of(step, like) if biased else None
+        documents = self._documents(piece.lengths, like) if piece.lengths else None
+        return Visible(piece.kind, bias, piece.left, documents)
 
     def of(self, step: Step, like: Tensor) -> Tensor:
         """The mask [queries, keys] of a piece, 0 where a query sees a key, else -inf; like a tensor."""
@@ -96,6 +113,16 @@ class Masks:
             mask = torch.zeros((queries, keys), dtype=like.dtype, device=like.device)
             self.made[key] = mask.masked_fill_((places < low) | (places >= high), -torch.inf)
         return self.made[key]
+
+    def _documents(self, lengths: Lengths, like: Tensor) -> Documents:
+        """Documents of each row of a batch, whose rows follow one another."""
+        key = (like.device, len(like), lengths)
+        if key not in self.documents:
+            numbers = np.tile(np.array(lengths, np.int32), (len(like), 1))
+            ends = np.concatenate([np.zeros((1, 2), np.int32), np.cumsum(numbers, 0, dtype=np.int32)])
+            queries, keys = (torch.from_numpy(np.ascontiguousarray(x)).to(like.device) for x in ends.T)
+            self.documents[key] = Documents(queries, keys, *(int(most) for most in numbers.max(0)))
+        return self.documents[key]
 
 
 @dataclass(frozen=True)
@@ -123,10 +150,10 @@ class Attention:
             total: What the pieces are added to.
         """
         for step in steps:
-            q0, q1, k0, k1, kind = step.piece
+            q0, q1, k0, k1, kind, *_ = step.piece
             kernel = self.kernels.of(kind)
-            bias = self.masks.of(step, q) if kind in kernel.biased else None
-            out, lse = kernel.forward(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], kind=kind, bias=bias, scale=self.scale)
+            visible = self.masks.visible(step, q, biased=kind in kernel.biased)
+            out, lse = kernel.forward(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], visible=visible, scale=self.scale)
             total.add(q0, step.spans, out, lse)
 
     def backward(self, steps: Sequence[Step], queries: "Queries", keys: "Keys") -> None:
@@ -138,9 +165,8 @@ class Attention:
             keys: The buffer's keys and values.
         """
         for step in steps:
-            q0, q1, k0, k1, kind = step.piece
+            q0, q1, k0, k1, kind, *_ = step.piece
             rows, columns, kernel = slice(q0, q1), slice(k0, k1), self.kernels.of(kind)
-            bias = self.masks.of(step, queries.q) if kind in kernel.biased else None
             dq, dk, dv = kernel.backward(
                 queries.gradient[:, rows],
                 queries.q[:, rows],
@@ -148,8 +174,7 @@ class Attention:
                 keys.v[:, columns],
                 queries.out[:, rows],
                 queries.lse[:, :, rows],
-                kind=kind,
-                bias=bias,
+                visible=self.masks.visible(step, queries.q, biased=kind in kernel.biased),
                 scale=self.scale,
             )
             queries.dq.add(q0, q1, dq)
@@ -282,11 +307,11 @@ def by_rows(works: Sequence[Work], batch: int) -> list[tuple[Rows, Work]]:
 
 def halves(steps: Sequence[Step]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Cuts steps into two parts of about the same work, for two times of waiting."""
-    half, done = sum(step.pairs for step in steps) / 2, 0
+    half, done = sum(step.piece.pairs for step in steps) / 2, 0
     for number, step in enumerate(steps):
-        if done + step.pairs / 2 >= half:
+        if done + step.piece.pairs / 2 >= half:
             return tuple(steps[:number]), tuple(steps[number:])
-        done += step.pairs
+        done += step.piece.pairs
     return tuple(steps), ()
 
 
