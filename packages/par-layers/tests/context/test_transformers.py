@@ -197,6 +197,9 @@ def test_what_cannot_be_equal_is_refused():
     mamba = transformers.MambaConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, state_size=4)
     with pytest.raises(ValueError, match="its sequence cannot be cut"):
         context.transformers_(transformers.MambaForCausalLM(mamba))
+    routed = transformers.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
+    with pytest.raises(ValueError, match=r"adds a loss of its routers, .*; set config\.output_router_logits = False"):
+        context.transformers_(transformers.MixtralForCausalLM(routed))
     model = context.transformers_(made("Llama"))
     mine, tokens = context.cut(batch)
     with pytest.raises(ValueError, match=r"call model\(\*\*batch, par_tokens=tokens\)"):
@@ -212,6 +215,34 @@ def test_what_cannot_be_equal_is_refused():
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"attention dropout is 0.1, .*; set it to 0"):
         model(**mine, par_tokens=tokens)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_mode_cannot_share_is_refused_before_anything_is_changed():
+    with ProcessGroups(Topology.from_config({"sequence": {"size": 2, "mode": "ulysses"}}, 2)) as groups:
+        context, model = Context(groups), made("Llama")
+        context.check_heads(4)
+        with pytest.raises(
+            ValueError, match="heads 3 do not divide by 2 ranks of ulysses; use mode 'ring' or 'gather'"
+        ):
+            context.check_heads(3)
+        context.check_transformers(model)
+        assert model.config._attn_implementation == "sdpa"
+        with pytest.raises(ValueError, match="Linear is no model of transformers"):
+            context.check_transformers(torch.nn.Linear(2, 2))
+        context.transformers_(model)
+        with pytest.raises(ValueError, match=r"generate\(\) goes on from tokens of earlier calls"):
+            model.generate(torch.ones(1, 3, dtype=torch.int64))
+        mine, _ = context.cut(batch_of(), compare=False)
+        again, _ = context.cut(batch_of())
+        assert all(torch.equal(mine[name], again[name]) for name in again)
+        whole = torch.nn.functional.pad(batch_of()["labels"], (0, 1), value=-100)[:, 1:]
+        shifted, _ = context.cut({"input_ids": batch_of()["input_ids"], "shift_labels": whole})
+        assert torch.equal(shifted["shift_labels"], mine["shift_labels"]), "given as targets, they are only cut"
+        assert shifted["num_items_in_batch"] == mine["num_items_in_batch"] == 2 * 23
+        if groups.rank("sequence") == 1:
+            with pytest.raises(ValueError, match="padding at the right alone"):  # on this rank alone, and nobody waits
+                context.cut({**batch_of(), "attention_mask": torch.arange(24).expand(2, -1) > 3}, compare=False)
 
 
 def test_a_copy_has_the_context_and_another_model_has_none():

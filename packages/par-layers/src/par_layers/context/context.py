@@ -21,7 +21,7 @@ from .mask import Mask
 from .ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
 from .steps import Attention
 from .tokens import Documents, Tokens
-from .transformers import local_batch, prepare, whole_batch
+from .transformers import check_decoder, local_batch, prepare, whole_batch
 from .ulysses import HeadShares, to_heads, to_tokens
 
 PLANS = 32
@@ -182,13 +182,14 @@ class Context:
         shift: Sequence[Any] = (),
         multiple: int | None = None,
         pad: bool = False,
+        compare: bool = True,
     ) -> tuple[Batch, Tokens]:
         """This rank's tokens of a batch that all ranks of the sequence have alike. Collective over these ranks.
 
         A mapping with input_ids is for a model of transformers: without `shift`, it is also given position_ids, an
-        attention_mask of ones, and, where there are labels, shift_labels and num_items_in_batch, the number of targets
-        of the whole rows, so that `sum` of the models' losses is their mean. Without `documents`, they are read from
-        position_ids that begin anew, or from an attention_mask with padding at the right.
+        attention_mask of ones, and, where there are labels or shift_labels, shift_labels and num_items_in_batch, the
+        number of targets of the whole rows, so that `sum` of the models' losses is their mean. Without `documents`,
+        they are read from position_ids that begin anew, or from an attention_mask with padding at the right.
 
         Args:
             batch: A mapping or a tuple, whose tensors have the whole rows, [B, length, ...]; what is no tensor stays.
@@ -201,6 +202,8 @@ class Context:
             multiple: What each chunk of a rank's tokens is a multiple of; default: as `tokens` has it.
             pad: Whether rows are filled up where their length does not divide. Fillings are 0; -100 in tensors that
                 are called "targets", "labels" or "shift_labels", and in those of a tuple behind the first.
+            compare: Whether the ranks make sure that they are about to cut alike, by an all-reduce of three numbers.
+                Without it nothing is sent: for batches that are equal by the way in which they are made.
 
         Returns:
             The batch, its tensors [B, s, ...], and its tokens, which attention and layers are given.
@@ -228,7 +231,10 @@ class Context:
             said = f"{rows} rows, {tokens}, masks {tuple(masks)}"
         except (ValueError, TypeError) as error:  # raised when all ranks know of it
             problem = error
-        self._agree(problem, said)
+        if compare:
+            self._agree(problem, said)
+        elif problem is not None:
+            raise problem
         if tokens is None:
             raise RuntimeError("a batch was not cut, and nobody said why")
         cut: dict[Any, Any] = {name: given[name] for name in names}
@@ -246,9 +252,11 @@ class Context:
         if of_transformers:
             cut = local_batch(cut, self.positions(tokens))
             if "shift_labels" in cut:
-                alone = Tokens(tokens.length, tokens.length, tokens.documents, (((0, tokens.length),),))
-                following = torch.from_numpy(alone.following(0)).to(given["labels"].device)
-                cut["num_items_in_batch"] = (_shifted(given["labels"], following, 1) != -100).sum()
+                targets = given["shift_labels"]
+                if "shift_labels" in shift:
+                    alone = Tokens(tokens.length, tokens.length, tokens.documents, (((0, tokens.length),),))
+                    targets = _shifted(targets, torch.from_numpy(alone.following(0)).to(targets.device), 1)
+                cut["num_items_in_batch"] = (targets != -100).sum()
         if isinstance(batch, Mapping):
             return cut, tokens  # type: ignore[return-value]
         return type(batch)(cut[name] for name in names), tokens  # type: ignore[call-arg]
@@ -340,12 +348,41 @@ class Context:
             The model.
 
         Raises:
-            ValueError: It is no such model, its attention cannot be replaced, or a layer carries state along the
-                sequence, as state-space layers and convolutions do. What only a call shows is refused then: masks that
-                depend on data, softcap, tokens in a cache, dropout, and tensors that attention would lose.
+            ValueError: It is no such model, its attention cannot be replaced, it adds a loss of its routers, or a layer
+                carries state along the sequence, as state-space layers and convolutions do. What only a call shows is
+                refused then: masks that depend on data, softcap, tokens in a cache, dropout, and tensors that attention
+                would lose.
         """
         prepare(model, self)
         return model
+
+    def check_transformers(self, model: nn.Module) -> None:
+        """Raises where `transformers_` would refuse a model, and changes nothing; no communication.
+
+        Args:
+            model: A decoder of transformers.
+
+        Raises:
+            ValueError: As `transformers_`.
+        """
+        check_decoder(model)
+
+    def check_heads(self, heads: int) -> None:
+        """Raises where attention of so many heads cannot be computed in this mode; no communication.
+
+        Args:
+            heads: Number of heads of queries that each rank has before ranks exchange anything.
+
+        Raises:
+            ValueError: They do not divide by the ranks that exchange tokens for heads.
+        """
+        if heads % self._inner_ranks:
+            divisors = [n for n in range(2, self._inner_ranks) if self.ranks % n == 0 and heads % n == 0]
+            hybrid = f", or '2d' with ulysses={divisors[-1]}" if divisors else ""
+            raise ValueError(
+                f"heads {heads} do not divide by {self._inner_ranks} ranks of ulysses; use mode 'ring' or "
+                f"'gather'{hybrid}"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
         """A copy of a model has the same context, as the groups of ranks cannot be copied."""
@@ -454,13 +491,7 @@ class Context:
                 f"tokens have documents for {len(tokens.documents)} rows, q has {q.shape[0]}; take a part of them by "
                 "tokens.rows"
             )
-        if q.shape[2] % self._inner_ranks:
-            divisors = [n for n in range(2, self._inner_ranks) if self.ranks % n == 0 and q.shape[2] % n == 0]
-            hybrid = f", or '2d' with ulysses={divisors[-1]}" if divisors else ""
-            raise ValueError(
-                f"heads {q.shape[2]} do not divide by {self._inner_ranks} ranks of ulysses; use mode 'ring' or "
-                f"'gather'{hybrid}"
-            )
+        self.check_heads(q.shape[2])
 
 
 def context_attention(

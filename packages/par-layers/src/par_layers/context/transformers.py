@@ -7,7 +7,7 @@ mask function about tokens far from any data, so that the window or chunk that a
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,39 @@ CARRY = ("Mamba", "LinearAttention", "GatedDelta", "ShortConv", "RWKV", "Rwkv", 
 """Parts of the names of layers that carry state along the sequence, or attend to another one."""
 
 
+def check_decoder(model: nn.Module) -> None:
+    """Makes sure that the attention of a model can be computed by a context. Changes nothing.
+
+    Args:
+        model: A decoder of transformers.
+
+    Raises:
+        ValueError: It is no model of transformers whose attention can be replaced, a layer carries state along the
+            sequence, or its loss has a part that is no sum over tokens.
+    """
+    import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is no model of transformers; call context.attention in its code")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} has an encoder, whose tokens are not cut; use a decoder alone")
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds a loss of its routers, of the tokens of all ranks together; set "
+            "config.output_router_logits = False"
+        )
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.LSTM | nn.GRU) or any(part in kind for part in CARRY):
+            raise ValueError(
+                f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
+                "cannot be cut"
+            )
+    can_be_set = getattr(type(model), "_can_set_attn_implementation", None)
+    if can_be_set is not None and not can_be_set():
+        raise _fixed(model)
+
+
 def prepare(model: nn.Module, context: object) -> None:
     """Lets the attention of a model be computed by a context.
 
@@ -40,29 +73,37 @@ def prepare(model: nn.Module, context: object) -> None:
         context: The `Context`.
 
     Raises:
-        ValueError: It is no model of transformers whose attention can be replaced, or a layer carries state along the
-            sequence.
+        ValueError: As `check_decoder`.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is no model of transformers; call context.attention in its code")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} has an encoder, whose tokens are not cut; use a decoder alone")
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.LSTM | nn.GRU) or any(part in kind for part in CARRY):
-            raise ValueError(
-                f"{name or type(model).__name__} is {kind}, which reads other tokens than attention does; its sequence "
-                "cannot be cut"
-            )
+    check_decoder(model)
+    decoder: Any = model
     transformers.AttentionInterface.register(NAME, _attention)
     transformers.AttentionMaskInterface.register(NAME, _mask)
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise ValueError(f"{type(model).__name__} does not let its attention be replaced; call context.attention in it")
+    decoder.set_attn_implementation(NAME)
+    if decoder.config._attn_implementation != NAME:
+        raise _fixed(model)
     for module in model.modules():
         setattr(module, NAME, context)
+        if hasattr(type(module), "generate"):
+            module.__dict__["generate"] = NoGeneration()
+
+
+def _fixed(model: nn.Module) -> ValueError:
+    return ValueError(f"{type(model).__name__} does not let its attention be replaced; call context.attention in it")
+
+
+class NoGeneration:
+    """In the place of the method `generate` of a model whose attention is a context's."""
+
+    def __call__(self, *args: Any, **keywords: Any) -> NoReturn:
+        """Raises ValueError."""
+        del args, keywords
+        raise ValueError(
+            "generate() goes on from tokens of earlier calls, which are not cut over the ranks of a sequence; save "
+            "the model, and generate with one that transformers has loaded"
+        )
 
 
 def whole_batch(

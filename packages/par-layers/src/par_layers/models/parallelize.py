@@ -9,6 +9,7 @@ from torch import nn
 from par_groups import Collective, ProcessGroups, Sharding, Topology, agree, check_alike, check_collectives
 
 from .._layer_set import LayerSet, layer_set
+from ..context.context import Context
 from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
 from ..modes.layout import Layout
 from .adapters import base_model, wrapper_around
@@ -42,6 +43,8 @@ def parallelize(
     Every parameter keeps its identity and its name, holds this rank's part, and has a record of the whole one. Outputs,
     loss, gradients and generated tokens are those of one device. `PartialGradients(model, groups)` sums, once a step,
     the gradients of parameters that lie between cut ones. A second call with the same groups and plan changes nothing.
+    Where the topology cuts sequences too, `Context.transformers_` comes first; the tokens of a sequence rank are then
+    what this cuts.
 
     Args:
         model: A model of transformers, or any module; on the CPU, an accelerator or the meta device. LoRA adapters of
@@ -58,9 +61,10 @@ def parallelize(
     Raises:
         TypeError: There is no plan, a rule is on a module that it cannot cut, others have cut the model, or its
             sequence cannot be cut.
-        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, the model was
-            cut over other groups, the ranks were given different plans, or the backend of their group lacks a
-            collective that is needed. Every rank raises, before anything changes.
+        ValueError: A rule of the plan is wrong, a size does not divide by the ranks, the mode is not 1d, the sequence
+            is cut over ranks of which the model's attention does not know, the model was cut over other groups, the
+            ranks were given different plans, or the backend of their group lacks a collective that is needed. Every
+            rank raises, before anything changes.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
@@ -77,11 +81,7 @@ def parallelize(
         if layers.mode not in (None, "1d"):
             raise ValueError(f"mode {layers.mode!r} cuts activations that this model's code takes whole; use mode='1d'")
         if layers.rules.residual.context:
-            ranks = grid.size(layers.rules.residual.context)
-            raise ValueError(
-                f"the sequence is cut over {ranks} ranks, but attention of this model would see tokens of one alone; "
-                "give the ranks of 'sequence' to data, tensor or pipeline, or write the model with a layer set"
-            )
+            _check_context(inner, grid.size(layers.rules.residual.context))
         if logits not in ("auto", "whole", "cut"):
             raise ValueError(f"logits is {logits!r}; it is 'auto', 'whole' or 'cut'")
         before = parallel_of(inner)
@@ -124,6 +124,28 @@ def cuts(model: nn.Module, topology: Topology, rank: int = 0, plan: str | Plan =
         ValueError: A rule of the plan is wrong, a size does not divide by the ranks, or the mode is not 1d.
     """
     return {name: part.sharding for name, part in survey_planned(model, topology, rank, plan).parts.items()}
+
+
+def _check_context(model: nn.Module, ranks: int) -> None:
+    """Makes sure that a model can be cut where its sequence is cut too.
+
+    Raises:
+        ValueError: No module of it knows a context over these ranks, or one drops activations.
+    """
+    if not any(
+        isinstance(x, Context) and x.ranks == ranks for module in model.modules() for x in vars(module).values()
+    ):
+        raise ValueError(
+            f"the sequence is cut over {ranks} ranks, but attention of this model would see tokens of one alone; call "
+            "context.transformers_(model) first, or keep the Context as an attribute of the module that attends with "
+            "it, or give the ranks of 'sequence' to data, tensor or pipeline"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0.0:
+            raise ValueError(
+                f"{name!r} drops a part of {module.p} of its input, and each of the {ranks} ranks of a sequence would "
+                "drop the same places of its own tokens; set it to 0"
+            )
 
 
 def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Plan, logits: LogitsLayout) -> str:
