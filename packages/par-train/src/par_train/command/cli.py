@@ -26,7 +26,7 @@ _EPILOG = """parallel:
                         sizes of the axes of par_groups.Topology, such as --parallel.data 2;
                         --parallel.tensor.mode 1d (2d, 2.5d, 3d) cuts the layers over the ranks that
                         are left, or over --parallel.tensor.size of them;
-                        --parallel.sequence.size 4 cuts each window, or row, of the GPT over 4 ranks, with
+                        --parallel.sequence.size 4 cuts each window, or row, over 4 ranks, with
                         --parallel.sequence.mode gather, ring, ulysses or 2d
 
 exit codes:

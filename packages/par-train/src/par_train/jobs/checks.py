@@ -128,11 +128,27 @@ def _check_mode(options: Options, topology: Topology) -> None:
             "whole; use mode '1d'"
         )
     if topology.size("sequence") > 1:
-        raise UserError(
-            f"parallel.sequence has size {topology.size('sequence')}, but attention of {options.model.folder!r} would "
-            "see the tokens of one rank alone; give these ranks to data, tensor or pipeline, or train the byte-level "
-            "GPT, without model.path"
-        )
+        _check_sequence(options, f"parallel.sequence has size {topology.size('sequence')}")
+
+
+def _check_sequence(options: Options, why: str) -> None:
+    """Checks what an existing model cannot do while its sequence is cut over ranks, each of which has a part of it."""
+    refused = {
+        "model.attention": (options.model.attention, "", "attention is computed over these ranks; leave it out"),
+        "adapter.dropout": (
+            options.adapter.dropout,
+            0.0,
+            "what is dropped cannot be equal over these ranks; set it to 0",
+        ),
+        "sample.prompts": (
+            options.sample.prompts,
+            (),
+            "a text is written token by token; leave [sample] out, and sample from the checkpoint",
+        ),
+    }
+    for name, (value, allowed, remedy) in refused.items():
+        if value != allowed:
+            raise UserError(f"{name} is {value!r}, but {why}, and {remedy}")
 
 
 def _check_heads(options: Options, topology: Topology) -> None:

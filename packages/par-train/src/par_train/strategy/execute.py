@@ -100,6 +100,11 @@ class Execution:
             )
         return batch
 
+    @property
+    def takes_dicts(self) -> bool:
+        """Whether batches that are dicts are the keywords of a model of transformers."""
+        return self._causal is not None
+
     def close(self) -> None:
         """Releases the pipeline's connections, and waits for no other rank."""
         self.pipeline.close()

@@ -24,6 +24,9 @@ Plan = str | Mapping[str, str | Style]
 
 PathLike = str | os.PathLike[str]
 
+TOKENS = "par_tokens"
+"""The keyword by which a batch, and then a model of transformers, is told how its sequence was cut."""
+
 
 def pretrained_of(model: nn.Module) -> Any:
     """The model of transformers that a module is, holds, or is this rank's part of; None if it is none."""
@@ -33,6 +36,18 @@ def pretrained_of(model: nn.Module) -> Any:
     if modeling is None:
         return None
     return next((each for each in model.modules() if isinstance(each, modeling.PreTrainedModel)), None)
+
+
+def pretrained_in(model: nn.Module) -> list[Any]:
+    """The models of transformers in a module, but for those that are inside of another one; itself, if it is one."""
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    found: list[Any] = []
+    inside: set[nn.Module] = set()
+    for module in () if modeling is None else model.modules():
+        if module not in inside and isinstance(module, modeling.PreTrainedModel):
+            found.append(module)
+            inside.update(module.modules())
+    return found
 
 
 class CausalModel:
@@ -56,26 +71,19 @@ class CausalModel:
 
         Returns:
             Positional arguments and keywords of its forward; and for each token the label of the next one, int64,
-            [rows, time], -100 where none counts. They are shifted before anything cuts rows or time.
+            [rows, time], -100 where none counts. They are shifted before anything cuts rows or time; a batch with
+            `par_tokens` was cut over sequence ranks, and has them shifted.
 
         Raises:
             ValueError: There are no ids, or a mask comes with positions that restart in a row.
         """
-        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-        if not isinstance(ids, Tensor):
-            raise ValueError(f"the batch has {sorted(batch)}, but no tensor `input_ids`; give what a collator gives")
-        if mask is not None and batch.get("position_ids") is not None:
-            raise ValueError(
-                f"the batch has attention_mask and position_ids, of {tuple(ids.shape)} tokens: with a mask, "
-                "transformers attends across the documents of a packed row without a word; leave out attention_mask "
-                "for packed rows, position_ids for padded ones"
-            )
-        if mask is not None and batch.get("labels") is None:
-            batch = {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
+        labels = next_labels(batch)
         keywords = {name: value for name, value in batch.items() if name in self._takes and value is not None}
         if "use_cache" in self._takes:
             keywords["use_cache"] = False
-        return (ids,), keywords, _next_labels(batch)
+        if TOKENS in batch:
+            keywords[TOKENS] = batch[TOKENS]
+        return (batch["input_ids"],), keywords, labels
 
     def without_gathering(self) -> AbstractContextManager[None]:
         """A context in which a model that is cut over tensor ranks leaves its logits cut, for this loss alone."""
@@ -118,6 +126,26 @@ def logits_of(outputs: Any) -> Tensor:
     """The logits of what a causal language model gives, which may be the logits alone."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
     return logits
+
+
+def next_labels(batch: Mapping[str, Any]) -> Tensor:
+    """For each token of a batch, as a collator gives it, the label of the next one, [rows, time]; -100 for the last.
+
+    Raises:
+        ValueError: There are no ids, or a mask comes with positions that restart in a row.
+    """
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"the batch has {sorted(batch)}, but no tensor `input_ids`; give what a collator gives")
+    if mask is not None and batch.get("position_ids") is not None and TOKENS not in batch:
+        raise ValueError(
+            f"the batch has attention_mask and position_ids, of {tuple(ids.shape)} tokens: with a mask, transformers "
+            "attends across the documents of a packed row without a word; leave out attention_mask for packed rows, "
+            "position_ids for padded ones"
+        )
+    if mask is not None and batch.get("labels") is None:
+        batch = {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
+    return _next_labels(batch)
 
 
 def _next_labels(batch: Mapping[str, Any]) -> Tensor:

@@ -36,7 +36,7 @@ from .plugin import Plugin, check_support, find_plugin, in_order
 from .plugins import Adopted, Device, Pipelined, Precision, Tied, Zero
 from .pretrained.make import make_part
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
-from .sequence import check_attention, cut_by, no_use, reaches_other_tokens
+from .sequence import attend_over_, check_pretrained, cut_by, cut_dict, no_use, reaches_other_tokens
 from .setup import Setup, check_axes
 from .stages import Layers, build_stages
 
@@ -284,8 +284,10 @@ class Strategy(Setup):
                 if pair.optimizer is not None:
                     check_sees_enough(pair.optimizer, pair.models, self.groups, alone=alone)
             models = [model for pair in pairs for model in pair.models]
-            for model in models:
-                check_attention(model, sequence_ranks)
+            for pair in pairs if sequence_ranks > 1 else ():
+                for model in pair.models:
+                    trained = pair.optimizer is not None
+                    check_pretrained(model, self.context, tensor_ranks=self.groups.size("tensor"), trained=trained)
             replica, replicas, seed = self.groups.rank("data"), self.groups.size("data"), self.options.seed
             for given in (given for given in objects if isinstance(given, DataLoader)):
                 loaders[id(given)] = GlobalDataLoader(given, replica=replica, replicas=replicas, seed=seed)
@@ -294,6 +296,9 @@ class Strategy(Setup):
         check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
         if sequence_ranks > 1:
             self._check_uses_sequence(models, sequence_ranks)
+            with together("attention over a sequence", None):
+                for model in models:
+                    attend_over_(model, self.context)
         wired: dict[int, Any] = {}  # what has become of each object, by the id of what was given
         for pair in pairs:
             became, hook = wire(pair, self.plugins, self, self._after_step)
@@ -398,8 +403,12 @@ class Strategy(Setup):
         execution = self._execution(model)
         comes_to_device = any(isinstance(plugin, Device) for plugin in self.plugins)
 
+        cut_here = self.averaged_over != "data" and execution.takes_dicts
+
         def next_batch() -> Any:
             batch = self._next_batch(data_iter)
+            if cut_here and isinstance(batch, Mapping):
+                batch = cut_dict(batch, self.context, compare=True)
             return placed(batch, self.device) if comes_to_device else batch
 
         loss, outputs = execution.run(next_batch, criterion, forward_only=forward_only, return_outputs=return_outputs)

@@ -221,6 +221,66 @@ def test_adapters_and_random_weights_are_the_same_under_every_topology(tiny, tmp
     torch.testing.assert_close(through_transformers, through_peft)
 
 
+def over(mode, **axes):
+    """Axes with a sequence that is cut over two ranks."""
+    return {"sequence": {"size": 2, "mode": mode}, **axes}
+
+
+def check_handed_on(tiny, folder, changes, *, rows=4, **common):
+    """A run that is stopped after each step, and goes on under other axes, is the run that was never stopped."""
+    short = TrainOptions(steps=len(changes), batch_size=rows, validate_every=len(changes), checkpoint_every=0, **RATE)
+    whole, parts = (options_of(tiny, folder / name, train=short, **common) for name in ("whole", "parts"))
+    assert train(whole, Stop()) == 0
+    for number, change in enumerate(changes):
+        last = number == len(changes) - 1
+        again = replace(parts, resume="auto" if number else "no", **change)
+        assert train(again, Stop() if last else StopAt(1)) == (0 if last else signal.SIGTERM), change
+        dist.barrier()
+    for name in ("step", "loss", "validation_loss", "gradient_norm", "tokens"):
+        assert column(folder / "parts", name) == pytest.approx(column(folder / "whole", name), rel=TOLERANCE), name
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_packed_rows_are_cut_over_sequence_ranks_and_gone_on_with_whole(tiny, tmp_path):
+    changes = [{"parallel": over("ring"), "zero": 3}, {"parallel": over("ulysses"), "zero": 1}, {}]
+    data = DataOptions(path=str(tiny[1]["chat"]), context=126, validation_fraction=0.2, validation_windows=9)
+    check_handed_on(tiny, tmp_path, changes, rows=6, data=data)
+    if dist.get_rank() == 0:
+        check_opens(tmp_path / "parts" / "checkpoint", tiny[0])
+
+
+HANDED_ON = {
+    "packed": [
+        {"parallel": over("gather", **SEQUENCE), "zero": 1},
+        {"parallel": over("ring", **TENSOR), "zero": 0},
+        {"parallel": over("ulysses", pipeline=2), "pipeline": ScheduleOptions(microbatches=2)},
+        {"parallel": {"sequence": {"size": 4, "mode": "2d", "ulysses": 2}}, "zero": 2},
+        {"parallel": over("gather"), "zero": 3},  # and two data ranks
+        {"parallel": {"pipeline": 2}, "pipeline": ScheduleOptions(microbatches=2)},
+    ],
+    "stream, adapters": [
+        {"parallel": over("ring", pipeline=2), "pipeline": ScheduleOptions(microbatches=2)},
+        {"parallel": over("gather", **SEQUENCE)},
+        {"parallel": over("ulysses"), "zero": 1},
+        {},
+    ],
+}
+
+
+@pytest.mark.storm
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft asks it of a model
+@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.parametrize("name", list(HANDED_ON))
+def test_sequence_ranks_beside_all_others(tiny, tmp_path, name):
+    common = {}
+    if "adapters" in name:
+        pytest.importorskip("peft")
+        path = str(tiny[1]["chat"])
+        data = DataOptions(path=path, packing="stream", context=126, validation_fraction=0.2, validation_windows=9)
+        common = {"adapter": AdapterOptions(rank=4), "data": data}
+    check_handed_on(tiny, tmp_path, HANDED_ON[name], **common)
+
+
 def refused(words, options):
     with pytest.raises(UserError, match=words):
         train(options, Stop())
@@ -266,6 +326,12 @@ def test_what_cannot_be_trained_on_is_refused_on_every_rank_before_anything_is_w
     adapter = AdapterOptions(rank=4, targets=("q_prj",))
     refused("q_prj", replace(options, adapter=adapter))
     refused("127 does not divide by 2 tensor ranks", replace(with_data(context=127), parallel=SEQUENCE))
+    cut = replace(options, parallel=over("gather"))
+    refused(
+        "sample.prompts is .*'Say.*parallel.sequence has size 2", replace(with_samples("Say", 4), parallel=over("ring"))
+    )
+    refused("adapter.dropout is 0.1, .* set it to 0", replace(cut, adapter=AdapterOptions(rank=2, dropout=0.1)))
+    refused("model.attention is 'sdpa', .* leave it out", replace(cut, model=replace(options.model, attention="sdpa")))
     assert {path.name for path in (tmp_path / "out").iterdir()} <= {"data", ".par-train.lock"}
 
 

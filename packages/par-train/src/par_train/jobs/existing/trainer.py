@@ -51,7 +51,7 @@ class ModelTrainer(Training):
         self.title = data.folder.name
         self.guess = math.log(data.folder.vocabulary or data.corpus.vocabulary)
         cut = self.strategy.sequence_ranks
-        if self.context % cut:
+        if self.context % cut and self.strategy.context.ranks == 1:  # else rows are filled up
             raise UserError(
                 f"data.context {self.context} does not divide by {cut} tensor ranks, which have a part of each row "
                 f"under sequence_parallel; use {self.context - self.context % cut}"
@@ -101,7 +101,8 @@ class ModelTrainer(Training):
         """The mean over this replica's targets, of which the rows of another one may have more or fewer."""
         batch = next(iter(self._loader))
         loss = self.strategy.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
-        return loss, target_count(batch)
+        cut = batch.get("num_items_in_batch")  # of the whole rows, of which a sequence rank has some tokens
+        return loss, target_count(batch) if cut is None else cut
 
     def _evaluate(self, rows: Windows, count: int) -> Tensor:
         """The ranks of a replica have the same numbers, on whatever stage they are."""

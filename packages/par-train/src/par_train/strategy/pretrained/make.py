@@ -14,6 +14,7 @@ from par_layers import parallelize
 
 from ..._disk import config_file
 from ..existing import PathLike, Plan
+from ..sequence import attend_over_, check_pretrained
 from ..setup import Setup
 from ..stages import build_model_stages
 from .adapters import base_name, fill_adapters_, put_around_
@@ -32,12 +33,20 @@ def make_part(
 ) -> nn.Module:
     """Makes this rank's part of a causal language model; see `Strategy.from_pretrained`. Collective."""
     groups, schedule = strategy.groups, strategy.schedule
+    context, tensor_ranks = strategy.context, groups.size("tensor")
     with together("the model", None):
+        if attention is not None and context.ranks > 1:
+            raise ValueError(
+                f"attention is {attention!r}, but over sequence={context.ranks} the attention is that of "
+                "Strategy.context; leave attention out"
+            )
         model = make_on_meta(os.fspath(path), dtype, attention)
         twin = None if weights else make_on_meta(os.fspath(path), dtype, attention)
         if adapter is not None:
             put_around_(model, adapter)
-    if groups.size("tensor") > 1:
+        check_pretrained(model, context, tensor_ranks=tensor_ranks, trained=False)
+        attend_over_(model, context)
+    if tensor_ranks > 1:
         parallelize(model, groups, plan)
     part: nn.Module = model
     if schedule is not None:
