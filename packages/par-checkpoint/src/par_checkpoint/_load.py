@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding, written_
+from par_groups import Sharding, settle_, written_
 
 from ._errors import CheckpointError
 from ._options import LoadOptions, check_options, parse_size, takes_options, usable_timeout
@@ -318,6 +318,7 @@ def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets
             ties=ties_of(model, names, outline.tied),
             device=torch.device(options.device),
         )
+        settle_(tensor for group in into.optimizer.param_groups for tensor in group["params"])
         of_optimizer = optimizer_targets(into.optimizer, Naming(model, in_files, layout), saved_optimizer)
     return of_model, of_optimizer
 

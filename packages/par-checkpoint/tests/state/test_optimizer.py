@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from par_checkpoint import CheckpointError, load, save
+from par_groups import on_settle, set_slots
 
 from ..helpers import batch, make_model, train
 
@@ -451,3 +452,26 @@ def test_a_group_that_was_not_saved_keeps_its_options(tmp_path):
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     load(tmp_path / "c", model=model, optimizer=optimizer, strict=False, names=lambda name: name.removeprefix("0."))
     assert [(each["lr"], each["weight_decay"]) for each in optimizer.param_groups] == [(1e-4, 0.01), (0.1, 0.0)]
+
+
+def test_a_save_and_a_load_let_work_on_the_state_end_and_a_load_uses_memory_that_is_ready(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    heard = []
+    on_settle([model.weight], heard.append)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    assert len(heard) == 1
+    other = torch.nn.Linear(3, 2)
+    fresh = torch.optim.AdamW(other.parameters())
+    ready, small = torch.zeros(2, 3), torch.zeros(1)
+    set_slots(other.weight, {"exp_avg": ready, "exp_avg_sq": small})
+    on_settle([other.weight], heard.append)
+    load(tmp_path / "a", model=other, optimizer=fresh)
+    assert len(heard) == 2
+    state = fresh.state[other.weight]
+    assert state["exp_avg"] is ready
+    assert state["exp_avg_sq"].shape == (2, 3)  # what is ready does not fit
+    for name, value in optimizer.state[model.weight].items():
+        assert torch.equal(state[name], value)

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import ProcessGroups
     from .sharding.dtensor import to_dtensor
-    from .sharding.gradients import gradients, on_written, set_gradient_elsewhere, written_
+    from .sharding.gradients import (
+        gradients,
+        on_settle,
+        on_written,
+        set_gradient_elsewhere,
+        set_slots,
+        settle_,
+        slots_of,
+        written_,
+    )
     from .sharding.joint import JointOptimizer
     from .sharding.ownership import check_owned
     from .sharding.segments import Segment, Segments, segments_of, set_segments, sharding_of
@@ -57,6 +66,7 @@ __all__ = [
     "get_logger",
     "gradients",
     "launch",
+    "on_settle",
     "on_written",
     "read_environment",
     "register_mode",
@@ -65,7 +75,10 @@ __all__ = [
     "set_gradient_elsewhere",
     "set_segments",
     "set_sharding",
+    "set_slots",
+    "settle_",
     "sharding_of",
+    "slots_of",
     "to_dtensor",
     "together",
     "weight_and_hook",
@@ -82,7 +95,10 @@ _MODULE_OF = {
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("ProcessGroups",),
         "sharding.dtensor": ("to_dtensor",),
-        "sharding.gradients": ("gradients", "on_written", "set_gradient_elsewhere", "written_"),
+        "sharding.gradients": (
+            *("gradients", "on_settle", "on_written", "set_gradient_elsewhere"),
+            *("set_slots", "settle_", "slots_of", "written_"),
+        ),
         "sharding.joint": ("JointOptimizer",),
         "sharding.ownership": ("check_owned",),
         "sharding.segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),

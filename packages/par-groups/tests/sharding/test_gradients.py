@@ -6,9 +6,13 @@ from par_groups import (
     Segments,
     cut,
     gradients,
+    on_settle,
     on_written,
     set_gradient_elsewhere,
     set_segments,
+    set_slots,
+    settle_,
+    slots_of,
     whole,
     written_,
 )
@@ -76,3 +80,24 @@ def test_each_holder_hears_once_of_what_was_written():
     pair.remove()
     written_([one, two])
     assert heard == [("single", 1)]
+
+
+def test_who_has_work_under_way_hears_of_a_reader_and_not_of_a_writer():
+    one, two = torch.zeros(1), torch.zeros(1)
+    heard = []
+    registration = on_settle([one, two], lambda tensors: heard.append(("settle", len(tensors))))
+    on_written([one], lambda tensors: heard.append(("written", len(tensors))))
+    settle_([one, two])
+    assert heard == [("settle", 2)]
+    written_([one, two])
+    assert heard == [("settle", 2), ("written", 1)]
+    registration.remove()
+    settle_([one, two])
+    assert len(heard) == 2
+
+
+def test_memory_that_is_ready_for_state_is_known_by_the_name_of_the_slot():
+    tensor, ready = torch.zeros(3), torch.zeros(3)
+    assert not slots_of(tensor)
+    set_slots(tensor, {"exp_avg": ready})
+    assert slots_of(tensor)["exp_avg"] is ready

@@ -14,7 +14,7 @@ from crc32c import crc32c
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Sharding
+from par_groups import Sharding, settle_
 
 from ..format.bytes import bytes_of
 from ..format.dtypes import safetensors_name
@@ -141,6 +141,7 @@ def collect(
             )
     of_optimizer = None
     if optimizer is not None:
+        settle_(tensor for group in optimizer.param_groups for tensor in group["params"])
         of_optimizer = optimizer_state(optimizer, Naming(model, names_on_disk, layout))
         entries += of_optimizer.entries
     for entry in entries:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import Segments, Sharding, whole
+from par_groups import Segments, Sharding, slots_of, whole
 
 from ..plan.claims import Entry, key_of, name_of
 from ..storage.directory import Place
@@ -361,8 +361,8 @@ class _PackedTargets:
             self._targets.match(self._saved.places, key, sharding, value)
 
     def _reused(self, slot: str, fresh: torch.Tensor) -> torch.Tensor:
-        """The tensor that the slot has already, if it is like the fresh one; else the fresh one."""
-        old = self._old.get(slot)
+        """The tensor that the slot has already, or that is kept ready for it, if it is like the fresh one; else that."""
+        old = self._old.get(slot, slots_of(self._packed.tensor).get(slot))
         if not isinstance(old, torch.Tensor) or type(old) is not type(fresh):
             return fresh
         fits = (old.shape, old.dtype, old.device) == (fresh.shape, fresh.dtype, fresh.device)

@@ -1,6 +1,6 @@
-"""Where gradients and masters live: every gradient of an optimizer, and word of parameters written from outside."""
+"""Where gradients, masters and state live, and word of what is read and written from outside the optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -9,6 +9,12 @@ from .sharding import Box
 
 Written = Callable[[Sequence[torch.Tensor]], None]
 """A callback of `on_written`: called with those of its tensors that were written."""
+
+Settle = Callable[[Sequence[torch.Tensor]], None]
+"""A callback of `on_settle`: called with those of its tensors that are about to be read."""
+
+_WRITTEN, _SETTLE = "par_registrations", "par_settled_by"
+"""The attributes of a tensor that hold its registrations."""
 
 
 def gradients(
@@ -68,20 +74,20 @@ def set_gradient_elsewhere(parameter: torch.Tensor, where: str) -> None:
 
 
 class Registration:
-    """A callback that waits for `written_`; `remove()` ends it."""
+    """A callback that waits for word of some tensors; `remove()` ends it."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], callback: Written) -> None:
-        self._tensors = tuple(tensors)
+    def __init__(self, tensors: Iterable[torch.Tensor], callback: Written, attribute: str = _WRITTEN) -> None:
+        self._tensors, self._attribute = tuple(tensors), attribute
         self.callback = callback
         for tensor in self._tensors:
-            if not hasattr(tensor, "par_registrations"):
-                tensor.par_registrations = []  # type: ignore[attr-defined]  # a tensor takes attributes
-            tensor.par_registrations.append(self)  # type: ignore[attr-defined]
+            if not hasattr(tensor, attribute):
+                setattr(tensor, attribute, [])
+            getattr(tensor, attribute).append(self)
 
     def remove(self) -> None:
         """Ends the registration; a second call does nothing."""
         for tensor in self._tensors:
-            tensor.par_registrations.remove(self)  # type: ignore[attr-defined]
+            getattr(tensor, self._attribute).remove(self)
         self._tensors = ()
 
 
@@ -107,10 +113,58 @@ def written_(tensors: Iterable[torch.Tensor]) -> None:
     Args:
         tensors: What was written.
     """
+    _call(tensors, _WRITTEN)
+
+
+def on_settle(tensors: Iterable[torch.Tensor], callback: Settle) -> Registration:
+    """Asks for word before tensors of an optimizer, or their state, are read or written from outside.
+
+    Args:
+        tensors: The optimizer's tensors on which the caller has work under way, such as state that is on its way to a
+            disk.
+        callback: Called by `settle_`, with those of `tensors` that are meant. It ends that work.
+
+    Returns:
+        The registration; its `remove()` ends it.
+    """
+    return Registration(tensors, callback, _SETTLE)
+
+
+def settle_(tensors: Iterable[torch.Tensor]) -> None:
+    """Has work end that is still under way on an optimizer's tensors and their state.
+
+    To be called before these are read or written from outside the optimizer's step, such as by a checkpoint: the
+    reading twin of `written_`. Each registered callback is called once. No communication.
+
+    Args:
+        tensors: The tensors in the optimizer's `param_groups`.
+    """
+    _call(tensors, _SETTLE)
+
+
+def _call(tensors: Iterable[torch.Tensor], attribute: str) -> None:
+    """Calls back, once, whoever has registered for some tensors."""
     called: dict[Registration, list[torch.Tensor]] = {}
     for tensor in tensors:
-        registrations: Sequence[Registration] = getattr(tensor, "par_registrations", ())
+        registrations: Sequence[Registration] = getattr(tensor, attribute, ())
         for registration in registrations:
             called.setdefault(registration, []).append(tensor)
-    for registration, written in called.items():
-        registration.callback(written)
+    for registration, meant in called.items():
+        registration.callback(meant)
+
+
+def set_slots(tensor: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
+    """Notes memory that is kept ready for an optimizer's state of a tensor, such as on a disk.
+
+    Args:
+        tensor: A tensor of the optimizer.
+        slots: By name of a slot, such as "exp_avg", a tensor to put its values into. Whoever makes state in place of
+            the optimizer, as a load does, takes it, where shape and dtype fit, instead of fresh memory.
+    """
+    tensor.par_slots = dict(slots)  # type: ignore[attr-defined]  # a tensor takes attributes
+
+
+def slots_of(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """The memory that is kept ready for an optimizer's state of a tensor, by name of a slot; mostly none."""
+    slots: Mapping[str, torch.Tensor] = getattr(tensor, "par_slots", {})
+    return slots
