@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,66 @@ def test_a_mistake_is_an_error_on_all_ranks(mistake):
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 def test_dtensor_parameters_are_refused():
     refused(ValueError, "'0.0.weight'", "DTensor", **distributed_tensors())
+
+
+def by_the_norm():
+    module = mlp()
+    return {"module": module, "optimizer": ByTheNorm(module.parameters(), lr=1.0), "stage": 0, "offload": ON_DISK}
+
+
+class ByTheNorm(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.01)
+        return super().step(closure)
+
+
+ON_DISK = {"optimizer": "disk", "path": "/var/tmp"}
+OFFLOADS = {
+    "a tier that is none": ({"optimizer": "nvme"}, ["optimizer is 'nvme'; it can be 'device', 'host', 'disk'"]),
+    "no path": ({"optimizer": "disk"}, ["the disk needs a path; give a folder on a local disk"]),
+    "a path in memory": (
+        {"optimizer": "disk", "path": "/dev/shm"},
+        ["path '/dev/shm' is in memory (tmpfs), so nothing would be saved; give a folder on a disk"],
+    ),
+    "parts above 1": ({"optimizer": {"host": 0.9, "disk": 0.2}, "path": "/var/tmp"}, ["parts whose sum is 1.1"]),
+}
+
+
+@pytest.mark.ranks(2, timeout=10)
+def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_changed():
+    for offload, words in OFFLOADS.values():
+        module = mlp()
+        optimizer = adamw(module.parameters())
+        before = list(optimizer.param_groups[0]["params"])
+        refused(ValueError, *words, module=module, optimizer=optimizer, offload=offload)
+        assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], before, strict=True))
+        train(module, optimizer, [[batch(0, width=8)]])
+    module = mlp()
+    words = ["param_groups[0] of the AdamW are atomic", "leave offload out, or atomic"]
+    refused(ValueError, *words, module=module, optimizer=adamw(module.parameters()), atomic=True, offload=ON_DISK)
+    refused(
+        ValueError, "such as one norm of all gradients, and state on a disk is stepped piece by piece", **by_the_norm()
+    )
+    refused(ValueError, "there is no optimizer", "leave offload out", offload={"optimizer": 0.5})
+    refused(TypeError, "offload has 'parameters'; it can have optimizer, path, piece", offload={"parameters": "host"})
+    refused(TypeError, "offload is 'disk'; give an Offload", offload="disk")
+
+
+@pytest.mark.ranks(2, timeout=10)
+def test_a_full_disk_of_one_rank_is_refused_on_all_before_anything_is_changed(tmp_path, monkeypatch):
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    module = mlp()
+    optimizer = adamw(module.parameters())
+    words = [f"the disk at {str(tmp_path)!r} has 0.0 GB free and 0.0 GB are needed; free some, or offload less"]
+    offload = {"optimizer": "disk", "path": str(tmp_path)}
+    refused(ValueError, *words, module=module, optimizer=optimizer, stage=0, offload=offload)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    shard(module, optimizer, stage=0, group=dist.group.WORLD, offload=offload)
+    train(module, optimizer, [[batch(0, width=8)]])
 
 
 TYPES = {

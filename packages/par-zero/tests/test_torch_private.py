@@ -68,11 +68,19 @@ def test_every_one_does_what_it_is_used_for():
     assert private.own_buffers(linear) == {"kept": one, "fixed": other}
     assert private.unsaved_buffers(nn.Sequential(linear)) == [other]
 
+    heard = []
     optimizer = torch.optim.SGD(linear.parameters())
     handle = optimizer.register_step_post_hook(hook)
     assert [list(hooks.values()) for hooks in private.hooks_of(optimizer).values() if hooks] == [[hook]]
     handle.remove()
-
+    private.call_first_after_step(optimizer, lambda *_: heard.append("first"))
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    heard.clear()
+    private.bare_step(optimizer)(optimizer)
+    assert not heard
+    optimizer.register_step_post_hook(lambda *_: heard.append("last"))
+    optimizer.step()
+    assert heard == ["before", "first", "last"]
     assert dist.get_world_size() == 1
     apart = dist.new_group([0], timedelta(seconds=7))
     assert private.timeout_of(apart) == timedelta(seconds=7)

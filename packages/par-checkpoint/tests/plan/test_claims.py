@@ -165,3 +165,10 @@ def test_an_empty_tensor_needs_nobody():
 def test_strides_of_a_contiguous_tensor():
     assert row_major((2, 3, 4)) == (12, 4, 1)
     assert row_major(()) == ()
+
+
+def test_a_rank_that_has_a_box_twice_is_one_holder():
+    count = entry("w.step", whole((), (0,)))
+    twice, once = Claims.of([count, count]), Claims.of([count])
+    [merged] = merge([([0], twice), ([1], once)])
+    assert merged.holders(0).tolist() == [0, 1]

@@ -3,12 +3,14 @@
 from ._cost import Memory, bucket_bytes, memory, traffic
 from ._options import ShardOptions
 from ._shard import no_sync, reset, shard, summon
+from ._tiers import Offload
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Memory",
+    "Offload",
     "ShardOptions",
     "bucket_bytes",
     "looks_at_all_tensors",

@@ -14,10 +14,12 @@ from par_groups import Collective, agree, backend_of, check_alike, check_collect
 from ._options import ShardOptions
 from ._param_groups import ParamGroup
 from ._stage import STAGES, Stage
+from ._tiers import Offload
 from .layout.chunk import Member
 from .layout.fill import device_of
 from .layout.records import part_of_a_whole
 from .layout.units import Place, tensors_of
+from .offload.disk import check_room
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
 from .optimizer.step import is_fresh
 
@@ -28,7 +30,14 @@ _PACKED = "par_zero_packed"
 """The attribute of a sharded module's parameter: its `id`, since a copy has the attributes too, and is not sharded."""
 
 
-def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int, tensor: dist.ProcessGroup | None) -> None:
+def check(
+    module: nn.Module,
+    groups: Sequence[ParamGroup],
+    stage: int,
+    tensor: dist.ProcessGroup | None,
+    *,
+    in_pieces: bool = False,
+) -> None:
     """Checks what is to be sharded, as far as this rank sees it.
 
     Args:
@@ -36,6 +45,7 @@ def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int, tensor: d
         groups: The param groups of all its optimizers.
         stage: The ZeRO stage, as a number.
         tensor: The ranks that have other parts of what must be seen whole, or None.
+        in_pieces: Whether the optimizer steps piece by piece, whatever the stage.
 
     Raises:
         ValueError, TypeError: What cannot be sharded.
@@ -66,7 +76,7 @@ def check(module: nn.Module, groups: Sequence[ParamGroup], stage: int, tensor: d
     if groups:
         _check_each_has_one(groups, names)
     for own in by_optimizer.values():
-        _check_way_of_working(own, names, STAGES[stage], tensor)
+        _check_way_of_working(own, names, STAGES[stage], tensor, in_pieces=in_pieces)
 
 
 def mark_packed(parameters: Iterable[nn.Parameter]) -> None:
@@ -86,6 +96,41 @@ def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Non
                     "it has no values; make the optimizer when the parameters are real, or take one that makes its "
                     "state in its first step, such as AdamW"
                 )
+
+
+def check_offload(offload: Offload, groups: Sequence[ParamGroup], device: torch.device | None) -> None:
+    """Checks that state can lie elsewhere: it is of a CPU's parameters, each element for itself, and there is room.
+
+    Args:
+        offload: Which part of the state lies where.
+        groups: The param groups of all optimizers.
+        device: Where parameters come to lie; None: where they are.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if offload.parts["device"] == 1:
+        return
+    if not groups:
+        raise ValueError(
+            f"offload has optimizer {offload.optimizer!r}, but there is no optimizer; give the one that steps the "
+            "module, or leave offload out"
+        )
+    for group in groups:
+        if group.atomic:
+            raise ValueError(
+                f"{group.place} are atomic, so their tensors stay whole, and offload would cut their state into "
+                "pieces; leave offload out, or atomic"
+            )
+        for parameter in group.settings["params"]:
+            place = device or parameter.device
+            if place.type not in ("cpu", "meta"):
+                raise ValueError(
+                    f"offload has optimizer {offload.optimizer!r}, and {group.place} have parameters on "
+                    f"{str(place)!r}; state lies elsewhere for parameters on the CPU alone, so leave offload out"
+                )
+    if offload.parts["disk"]:
+        check_room(offload.folder, 0)
 
 
 def check_backends(groups: Sequence[dist.ProcessGroup | None], device: torch.device, stage: int) -> None:
@@ -170,7 +215,12 @@ def _check_each_has_one(groups: Sequence[ParamGroup], names: Mapping[nn.Paramete
 
 
 def _check_way_of_working(
-    groups: Sequence[ParamGroup], names: Mapping[nn.Parameter, str], stage: Stage, tensor: dist.ProcessGroup | None
+    groups: Sequence[ParamGroup],
+    names: Mapping[nn.Parameter, str],
+    stage: Stage,
+    tensor: dist.ProcessGroup | None,
+    *,
+    in_pieces: bool,
 ) -> None:
     """Checks that an optimizer steps what its param groups hold, and needs no more of it than a rank has."""
     optimizer = groups[0].optimizer
@@ -194,12 +244,17 @@ def _check_way_of_working(
         if (settings, group.atomic) in tried:
             continue
         tried.add((settings, group.atomic))
-        if (stage.shards_state or parts) and looks_at_all_tensors(optimizer, group.settings):
+        if (stage.shards_state or parts or in_pieces) and looks_at_all_tensors(optimizer, group.settings):
             place = f"the {kind} steps a parameter by what it sees of all (param_groups[{group.number}])"
             if stage.shards_state:
                 raise ValueError(
                     f"{place}, such as one norm of all gradients, and from stage 1 on no rank sees all; pass stage=0, "
                     "or take another optimizer"
+                )
+            if in_pieces:
+                raise ValueError(
+                    f"{place}, such as one norm of all gradients, and state on a disk is stepped piece by piece; leave "
+                    "offload out, or take another optimizer"
                 )
             raise ValueError(
                 f"{place}, such as one norm of all gradients, and of {next(iter(parts))!r} each rank sees a part; take "

@@ -1,5 +1,6 @@
 """The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -9,17 +10,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import on_settle
+
 from ._arrive import Arrivals
 from ._collectives import Groups
 from ._gather import Gatherer, computed
 from ._order import Order
 from ._reduce import Reducer
 from ._stage import Stage
-from ._torch_private import has_compiled, without_torch_functions
+from ._torch_private import call_first_after_step, has_compiled, without_torch_functions
 from ._unit import Unit
 from .layout.chunk import Chunk
 from .layout.packed import Packed
 from .layout.units import called
+from .offload.away import Away
+from .offload.stream import Stream
 from .optimizer.assembly import Assembly
 from .optimizer.step import Unmoved, rewire_
 
@@ -36,6 +41,7 @@ class Engine:
         units: The modules that are gathered by themselves, at stage 3.
         assemblies: What is put together from parts for an optimizer, by the optimizer's number.
         inflight: Number of chunks whose reductions may be under way in backward; None as in `shard`.
+        away: Which state of the optimizers lies elsewhere; None: all of it is where they make it.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class Engine:
         *,
         assemblies: Mapping[int, Assembly],
         inflight: int | None,
+        away: Away | None = None,
     ) -> None:
         self._optimizers, self._stage, self._groups, self._chunks = tuple(optimizers), stage, groups, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
@@ -66,15 +73,20 @@ class Engine:
         self._assemblies = dict(assemblies)
         for assembly in self._assemblies.values():
             self._reducer.at_end(assembly.take_gradients)
+        cuts = dict(zip(chunks, (None for _ in chunks) if away is None else away.cuts, strict=True))
         first = 0
         for number, optimizer in enumerate(optimizers):
             wholes = self._assemblies[number].wholes if number in self._assemblies else ()
-            rewire_(optimizer, self._stepped[number], first, wholes)
+            rewire_(optimizer, self._stepped[number], first, wholes, cuts)
             first += len(optimizer.param_groups)
             optimizer.register_step_pre_hook(partial(self._before_step, number))
-            optimizer.register_step_post_hook(partial(self._after_step, number))
+            if away is None or away.disk is None:
+                optimizer.register_step_post_hook(partial(self._after_step, number))
+            else:  # hooks of the user's are to see all gradients and all that was stepped
+                call_first_after_step(optimizer, partial(self._after_step, number))
             zero_grad = partial(self._zero_grad_of_optimizer, number)
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
+        self._stream = None if away is None else self._streamed(away)
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             entry.register_load_state_dict_post_hook(self.refresh)
@@ -86,6 +98,27 @@ class Engine:
             if self._arrivals is not None and self._arrivals.late:
                 item.register_forward_pre_hook(torch.compiler.disable(self._wait_if_compiled))
         _override_(module, zero_grad=self.zero_grad)  # after its items, since it may be one itself
+
+    def _streamed(self, away: Away) -> Stream | None:
+        """What steps state on the disk; what the optimizers have made of it already goes there."""
+        if away.disk is None:
+            return None
+        blocks = iter(away.blocks)
+        pieces = {}
+        first = 0
+        for number, optimizer in enumerate(self._optimizers):
+            parts = [part for chunk in self._stepped[number] for part in chunk.slices if part.tier == "disk"]
+            pieces[number] = [(part, part.group - first, next(blocks)) for part in parts]
+            first += len(optimizer.param_groups)
+        groups = [group for group in (self._groups.shards, self._groups.replicas) if group is not None]
+        stream = Stream(away.disk, away.ahead, pieces, groups)
+        for number, optimizer in enumerate(self._optimizers):
+            stream.adopt_(number, optimizer)
+            on_settle(stream.tensors(number), stream.settle)
+            optimizer.register_state_dict_pre_hook(stream.settle)
+            optimizer.register_load_state_dict_pre_hook(stream.settle)
+            optimizer.register_load_state_dict_post_hook(partial(stream.adopt_, number))
+        return stream
 
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:
@@ -168,16 +201,22 @@ class Engine:
             if number in self._assemblies:
                 self._assemblies[number].before_step(dict(zip(chunks, unused, strict=True)))
             self._unmoved[number] = Unmoved(optimizer, chunks, unused)
+            if self._stream is not None and self._stream.has(number):
+                self._stream.step(number, optimizer, self._unmoved[number])
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
         closure = given.pop("closure", None)
-        if closure is None:
+        # What is on the disk is stepped when all hooks have been called, which may change gradients and settings.
+        waits = self._stream is not None and "closure" in inspect.signature(type(optimizer).step).parameters
+        if closure is None and not waits:
             prepare()
             return None
 
         def closure_then_prepare() -> Any:
-            with torch.enable_grad():
-                loss = closure()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             prepare()
             return loss
 
@@ -185,6 +224,8 @@ class Engine:
 
     def _after_step(self, number: int, *_: Any) -> None:
         """Brings what an optimizer has updated to the parameters, and to the other ranks."""
+        if self._stream is not None:
+            self._stream.end_step(number)
         unmoved = self._unmoved.pop(number, None)
         if unmoved is not None:
             unmoved.restore_()
@@ -198,6 +239,8 @@ class Engine:
                 self._arrivals.begin(self._stepped[number])
         if self._gatherer is not None:
             self._gatherer.free_all()
+        if self._stream is not None:
+            self._stream.raise_problem()
 
     def _wait_if_compiled(self, *_: Any) -> None:
         """Something was compiled since the latest step, and compiled code does not wait by itself."""

@@ -1,6 +1,6 @@
 """`shard`: one call makes an ordinary module and its optimizer data-parallel, without duplicates."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
@@ -12,12 +12,23 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding, on_written, together
 
-from ._check import ENGINE, agreed_ranks, check, check_abstract, check_backends, check_groups, described, mark_packed
+from ._check import (
+    ENGINE,
+    agreed_ranks,
+    check,
+    check_abstract,
+    check_backends,
+    check_groups,
+    check_offload,
+    described,
+    mark_packed,
+)
 from ._collectives import Groups, same_ranks
 from ._engine import Engine
 from ._options import Fill, ShardOptions, Units
-from ._param_groups import Atomic, in_a_row, param_groups
+from ._param_groups import Atomic, ParamGroup, in_a_row, param_groups
 from ._stage import STAGES
+from ._tiers import Offload, offload_of
 from ._torch_private import unsaved_buffers
 from ._unit import Unit
 from .layout.build import Plan, members_of, pack_chunk_, plan_chunks
@@ -26,6 +37,7 @@ from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
+from .offload.away import Away, plan_away
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 
@@ -49,6 +61,7 @@ def shard(
     tensor: dist.ProcessGroup | None = None,
     fill: Fill | None = None,
     device: torch.device | None = None,
+    offload: Offload | Mapping[str, object] | None = None,
 ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer] | None]:
     """Makes a module and its optimizer data-parallel over a group, in place. Collective.
 
@@ -103,6 +116,8 @@ def shard(
             and cut is put together over them, for one of them to step; of parameters with a record of several boxes,
             such as q, k and v in one weight, each is a tensor by itself. A gradient whose record says that it is a
             partial sum is summed over all of these ranks that have a copy. None: such parameters are refused.
+        offload: Which part of the optimizer's state lies elsewhere, such as Offload(optimizer="disk", path="/scratch"),
+            or a mapping of its arguments. It changes no number. Parameters are on a CPU then. None: nothing does.
 
     Returns:
         The module, and what was given as optimizer.
@@ -110,12 +125,14 @@ def shard(
     Raises:
         Exception: What `fill` has raised on this rank. The module is half sharded then; make it and its optimizer anew.
         ValueError, TypeError: What cannot be sharded, and what differs between the ranks; on every rank.
+        OSError: The file for state on a disk cannot be made.
     """
     problem: Exception | None = None
     members, options, modules, optimizers, parts = [], ShardOptions(), [[module]], list[Optimizer](), [0]
     place_of: dict[nn.Parameter, Place] = {}
     abstract: dict[torch.Tensor, str] = {}  # what is on the meta device
     filler: Filler | None = None
+    tiers, stepped = Offload(), list[ParamGroup]()
     try:
         options = ShardOptions(
             units=units,
@@ -128,7 +145,9 @@ def shard(
         )
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
-        check(module, stepped, stage, tensor)
+        tiers = offload_of(offload)
+        check(module, stepped, stage, tensor, in_pieces=tiers.parts["disk"] > 0)
+        check_offload(tiers, stepped, device)
         check_groups(group, replicas, gathers, tensor)
         check_abstract(module, fill, device, group, replicas)
         if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
@@ -153,18 +172,22 @@ def shard(
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
     to_fill = (list(abstract.values()), filler is None, getattr(device, "type", None))
-    given = (share_of is None, gathers is None, tensor is None)
+    given = (share_of is None, gathers is None, tensor is None, tiers.parts, tiers.piece_bytes)
     text = f"{described(members, place_of, stage, options)} {given} {to_fill}"
     parameters = [member.parameter for member in members]
     ranks: tuple[int, ...] = ()
     records: dict[nn.Parameter, Sharding] = {}
     plans: list[Plan] = []
+    away: Away | None = None
     try:
         ranks = agreed_ranks(problem, text, group, replicas)
         records = {parameter: record_of(parameter, ranks) for parameter in parameters}
         plans = plan_chunks(
             members, place_of, records, STAGES[stage], dist.get_world_size(group), options, tensor=len(parts)
         )
+        if tiers.parts["device"] < 1:
+            with together("shard(offload=...)", *([group] if replicas is None else [group, replicas])):
+                away = plan_away(plans, stepped, STAGES[stage], dist.get_rank(group), tiers)
     except Exception as error:  # the ranks of the tensor group wait for this one
         if tensor is None:
             raise
@@ -201,7 +224,7 @@ def shard(
         steppers = tuple(dist.get_process_group_ranks(replicas))
     assemblies = assemble(chunks, blocks, tensor, steppers)
     engine = Engine(
-        module, optimizers, chunks, STAGES[stage], groups, gathered, assemblies=assemblies, inflight=inflight
+        module, optimizers, chunks, STAGES[stage], groups, gathered, assemblies=assemblies, inflight=inflight, away=away
     )
     record_(chunks, records, SameShare(group, replicas, share_of))
     on_written(parameters, engine.refresh)

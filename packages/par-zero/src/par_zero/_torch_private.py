@@ -124,6 +124,27 @@ def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """The `step` of an optimizer's class, without the hooks that torch has wrapped around it.
+
+    The wrapper's attribute `hooked` is there since torch 2.0. There is no public way to a step without hooks, which are
+    those of all optimizers too, and are to run once a step.
+    """
+    function: Any = type(optimizer).step
+    bare: Callable[[Optimizer], object] = function.__wrapped__ if getattr(function, "hooked", False) else function
+    return bare
+
+
+def call_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+    """Registers a hook that runs after each step, before those that were registered earlier.
+
+    `_optimizer_step_post_hooks` is there since torch 2.0. The public method puts a hook behind the others.
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of a group may take.
 

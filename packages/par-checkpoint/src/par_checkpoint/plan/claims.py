@@ -272,7 +272,8 @@ def _united(
     holders: list[list[int]] = [[] for _ in range(len(unique))]
     for box, source in zip(which.tolist(), sources.tolist(), strict=True):
         holders[box].extend(ranks[source])
-    holders = [sorted(box)[: 1 if only_first else None] for box in holders]
+    # A rank has a box twice where two tensors of its optimizer hold parts of one parameter, and count steps each.
+    holders = [sorted(set(box))[: 1 if only_first else None] for box in holders]
     return (
         unique[:, :dims],
         unique[:, dims:],

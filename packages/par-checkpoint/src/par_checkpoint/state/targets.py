@@ -361,7 +361,7 @@ class _PackedTargets:
             self._targets.match(self._saved.places, key, sharding, value)
 
     def _reused(self, slot: str, fresh: torch.Tensor) -> torch.Tensor:
-        """The tensor that the slot has already, or that is kept ready for it, if it is like the fresh one; else that."""
+        """The tensor that the slot has, or that is kept ready for it, if it is like the fresh one; else that."""
         old = self._old.get(slot, slots_of(self._packed.tensor).get(slot))
         if not isinstance(old, torch.Tensor) or type(old) is not type(fresh):
             return fresh

@@ -46,11 +46,13 @@ class Slice:
         tensor: The optimizer's tensor, flat unless parameters are kept whole.
         group: Number of its param group among those of all optimizers.
         start: Its first element in the chunk.
+        tier: Where the optimizer's state of it lies: "device", "host" or "disk".
     """
 
     tensor: nn.Parameter
     group: int
     start: int
+    tier: str = "device"
 
     @property
     def stop(self) -> int:

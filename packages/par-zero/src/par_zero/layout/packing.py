@@ -30,11 +30,19 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Elements start to stop - 1 of a buffer, all of one param group, or padding behind it."""
+    """Elements start to stop - 1 of a buffer, all of one param group, or padding behind it.
+
+    Args:
+        group: Number of the param group.
+        start: The first element.
+        stop: One past the last.
+        tier: Where the optimizer's state of them lies: "device", "host" or "disk".
+    """
 
     group: int
     start: int
     stop: int
+    tier: str = "device"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ the same 39 numbers, given in three ways:
 Numbers are compared with a tolerance, since vector kernels round differently where a tensor ends.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._torch_private import hooks_of
 from .step import is_per_element
+from .twin import twin_of
 
 _STEPS = 3
 
@@ -55,6 +54,24 @@ def looks_at_all_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> bool
         torch.default_generator.manual_seed(0)
         each_alone = _stepped(optimizer, group, lambda tensors: [[tensor] for tensor in tensors])
     return as_they_are is not None and each_alone is not None and not _alike(as_they_are, each_alone)
+
+
+def slots_of_steps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The state that an optimizer keeps for each element of a tensor after a few steps: dtypes by name.
+
+    Args:
+        optimizer: The optimizer whose class is tried; it is not touched.
+        group: The param group whose settings are tried.
+        dtype: Dtype of the tensor.
+    """
+    with torch.random.fork_rng(devices=[]):
+        parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
+        twin = _twin(optimizer, group, [parameter])
+        for _ in range(_STEPS):
+            parameter.grad = torch.randn(3, 5, dtype=dtype)
+            twin.step()
+    state: Mapping[str, Any] = twin.state.get(parameter, {})
+    return {name: value.dtype for name, value in state.items() if is_per_element(name, value, parameter.shape)}
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -91,29 +108,16 @@ def _stepped(
 
 
 def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class and settings, for other parameters and on the CPU.
-
-    Its constructor is not called, since nobody knows with what. Instead it gets the attributes of the original, except
-    those that are bound to the original.
-    """
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    for name in hooks_of(optimizer):
-        twin.__dict__[name] = type(twin.__dict__[name])()
-    for name, value in optimizer.__dict__.items():
-        if callable(getattr(type(optimizer), name, None)):
-            del twin.__dict__[name]  # a method that was replaced, such as `step` by an lr scheduler
-        elif isinstance(value, torch.Generator) and value.device.type == "cpu":
-            twin.__dict__[name] = torch.Generator().set_state(value.get_state())
-
+    """An optimizer of the same class and settings, for other parameters and on the CPU."""
     settings = {name: _on_cpu(value) for name, value in group.items() if name not in ("params", "param_names")}
     if "lr" in settings and float(settings["lr"]) == 0:  # before a warm-up, in which nothing would move
         settings["lr"] = 1e-2
     if settings.get("capturable"):  # for GPUs alone, and another way to the same numbers
         settings |= {"capturable": False, "foreach": False}
-    twin.param_groups = [{**settings, "params": parameters}]
-
-    twin.state = defaultdict(dict)
+    twin = twin_of(optimizer, {**settings, "params": parameters})
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, torch.Generator) and value.device.type == "cpu":
+            twin.__dict__[name] = torch.Generator().set_state(value.get_state())
     for original in [parameter for parameter in group["params"] if parameter.numel()][:1]:
         for name, value in optimizer.state.get(original, {}).items():  # made by the constructor, as Adagrad's is
             for parameter in parameters:

@@ -9,10 +9,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..layout.chunk import Chunk, Slice
+from ..layout.packing import Range
 
 
 def rewire_(
-    optimizer: Optimizer, chunks: Sequence[Chunk], first: int = 0, wholes: Sequence[tuple[int, nn.Parameter]] = ()
+    optimizer: Optimizer,
+    chunks: Sequence[Chunk],
+    first: int = 0,
+    wholes: Sequence[tuple[int, nn.Parameter]] = (),
+    cuts: Mapping[Chunk, Sequence[Range] | None] | None = None,
 ) -> None:
     """Replaces the parameters in each param group by flat slices; group dicts and all their other entries stay.
 
@@ -21,12 +26,13 @@ def rewire_(
         chunks: The chunks that hold its parameters; they are given their slices.
         first: Number of its first param group among those of all optimizers.
         wholes: What this rank steps of assembled parameters: the number of its param group, and the tensor.
+        cuts: Into which ranges a chunk is cut; None: one for each param group.
     """
     by_group: dict[int, list[nn.Parameter]] = defaultdict(list)
     made = dict(optimizer.state)
     optimizer.state.clear()
     for chunk in chunks:
-        chunk.slices = [] if chunk.assembled else list(_slices(chunk))
+        chunk.slices = [] if chunk.assembled else list(_slices(chunk, (cuts or {}).get(chunk)))
         for part in chunk.slices:
             by_group[part.group].append(part.tensor)
             state = _cut_state(made, chunk, part)
@@ -41,15 +47,15 @@ def rewire_(
         group.pop("param_names", None)  # these were of the parameters; the records of the slices have the names
 
 
-def _slices(chunk: Chunk) -> Iterator[Slice]:
-    """One tensor for each param group, or, where parameters are kept whole, for each parameter."""
+def _slices(chunk: Chunk, ranges: Sequence[Range] | None) -> Iterator[Slice]:
+    """One tensor for each range: one for each param group, or, where parameters are kept whole, for each parameter."""
     low, high = chunk.updated
     shapes = {slot: member.shape for slot, member in zip(chunk.layout.slots, chunk.members, strict=True)}
-    for part in chunk.layout.slices(low, high):
+    for part in chunk.layout.slices(low, high) if ranges is None else ranges:
         tensor = chunk.master[part.start - low : part.stop - low]
         if chunk.layout.atomic:  # optimizers that are not element-wise look at the shape
             tensor = tensor.view(shapes[part.start, part.stop])
-        yield Slice(tensor=nn.Parameter(tensor), group=part.group, start=part.start)
+        yield Slice(tensor=nn.Parameter(tensor), group=part.group, start=part.start, tier=part.tier)
 
 
 def is_fresh(optimizer: Optimizer) -> bool:
@@ -74,7 +80,8 @@ def _cut_state(made: Mapping[Any, Mapping[str, Any]], chunk: Chunk, part: Slice)
             continue
         for name, value in made.get(member.parameter, {}).items():
             if not is_per_element(name, value, member.shape):
-                state.setdefault(name, value)
+                if name not in state:  # a parameter may be cut, and each part counts for itself
+                    state[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             if name not in state:
                 state[name] = torch.zeros(part.tensor.shape, dtype=value.dtype, device=part.tensor.device)
@@ -97,7 +104,8 @@ class Unmoved:
 
     def __init__(self, optimizer: Optimizer, chunks: Sequence[Chunk], unused: Sequence[Sequence[int]]) -> None:
         self._optimizer = optimizer
-        self._kept: list[tuple[torch.Tensor, int, int, torch.Tensor, dict[str, torch.Tensor]]] = []
+        self._still: dict[torch.Tensor, list[tuple[int, int]]] = {}  # by slice: from where to where nothing moves
+        self._kept: list[Kept] = []
         used = {chunk.items for chunk, members in zip(chunks, unused, strict=True) if len(members) < len(chunk.members)}
         for chunk, members in zip(chunks, unused, strict=True):
             for start, stop in (chunk.layout.slots[member] for member in members):
@@ -107,23 +115,60 @@ class Unmoved:
                         continue
                     if chunk.layout.atomic or chunk.items not in used:
                         part.tensor.grad = None
-                    else:
-                        value = part.tensor.detach().view(-1)[low:high].clone()
-                        state = {
-                            name: slot.view(-1)[low:high].clone() for name, slot in self._slots(part.tensor).items()
-                        }
-                        self._kept.append((part.tensor, low, high, value, state))
+                        continue
+                    self._still.setdefault(part.tensor, []).append((low, high))
+                    if part.tier != "disk":
+                        state = optimizer.state.get(part.tensor, {})
+                        self._kept.append(Kept(part.tensor, state, [(low, high)]))
+
+    def kept(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> "Kept | None":
+        """Notes what must not move of a slice whose state is on a disk, when it is about to be stepped.
+
+        Args:
+            tensor: The slice.
+            state: Its state, as it was read.
+        """
+        still = self._still.get(tensor)
+        return None if still is None else Kept(tensor, state, still)
 
     def restore_(self) -> None:
-        """Puts values and state back after the step; state that the step has made becomes zero."""
-        for tensor, low, high, value, state in self._kept:
-            tensor.detach().view(-1)[low:high] = value
-            for name, slot in self._slots(tensor).items():
-                slot.view(-1)[low:high] = state.get(name, 0)
+        """Puts values and state back after the step."""
+        for kept in self._kept:
+            kept.restore_(self._optimizer.state.get(kept.tensor, {}))
 
-    def _slots(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The state of a slice that has a number for each element."""
-        state: Mapping[str, Any] = self._optimizer.state.get(tensor, {})
+
+class Kept:
+    """Values and state of a part of a slice, to be put back after a step.
+
+    Args:
+        tensor: The slice.
+        state: Its state before the step.
+        ranges: From where to where nothing is to move.
+    """
+
+    def __init__(self, tensor: torch.Tensor, state: Mapping[str, Any], ranges: Sequence[tuple[int, int]]) -> None:
+        self.tensor = tensor
+        flat, slots = tensor.detach().view(-1), self._slots(state)
+        self._kept = [
+            (low, high, flat[low:high].clone(), {name: slot.view(-1)[low:high].clone() for name, slot in slots.items()})
+            for low, high in ranges
+        ]
+
+    def restore_(self, state: Mapping[str, Any]) -> None:
+        """Puts values and state back; state that the step has made becomes zero.
+
+        Args:
+            state: The state of the slice after the step.
+        """
+        for low, high, value, slots in self._kept:
+            self.tensor.detach().view(-1)[low:high] = value
+            for name, slot in self._slots(state).items():
+                slot.view(-1)[low:high] = slots.get(name, 0)
+
+    def _slots(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """The state that has a number for each element."""
         return {
-            name: slot for name, slot in state.items() if isinstance(slot, torch.Tensor) and slot.shape == tensor.shape
+            name: slot
+            for name, slot in state.items()
+            if isinstance(slot, torch.Tensor) and slot.shape == self.tensor.shape
         }

@@ -1,0 +1,128 @@
+"""Where an optimizer's state may lie, and which part of it lies where."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+
+TIERS = ("device", "host", "disk")
+"""From the quickest to the largest: what computes, the memory of its host, and a disk of the host."""
+
+Parts = str | float | Mapping[str, float]
+"""A tier; or the part from 0 to 1 that lies on the host; or parts by tier, and the rest on the device."""
+
+_UNITS = (
+    {"B": 1}
+    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
+
+_TIERS_ARE = "it can be 'device', 'host', 'disk', a part from 0 to 1, or a mapping of tiers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What of an optimizer's state lies elsewhere than on the device, for `shard`.
+
+    On a CPU the device and its host are one memory: state on the host moves nowhere, and is counted apart.
+
+    Args:
+        optimizer: Where its state lies: "device", "host" or "disk"; the part from 0 to 1 that lies on the host; or
+            parts by tier, such as {"host": 0.4, "disk": 0.3}, and the rest on the device. What stays nearest is that of
+            the modules that run first.
+        path: A folder on a local disk. Each rank makes one file in it, which has no name, so that nothing stays behind
+            however the process ends.
+        piece: Bytes of each slot, such as Adam's "exp_avg", that are read, stepped and written as one: a number, or a
+            text such as "16MiB".
+        ahead: Number of pieces in memory: one is stepped, others are read or written meanwhile.
+        threads: Number of threads that read, and of threads that write.
+
+    Raises:
+        TypeError: A value of another type.
+        ValueError: A value that is not allowed.
+    """
+
+    optimizer: Parts = "device"
+    path: str | PathLike[str] | None = None
+    piece: int | str = "16MiB"
+    ahead: int = 4
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        parts = self.parts
+        if self.path is not None and not isinstance(self.path, str | PathLike):
+            raise TypeError(f"path is {self.path!r}; give a folder on a local disk")
+        if parts["disk"] and self.path is None:
+            raise ValueError(f"path is {self.path!r}, but the disk needs a path; give a folder on a local disk")
+        for name, value in (("ahead", self.ahead), ("threads", self.threads)):
+            if type(value) is not int:
+                raise TypeError(f"{name} is {value!r}; give a whole number, such as {getattr(Offload, name)}")
+            if value < 1:
+                raise ValueError(f"{name} is {value}; give 1 or more")
+        _ = self.piece_bytes
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Which part of the state lies in each tier; 1 in all."""
+        given, remedy = self.optimizer, _TIERS_ARE
+        if isinstance(given, str):
+            if given not in TIERS:
+                raise ValueError(f"optimizer is {given!r}; {remedy}")
+            return {tier: float(tier == given) for tier in TIERS}
+        mapping = given if isinstance(given, Mapping) else {"host": given}
+        for tier, part in mapping.items():
+            if isinstance(part, bool) or not isinstance(part, int | float):
+                raise TypeError(f"optimizer is {given!r}; {remedy}")
+            if tier not in TIERS or not 0 <= part <= 1:
+                raise ValueError(f"optimizer is {given!r}; {remedy}")
+        away = {tier: float(mapping.get(tier, 0)) for tier in ("host", "disk")}
+        total = sum(mapping.values())
+        if total > 1 + 1e-9:
+            raise ValueError(f"optimizer is {given!r}, parts whose sum is {total:g}; give parts whose sum is 1 or less")
+        if "device" in mapping and not math.isclose(total, 1):
+            raise ValueError(
+                f"optimizer is {given!r}, parts of all tiers whose sum is {total:g}; leave the device out, which has "
+                "the rest, or give parts whose sum is 1"
+            )
+        return {"device": max(0.0, 1 - away["host"] - away["disk"]), **away}
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of each slot that are moved as one."""
+        size = self.piece
+        if isinstance(size, bool) or not isinstance(size, int | str):
+            raise TypeError(f"piece is {size!r}; give bytes, such as 16_000_000, or a text such as '16MiB'")
+        if isinstance(size, str):
+            match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", size)
+            if match is None or match[2] not in _UNITS:
+                raise ValueError(f"piece is {size!r}; give a number and one of {', '.join(_UNITS)}, such as '16MiB'")
+            size = int(float(match[1]) * _UNITS[match[2]])
+        if size < 1:
+            raise ValueError(f"piece is {self.piece!r}; give 1 byte or more")
+        return size
+
+    @property
+    def folder(self) -> str:
+        """The path as a text."""
+        return "" if self.path is None else fspath(self.path)
+
+
+def offload_of(given: Offload | Mapping[str, object] | None) -> Offload:
+    """The options that were given as such, as a mapping, or not at all.
+
+    Raises:
+        TypeError: Something else, or a mapping with another name.
+        ValueError: A value that is not allowed.
+    """
+    if given is None:
+        return Offload()
+    if isinstance(given, Offload):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"offload is {given!r}; give an Offload, a mapping of its arguments, or None")
+    names = list(Offload.__dataclass_fields__)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise TypeError(f"offload has {unknown[0]!r}; it can have {', '.join(names)}")
+    return Offload(**given)  # type: ignore[arg-type]  # checked there

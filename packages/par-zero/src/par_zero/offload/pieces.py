@@ -1,0 +1,102 @@
+"""Which part of an optimizer's state lies in which tier, in which pieces, and where in a file. Pure arithmetic."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .._tiers import TIERS
+from ..layout.packing import ALIGNMENT, Range
+
+PAGE = 4096
+"""Bytes of which the beginning of every slot in a file is a multiple: what reads past the cache asks for."""
+
+Slots = Mapping[str, torch.dtype]
+"""The state that an optimizer keeps for each element of a tensor: dtypes by name."""
+
+
+def cut(chunks: Sequence[Sequence[Range]], parts: Mapping[str, float], limit: int) -> list[list[Range]]:
+    """Cuts what an optimizer holds into pieces, each in one tier.
+
+    Args:
+        chunks: What is held of each chunk, in the order in which chunks run forward. What comes first stays nearest.
+        parts: Which part of all elements lies in each tier; 1 in all.
+        limit: Number of elements of a piece on the disk, at most, but 16 or more.
+
+    Returns:
+        The pieces of each chunk; those of one tier and chunk lie together.
+    """
+    total = sum(each.stop - each.start for ranges in chunks for each in ranges)
+    ends = []  # of each tier, in elements from the first
+    share = 0.0
+    for number, tier in enumerate(TIERS):
+        share += parts[tier]
+        is_last = not any(parts[other] for other in TIERS[number + 1 :])
+        ends.append(total if is_last else round(total * share) // ALIGNMENT * ALIGNMENT)
+    limit = max(limit // ALIGNMENT, 1) * ALIGNMENT
+    pieces: list[list[Range]] = []
+    done = 0
+    for ranges in chunks:
+        pieces.append([])
+        for whole in ranges:
+            start = whole.start
+            while start < whole.stop:
+                number = next(number for number, end in enumerate(ends) if done < end)
+                stop = min(whole.stop, start + ends[number] - done)
+                if TIERS[number] == "disk":
+                    stop = min(stop, start + limit)
+                pieces[-1].append(replace(whole, start=start, stop=stop, tier=TIERS[number]))
+                done += stop - start
+                start = stop
+    return pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One slot of a piece in the file.
+
+    Args:
+        name: Its name, such as "exp_avg".
+        dtype: Dtype of its elements.
+        start: Its first byte within the block.
+        count: Number of its elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What a piece has in the file: its slots side by side, so that they are read as one.
+
+    Args:
+        start: Its first byte in the file.
+        size: Number of its bytes, padding included.
+        slots: Its slots.
+    """
+
+    start: int
+    size: int
+    slots: tuple[Slot, ...]
+
+
+def blocks(pieces: Iterable[tuple[int, Slots]]) -> list[Block]:
+    """Where pieces lie in a file, one behind the other.
+
+    Args:
+        pieces: For each piece, the number of its elements and its slots.
+    """
+    found: list[Block] = []
+    start = 0
+    for count, slots in pieces:
+        size = 0
+        made = []
+        for name, dtype in slots.items():
+            made.append(Slot(name=name, dtype=dtype, start=size, count=count))
+            size += -(-count * dtype.itemsize // PAGE) * PAGE
+        found.append(Block(start=start, size=size, slots=tuple(made)))
+        start += size
+    return found

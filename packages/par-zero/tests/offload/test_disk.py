@@ -1,0 +1,86 @@
+"""The file: what is read and written directly, and what others see of it."""
+
+import errno
+import fcntl
+import os
+import resource
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from par_zero.offload.disk import Buffer, Disk
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_written_is_read_by_file_and_by_mapping(direct, tmp_path, monkeypatch):
+    if not direct:
+        original = fcntl.fcntl
+
+        def refuse(file, command, flags=0):
+            if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return original(file, command, flags)
+
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+    disk = Disk(str(tmp_path), 12 * MIB, threads=2)
+    assert not list(tmp_path.iterdir())
+    source, into = Buffer(9 * MIB), Buffer(9 * MIB)
+    mapped = disk.tensor(4096, torch.float32, 9 * MIB // 4)
+    for turn in range(3):
+        values = source.tensor(0, torch.float32, 9 * MIB // 4)
+        values.copy_(torch.arange(len(values)) + turn)
+        write = disk.write(4096, source.bytes)
+        read = disk.read(4096, into.bytes, after=write)
+        write.wait()
+        read.wait()
+        assert torch.equal(into.tensor(0, torch.float32, len(values)), values)
+        assert torch.equal(mapped, values)
+        mapped[5] = -1  # through the cache, and then past it
+        disk.read(4096, into.bytes).wait()
+        assert into.tensor(0, torch.float32, 6)[5] == -1
+
+
+def test_nothing_is_read_after_a_write_that_failed(tmp_path, monkeypatch):
+    disk = Disk(str(tmp_path), MIB, threads=1)
+    buffer = Buffer(MIB)
+    buffer.tensor(0, torch.float32, 1).fill_(7)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    write = disk.write(0, buffer.bytes)
+    disk.read(0, buffer.bytes, after=write).wait()
+    assert isinstance(write.error(), OSError)
+    assert buffer.tensor(0, torch.float32, 1) == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/dev/shm", r"path '/dev/shm' is in memory \(tmpfs\), so nothing would be saved; give a folder on a disk"),
+        ("/nowhere", r"path '/nowhere' is no folder; give a folder on a local disk"),
+    ],
+)
+def test_a_folder_that_is_none_or_in_memory_is_refused(path, problem):
+    with pytest.raises(ValueError, match=problem):
+        Disk(path, MIB, threads=1)
+
+
+def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (MIB, limits[1])
+    )  # the kernel refuses to make room, as where others took it
+    try:
+        with pytest.raises(ValueError, match=r"free and 0.0 GB are needed; free some, or offload less"):
+            Disk(str(tmp_path), 2 * MIB, threads=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4_000_000, f_frsize=1000))
+    with pytest.raises(ValueError, match=r"has 4.0 GB free and 12.3 GB are needed; free some, or offload less"):
+        Disk(str(tmp_path), 12_300_000_000, threads=1)
+    assert not list(tmp_path.iterdir())

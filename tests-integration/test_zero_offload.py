@@ -1,0 +1,73 @@
+"""State on a disk and checkpoints: files do not know of it, and training goes on with it, without it and elsewhere."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import par_checkpoint
+from par_groups import slots_of
+from par_zero import Offload, shard
+
+pytest.importorskip("safetensors")
+
+
+def sharded(stage, group, offload, *, seed=0):
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(37, 13), nn.Tanh(), nn.Linear(13, 37), nn.LayerNorm(37))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    shard(module, optimizer, stage=stage, group=group, bucket=1000, offload=offload)
+    return module, optimizer
+
+
+def losses(module, optimizer, group, first, count):
+    """Losses of some steps. Every group of ranks sees the same 12 rows in all, cut evenly."""
+    found = []
+    for step in range(first, first + count):
+        rows = torch.randn(12, 37, generator=torch.Generator().manual_seed(step))
+        loss = module(rows.chunk(dist.get_world_size(group))[dist.get_rank(group)]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach_(), group=group)
+        found.append(loss.item() / dist.get_world_size(group))
+    return found
+
+
+def files(folder):
+    """What lies in a checkpoint, byte by byte."""
+    return {each.name: each.read_bytes() for each in sorted(folder.iterdir()) if each.is_file()}
+
+
+@pytest.mark.ranks(3)
+def test_a_checkpoint_of_state_on_a_disk_is_one_of_state_in_memory(tmp_path):
+    world = dist.group.WORLD
+    scratch = tmp_path / "scratch"
+    if dist.get_rank() == 0:
+        scratch.mkdir()
+    dist.barrier()
+    disk = Offload(optimizer={"host": 0.2, "disk": 0.6}, path=scratch, piece=1024, ahead=2)
+    module, optimizer = sharded(1, world, None)
+    losses(module, optimizer, world, 0, 2)
+    par_checkpoint.save(tmp_path / "memory", model=module, optimizer=optimizer, step=2).wait()
+    expected = losses(module, optimizer, world, 2, 3)
+
+    module, optimizer = sharded(1, world, disk)
+    losses(module, optimizer, world, 0, 2)
+    path = tmp_path / "disk"
+    par_checkpoint.save(path, model=module, optimizer=optimizer, step=2).wait()  # amid the last writes
+    assert losses(module, optimizer, world, 2, 3) == expected
+    assert files(path) == files(tmp_path / "memory")
+
+    for stage, offload in ((1, disk), (3, disk), (3, None)):
+        module, optimizer = sharded(stage, world, offload, seed=1)
+        par_checkpoint.load(path, model=module, optimizer=optimizer)
+        for tensor in optimizer.param_groups[0]["params"]:
+            assert all(optimizer.state[tensor][slot] is view for slot, view in slots_of(tensor).items())
+        assert losses(module, optimizer, world, 2, 3) == expected
+
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    module, optimizer = sharded(2, alone, disk, seed=2)
+    par_checkpoint.load(path, model=module, optimizer=optimizer, group=alone)
+    assert losses(module, optimizer, alone, 2, 3) == pytest.approx(expected, rel=1e-5)  # means of means
+    assert not list(scratch.iterdir())
