@@ -121,7 +121,12 @@ def every_cell() -> list[Cell]:
     both = [case(tensor=tensor, sequence="Gather2") for tensor in ("TP2", "SP2")]
     both += [case(2, tensor="SP2", sequence="Gather2", zero=stage) for stage in (1, 3)]
     existing = [case(pipeline=pipeline, tensor="SP2", model="Llama") for pipeline in (None, "1f1b")]
+    existing += [case(sequence=name, model="Llama") for name in SEQUENCE]
     sharded = [case(2, tensor="TP2", zero=2, model="Llama"), case(2, "1f1b", zero=1, tied=True, model="Llama")]
+    sharded += [
+        case(2, sequence="Gather2", zero=3, model="Llama"),
+        case(pipeline="1f1b", sequence="Ring2", model="Llama"),
+    ]
     matrices = [case(2, zero=3, muon=True), case(2, tensor="SP2", zero=2, muon=True), case(tensor="2D4", muon=True)]
     return [
         *_in(plain, PRECISIONS),

@@ -211,6 +211,8 @@ class Run:
         self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
             whole, optimizer, loader(), warm_up(optimizer)
         )
+        if model == "Llama":  # whose batches are dicts, which are cut when they are taken
+            batches.cut = None
         self.batches = endless(batches) if model == "GPT" else map(as_batch, endless(batches))
 
     def train(self, steps: int) -> Curve:

@@ -100,6 +100,10 @@ def test_ranks_that_cut_differently_all_raise():
                 one()
         with pytest.raises(ValueError, match=r"masks \(Mask\(causal=True\),\); .*masks \(Mask\(\),\)"):
             context.cut((ids,), masks=masks)
+        with pytest.raises(
+            ValueError, match=r"rank 1: 1 rows, .* integers that add up to 16; rank 0: .* add up to 0\)"
+        ):
+            context.cut((ids + rank, ids.double()))  # other samples, or a part of them that was cut before
         wrong = r"documents \[8, 7\] have 15 tokens together, but the row has 16"
         with pytest.raises(ValueError, match=wrong if rank else f"rank 1: ValueError: {wrong}"):
             context.cut((ids,), documents=[8, 8 - rank])

@@ -202,15 +202,16 @@ class Context:
             multiple: What each chunk of a rank's tokens is a multiple of; default: as `tokens` has it.
             pad: Whether rows are filled up where their length does not divide. Fillings are 0; -100 in tensors that
                 are called "targets", "labels" or "shift_labels", and in those of a tuple behind the first.
-            compare: Whether the ranks make sure that they are about to cut alike, by an all-reduce of three numbers.
-                Without it nothing is sent: for batches that are equal by the way in which they are made.
+            compare: Whether the ranks make sure that they are about to cut the same batch alike, by an all-reduce of
+                five numbers, among them the sum of its integers. Without it nothing is sent: for batches that are equal
+                by the way in which they are made.
 
         Returns:
             The batch, its tensors [B, s, ...], and its tokens, which attention and layers are given.
 
         Raises:
             ValueError: Tensors have different lengths, or what `tokens` raises, or ranks gave different lengths,
-                documents or masks. On every rank.
+                documents or masks, or other integers. On every rank.
         """
         of_transformers = isinstance(batch, Mapping) and "input_ids" in batch and not shift
         given: Any = batch
@@ -232,7 +233,7 @@ class Context:
         except (ValueError, TypeError) as error:  # raised when all ranks know of it
             problem = error
         if compare:
-            self._agree(problem, said)
+            self._agree(problem, said, [given[name] for name in along])
         elif problem is not None:
             raise problem
         if tokens is None:
@@ -451,8 +452,14 @@ class Context:
         array = tokens.home() if what == "home" else getattr(tokens, what)(self.rank)
         return torch.from_numpy(array).to(device)
 
-    def _agree(self, problem: Exception | None, said: str) -> None:
-        """Raises on every rank of the sequence if one has a problem, or they are about to cut differently."""
+    def _agree(self, problem: Exception | None, said: str, content: Sequence[Tensor]) -> None:
+        """Raises on every rank of the sequence if one has a problem, or they are about to cut differently.
+
+        Args:
+            problem: What is wrong on this rank.
+            said: How it is about to cut what.
+            content: The tensors that it is about to cut, of which integers are compared by their sum.
+        """
         if self._groups is None or self.ranks == 1:
             if problem is not None:
                 raise problem
@@ -460,10 +467,17 @@ class Context:
         group = self._groups[self.axis]
         text = "" if problem is not None else said
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
-        numbers = torch.tensor([digest, -digest, int(problem is not None)], device=self.device)
+        numbers = torch.tensor([digest, -digest, int(problem is not None), 0, 0], device=self.device)
+        for x in content:
+            if not x.is_floating_point():
+                numbers[3] += x.sum().to(self.device)
+        summed = numbers[3].clone()
+        numbers[4] = -summed
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-        highest, negated_lowest, failed = numbers.tolist()
-        if highest != -negated_lowest or failed:
+        highest, negated_lowest, failed, most, negated_least = numbers.tolist()
+        if highest != -negated_lowest or failed or most != -negated_least:
+            if highest == -negated_lowest:
+                said += f", of integers that add up to {int(summed)}"
             check_alike(agree(problem, said, group), "tokens", remedy="cut the same batch on all ranks of a sequence")
 
     def _check_cut(self, tokens: Tokens) -> None:
