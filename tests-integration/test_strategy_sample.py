@@ -48,6 +48,8 @@ CASES = {
     "data": {},
     "tensor, data, stage 3": {"parallel": {"tensor": CUT}, "zero": 3},
     "pipeline x sequence": {"parallel": {"pipeline": 2, "tensor": {**CUT, "sequence_parallel": True}}},
+    "over a cut sequence, tensor": {"parallel": {"sequence": {"size": 2, "mode": "ring"}, "tensor": CUT}},
+    "over a cut sequence, pipeline": {"parallel": {"pipeline": 2, "sequence": 2}, "zero": 1},
     "two stages a rank": {
         "parallel": {"pipeline": 2},
         "pipeline": {"schedule": "interleaved", "microbatches": 4},

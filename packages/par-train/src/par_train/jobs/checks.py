@@ -140,11 +140,6 @@ def _check_sequence(options: Options, why: str) -> None:
             0.0,
             "what is dropped cannot be equal over these ranks; set it to 0",
         ),
-        "sample.prompts": (
-            options.sample.prompts,
-            (),
-            "a text is written token by token; leave [sample] out, and sample from the checkpoint",
-        ),
     }
     for name, (value, allowed, remedy) in refused.items():
         if value != allowed:

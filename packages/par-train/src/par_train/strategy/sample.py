@@ -15,14 +15,15 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from par_groups import ProcessGroups
-from par_layers import parallel_of
+from par_layers import Context, parallel_of
 from par_pipeline import Pipeline
 
 from ..data.randomness import seed_number
-from ..data.shares import averaged_over
-from .existing import logits_of, pretrained_of
+from .existing import TOKENS, logits_of, pretrained_of
+from .sequence import cut_dict
 from .stages import Stages
 
 Ends = int | Sequence[int] | Literal["auto"] | None
@@ -78,12 +79,6 @@ def read_request(
             f"this {type(model).__name__} is made of layers that may leave its logits cut, and sample() needs whole "
             "ones; it takes models that par_layers.parallelize has cut, such as those of transformers"
         )
-    if averaged_over(groups.topology) != "data":
-        raise ValueError(
-            f"sample() gives every rank whole texts, and this model takes a part of each on the "
-            f"{groups.size('sequence')} ranks of 'sequence'; save the model, and sample under a Strategy without that "
-            "axis"
-        )
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the number of new tokens, at least 1")
     if not 0.0 <= temperature < math.inf:
@@ -119,7 +114,12 @@ def read_request(
 
 
 def write_on(
-    request: Request, model: nn.Module, pipeline: Pipeline | None, groups: ProcessGroups, device: torch.device
+    request: Request,
+    model: nn.Module,
+    pipeline: Pipeline | None,
+    groups: ProcessGroups,
+    context: Context,
+    device: torch.device,
 ) -> list[Tensor]:
     """The prompts with what the model goes on with, up to a token that ends them. Collective.
 
@@ -130,6 +130,7 @@ def write_on(
         model: The model, or this rank's part of it.
         pipeline: What runs the stages; None where there are none.
         groups: The groups of ranks along each axis.
+        context: What cuts texts over the ranks of an axis `sequence`, and nothing where there is none.
         device: Where the model is.
 
     Returns:
@@ -140,7 +141,7 @@ def write_on(
     texts = [prompt.tolist() for prompt in request.prompts]
     numbers = [_uniform(request, row) for row in range(len(texts))]
     writing, first = list(range(len(texts))), list(map(len, texts))
-    logits_after = _logits_after(model, pipeline)
+    logits_after = _logits_after(model, pipeline) if context.ranks == 1 else _over_ranks(model, pipeline, context)
     with _evaluating(model), torch.no_grad():
         for _ in range(request.tokens):
             lengths = [len(texts[row]) for row in writing]
@@ -194,6 +195,43 @@ def _logits_after(model: nn.Module, pipeline: Pipeline | None) -> Callable[[Tens
             return None
         last = torch.tensor([length - 1 - time for length in lengths])  # from the end: others may not be kept
         logits = logits_of(outputs)[torch.arange(rows), last]
+        return logits if known is None or known.vocabulary is None else known.gather(logits)
+
+    return logits_after
+
+
+def _over_ranks(
+    model: nn.Module, pipeline: Pipeline | None, context: Context
+) -> Callable[[Tensor, Sequence[int]], Tensor | None]:
+    """As `_logits_after`, where each sequence rank has a part of the tokens of every text.
+
+    A model of transformers is told how they are cut. Others are called with a part of rows that are so long that they
+    divide over the ranks, and need to be told nothing.
+    """
+    known, is_pretrained = parallel_in(model), pretrained_of(model) is not None
+
+    def logits_after(ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
+        rows = len(ids)
+        if pipeline is not None:  # each microbatch has a row, if need be once more
+            ids = ids[torch.arange(max(rows, pipeline.schedule.microbatches)) % rows]
+        tokens = context.tokens(ids.shape[1], pad=True)
+        keywords: dict[str, Any] = {}
+        if is_pretrained:
+            cut = cut_dict({"input_ids": ids}, context, compare=False)
+            ids, tokens = cut["input_ids"], cut[TOKENS]
+            keywords = {name: cut[name] for name in ("position_ids", "attention_mask", TOKENS)}
+            keywords["use_cache"] = False
+        else:
+            tokens = context.tokens(tokens.padded)
+            places = torch.from_numpy(tokens.index(context.rank)).to(ids.device)
+            ids = functional.pad(ids, (0, tokens.padded - ids.shape[1])).index_select(1, places)
+        outputs = model(ids, **keywords) if pipeline is None else pipeline.evaluate(ids, **keywords).outputs
+        if outputs is None:
+            return None
+        owners, places_there = divmod(tokens.home()[[length - 1 for length in lengths]], tokens.local)
+        logits = logits_of(outputs)[torch.arange(rows), torch.from_numpy(places_there)]
+        elsewhere = torch.from_numpy(owners != context.rank).to(logits.device)
+        logits = context.sum(logits.masked_fill(elsewhere.unsqueeze(-1), 0.0))  # of one rank's and zeros: exact
         return logits if known is None or known.vocabulary is None else known.gather(logits)
 
     return logits_after

@@ -451,7 +451,8 @@ class Strategy(Setup):
 
         Each token takes a forward of the whole text before it: there is no cache, and so nothing that a pipeline or
         sharded weights would have to keep. It is for looking at a model in training. Dropout is off meanwhile, the
-        modes of all modules are put back, and torch's generators are not used.
+        modes of all modules are put back, and torch's generators are not used. Over an axis `sequence` a model of one's
+        own is given rows that are filled up until they divide: it needs as many positions.
 
         Args:
             model: The model that `initialize` gave.
@@ -477,7 +478,7 @@ class Strategy(Setup):
             )
         check_alike(agree(None, request.digest(), None), "prompts or options to sample by", show=False)
         pipeline = None if self.schedule is None else self.pipeline(model)
-        texts = write_on(request, model, pipeline, self.groups, self.device)
+        texts = write_on(request, model, pipeline, self.groups, self.context, self.device)
         given = [text.to(prompt.device) for text, prompt in zip(texts, ids, strict=True)]
         return joined_rows(given) if isinstance(ids, Tensor) else given
 
