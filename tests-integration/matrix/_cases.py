@@ -36,7 +36,8 @@ class Case:
         ranks: Of the world.
         options: Of the strategy, but for precision.
         tied: Whether the logits share the embedding's table.
-        model: "GPT", of the strategy's layers, or "Llama", of transformers, as it is.
+        model: "GPT", of the strategy's layers; "Llama", of transformers, as it is; or "Packed", the GPT of `par-train
+            run` on rows of documents.
         muon: Whether matrices are stepped as wholes.
     """
 
@@ -104,8 +105,7 @@ def every_cell() -> list[Cell]:
     """All of them, in the order of the table.
 
     Under autocast, weights and gradients stay in fp32: what par-zero moves is the same, and is not tried again. Whole
-    matrices are stepped in fp32 alone, where a wrong one shows best. Sequence ranks beside tensor ranks are not tried
-    in bf16: the roundings of both cuts take a norm of one of twenty steps 0.16 away from that of fp32.
+    matrices are stepped in fp32 alone, where a wrong one shows best.
     """
     plain = [case(), case(2), *(case(tensor=name) for name in TENSOR)]
     plain += [case(pipeline=name) for name in SCHEDULES] + [case(pipeline="1f1b", tied=True)]
@@ -120,6 +120,13 @@ def every_cell() -> list[Cell]:
     zero += [case(2, sequence="Gather2", zero=stage) for stage in (1, 2, 3)]
     both = [case(tensor=tensor, sequence="Gather2") for tensor in ("TP2", "SP2")]
     both += [case(2, tensor="SP2", sequence="Gather2", zero=stage) for stage in (1, 3)]
+    packed = [case(model="Packed"), *(case(sequence=name, model="Packed") for name in SEQUENCE)]
+    packed += [
+        case(2, sequence="Ring2", zero=3, model="Packed"),
+        case(tensor="SP2", sequence="Gather2", model="Packed"),
+    ]
+    packed += [case(pipeline="1f1b", sequence="Gather2", tied=True, model="Packed")]
+    packed += [case(2, "zb_v", sequence="Ulysses2", zero=2, model="Packed"), case(tensor="2D4", model="Packed")]
     existing = [case(pipeline=pipeline, tensor="SP2", model="Llama") for pipeline in (None, "1f1b")]
     existing += [case(sequence=name, model="Llama") for name in SEQUENCE]
     sharded = [case(2, tensor="TP2", zero=2, model="Llama"), case(2, "1f1b", zero=1, tied=True, model="Llama")]
@@ -131,7 +138,8 @@ def every_cell() -> list[Cell]:
     return [
         *_in(plain, PRECISIONS),
         *_in(zero, ("fp32", "bf16", "fp16")),
-        *_in(both, ("fp32", "fp16")),
+        *_in(both, ("fp32", "bf16", "fp16")),
+        *_in(packed, ("fp32", "bf16", "fp16")),
         *_in(existing, PRECISIONS),
         *_in(sharded, ("fp32", "bf16", "fp16")),
         *_in(matrices, ("fp32",)),
@@ -148,7 +156,7 @@ def cover() -> list[Cell]:
     fp32 = [case(), case(2, zero=1), case(2, zero=3), *(case(tensor=name) for name in ("TP2", "SP2"))]
     fp32 += [case(pipeline=name) for name in ("gpipe", "zb_h2", "looped_bfs", "v_min")]
     fp32 += [case(sequence="Ring2"), case(tensor="SP2", sequence="Gather2", zero=1)]
-    fp32 += [case(pipeline="1f1b", tensor="SP2", model="Llama")]
+    fp32 += [case(pipeline="1f1b", tensor="SP2", model="Llama"), case(2, sequence="Gather2", zero=2, model="Packed")]
     return [
         *_in(fp32, ("fp32",)),
         (case(2, zero=2), "bf16"),
