@@ -1,6 +1,6 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
-from ._cost import Memory, bucket_bytes, memory, traffic
+from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
 from ._options import ShardOptions
 from ._shard import no_sync, reset, shard, summon
 from ._tiers import Offload
@@ -12,6 +12,7 @@ __all__ = [
     "Memory",
     "Offload",
     "ShardOptions",
+    "Transfers",
     "bucket_bytes",
     "looks_at_all_tensors",
     "looks_at_whole_tensors",
@@ -21,4 +22,5 @@ __all__ = [
     "shard",
     "summon",
     "traffic",
+    "transfers",
 ]

@@ -4,10 +4,12 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from ._stage import STAGES
+from ._tiers import TIERS, Offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ def memory(
     chunk: int = 0,
     assembled: int = 0,
     inflight: int = 2,
+    offload: Offload | None = None,
+    tier: Literal["device", "host", "disk"] = "device",
 ) -> Memory:
     """Bytes of one rank after a step on gloo. During it, stage 3 adds the parameters of two units.
 
@@ -62,20 +66,76 @@ def memory(
             see whole tensors. A rank steps about as many elements as it has parts of, in tensors of their own.
         inflight: Number of chunks that are reduced at a time, such as the `inflight` of `shard`. By default two, which
             are kept between steps where `shard` was given no number; in backward it is then all that are under way.
+        offload: What of the optimizer's state lies elsewhere, as given to `shard`. Its copies of parameters stay.
+        tier: Which bytes: on the "device"; on its "host", which has the buffers through which a disk's state passes; or
+            on the "disk", where each slot of each piece is rounded up to 4096.
+
+    Raises:
+        ValueError: Another tier.
     """
+    if tier not in TIERS:
+        raise ValueError(f"tier is {tier!r}; it can be one of {', '.join(TIERS)}")
     cuts = STAGES[stage]
     used, reduced = param_dtype or dtype, reduce_dtype or param_dtype or dtype
     copies = slots + (used != dtype)
     # Of each chunk: the whole gradient where it is not kept, and what a reduce-scatter receives.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
+    parts = (offload or Offload()).parts
+    own = parameters / (ranks if cuts.shards_state else 1)
+    state = own * dtype.itemsize * slots
+    if tier != "device":
+        on_disk = own * parts["disk"] * dtype.itemsize
+        ring = 0.0
+        if offload is not None and tier == "host":
+            ring = slots * min(offload.ahead * min(offload.piece_bytes, on_disk), on_disk)
+        return Memory(parameters=0, gradients=0, optimizer=state * parts[tier], buffers=ring)
     stepped = assembled * dtype.itemsize / (ranks if cuts.shards_state else 1)
     return Memory(
         parameters=parameters * used.itemsize / (ranks if cuts.shards_parameters else 1),
         gradients=parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1) + stepped,
-        optimizer=parameters * dtype.itemsize * copies / (ranks if cuts.shards_state else 1)
+        optimizer=own * dtype.itemsize * copies
+        - state * (1 - parts["device"])
         + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
         buffers=chunk * reduced.itemsize * buffers,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """Bytes that one rank's step moves between tiers.
+
+    Args:
+        read: Bytes that are read from the disk.
+        written: Bytes that are written to the disk.
+    """
+
+    read: float
+    written: float
+
+
+def transfers(
+    stage: int,
+    parameters: int,
+    ranks: int,
+    *,
+    offload: Offload,
+    dtype: torch.dtype = torch.float32,
+    slots: int = 2,
+) -> Transfers:
+    """Bytes that a step moves between tiers, within the rounding of each slot of each piece up to 4096.
+
+    A first step reads nothing, a step that is skipped moves nothing.
+
+    Args:
+        stage: Stage of `shard`, 0 to 3.
+        parameters: Number of elements of all parameters.
+        ranks: Number of ranks that share.
+        offload: What of the optimizer's state lies elsewhere, as given to `shard`.
+        dtype: Dtype of the parameters that the optimizer updates.
+        slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
+    """
+    state = memory(stage, parameters, ranks, dtype=dtype, slots=slots, offload=offload, tier="disk").optimizer
+    return Transfers(read=state, written=state)
 
 
 def bucket_bytes(ranks: int, *, latency: float = 8e-6, bandwidth: float = 45e9) -> int:

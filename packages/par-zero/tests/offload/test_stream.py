@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import gradients, settle_
+from par_groups import gradients, settle_, slots_of
 from par_testing import for_each
-from par_zero import Offload, no_sync, shard
+from par_zero import Offload, memory, no_sync, shard, transfers
 
 from ..helpers import OPTIMIZERS, STAGES, adamw, assert_same, batch, loss_of, mlp, sharded, uneven, whole
 
@@ -329,3 +329,46 @@ def test_a_read_that_fails_raises_on_all_ranks_before_its_piece_is_touched(tmp_p
     for tensor, (value, moment) in zip(tensors, before, strict=True):
         assert torch.equal(tensor, value) == torch.equal(optimizer.state[tensor]["exp_avg"], moment)
     assert sum(moved) == (len(tensors) if dist.get_rank() == 0 else 2)
+
+
+@for_each(stage=(0, 2))
+@pytest.mark.ranks(2)
+def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(stage, tmp_path):
+    """Sizes of which nothing is rounded up: 4 layers of 8192 elements, pieces of 1024 of them."""
+    module = nn.Sequential(*(nn.Linear(64, 128, bias=False) for _ in range(4)))
+    module.forward = lambda x: sum(layer(x) for layer in module)
+    optimizer = small(module.parameters())
+    offload = on_disk(tmp_path, {"host": 0.25, "disk": 0.5}, piece=4096)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload)
+    moved = {"preadv": [], "pwritev": []}  # lists, as threads count
+
+    def count(name):
+        original = getattr(os, name)
+
+        def counted(*args):
+            size = original(*args)
+            moved[name].append(size)
+            return size
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in moved:
+            patch.setattr(os, name, count(name))
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(module, batch(step, width=64)).backward()
+            optimizer.step()
+            settle_(optimizer.param_groups[0]["params"])
+    expected = transfers(stage, 2**15, 2, offload=offload)
+    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read, 2 * expected.written)
+    on_disk_bytes = sum(view.nbytes for tensor in optimizer.state for view in slots_of(tensor).values())
+    assert on_disk_bytes == memory(stage, 2**15, 2, offload=offload, tier="disk").optimizer
+    elsewhere = [
+        slot.nbytes
+        for tensor, state in optimizer.state.items()
+        for name, slot in state.items()
+        if slot.dim() and name not in slots_of(tensor)
+    ]
+    tiers = [memory(stage, 2**15, 2, offload=offload, tier=tier).optimizer for tier in ("device", "host")]
+    assert sum(elsewhere) == sum(tiers)

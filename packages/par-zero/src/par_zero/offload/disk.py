@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -126,6 +127,9 @@ class Buffer:
 
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # the kernel looks up each page for each read and write
+            with suppress(OSError):  # it is advice, which not every kernel takes
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = memoryview(self._memory)
 
     def tensor(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:

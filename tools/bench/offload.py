@@ -1,0 +1,161 @@
+"""A step of AdamW whose moments lie on a disk, beside what the disk itself takes for the same bytes.
+
+One process, so that nothing but the disk and the arithmetic takes part. Contenders take turns. Run as
+`python tools/bench/offload.py [parameters] [rounds]`; writes docs/benchmarks/offload.md and .json. It needs a folder on
+a disk with room for three times the state, by default the current one; `OFFLOAD_PATH` names another.
+"""
+
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from _table import write
+from _turns import ratio, shuffled
+from torch import nn
+
+from par_groups import launch, settle_
+from par_zero import Offload, shard
+from par_zero.offload.disk import Buffer, Disk
+from par_zero.offload.pieces import Block, blocks
+
+PIECE, AHEAD, THREADS = 2**24, 4, 2
+
+Contender = tuple[Callable[[], None], Callable[[], None]]
+"""What comes before a step, and the step, which is measured."""
+
+
+def main(parameters: int = 200_000_000, rounds: int = 7) -> None:
+    """Measures all contenders, in turns."""
+    torch.manual_seed(0)
+    with launch(), tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_PATH", ".")) as folder:
+        contenders: dict[str, Contender] = {
+            "state in memory": training(parameters, None),
+            "state on the disk": training(
+                parameters, Offload(optimizer="disk", path=folder, piece=PIECE, ahead=AHEAD, threads=THREADS)
+            ),
+            "the same reads and writes alone": moving(parameters, folder),
+            "memory-mapped state, not cached": mapped(parameters, folder),
+        }
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for turn in range(rounds + 1):
+            for name in shuffled(list(contenders), turn):
+                prepare, step = contenders[name]
+                prepare()
+                start = time.perf_counter()
+                step()
+                if turn:  # the first one makes state, buffers and pages
+                    times[name].append(time.perf_counter() - start)
+    bare = times["the same reads and writes alone"]
+    on_disk = times["state on the disk"]
+    rows = [
+        {
+            "contender": name,
+            "seconds a step": f"{median(own):.2f}",
+            "by the same reads and writes": f"{ratio(own, bare):.2f}",
+            "state on the disk by it": f"{ratio(on_disk, own):.2f}",
+        }
+        for name, own in times.items()
+    ]
+    note = (
+        f"Seconds of `optimizer.step()` of fused AdamW with {parameters / 1e6:.0f}e6 fp32 parameters, until everything "
+        f"is written: {8 * parameters / 1e9:.1f} GB are read and as much is written. Pieces of {PIECE >> 20} MiB a "
+        f"slot, {AHEAD} ahead, {THREADS} threads to read and {THREADS} to write. Medians of {rounds} rounds and of the "
+        "ratios within a round; contenders take turns. Mapped state is stepped by the same call, and the kernel's copy "
+        "of it is given up before each, as it is where there is no room for it."
+    )
+    write("offload", "State on a disk", rows, note)
+
+
+class Weight(nn.Module):
+    """One parameter, whose gradient costs a pass over it."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(parameters))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        """A number that each element takes part in."""
+        return self.weight.sum() * factor
+
+
+def training(parameters: int, offload: Offload | None) -> Contender:
+    """A step of a sharded module, and the backward pass before it."""
+    module = Weight(parameters)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    group = dist.new_group([0])
+    assert isinstance(group, dist.ProcessGroup)
+    shard(module, optimizer, stage=1, group=group, offload=offload)
+
+    def prepare() -> None:
+        optimizer.zero_grad()
+        module(0.5).backward()
+
+    def step() -> None:
+        optimizer.step()
+        settle_(optimizer.param_groups[0]["params"])
+
+    return prepare, step
+
+
+def moving(parameters: int, folder: str) -> Contender:
+    """The reads and writes of a step, through as many buffers, of pieces that nobody steps."""
+    count = PIECE // 4
+    sizes = [min(count, parameters - start) for start in range(0, parameters, count)]
+    places = blocks((size, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}) for size in sizes)
+    disk = Disk(folder, sum(place.size for place in places), THREADS)
+    ring = [Buffer(places[0].size) for _ in range(AHEAD)]
+
+    def part(number: int, place: Block) -> memoryview:
+        return ring[number % AHEAD].bytes[: place.size]
+
+    def move() -> None:
+        reads = [disk.read(place.start, part(number, place)) for number, place in enumerate(places[:AHEAD])]
+        writes = []
+        for number, place in enumerate(places):
+            reads[number].wait()
+            writes.append(disk.write(place.start, part(number, place)))
+            if number + AHEAD < len(places):
+                following = places[number + AHEAD]
+                reads.append(disk.read(following.start, part(number, following), after=writes[-1]))
+        for written in writes:
+            written.wait()
+
+    return lambda: None, move
+
+
+def mapped(parameters: int, folder: str) -> Contender:
+    """A step of the same kernel on state that lies in a file which is mapped into memory."""
+    with (Path(folder) / "mapped").open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, 8 * parameters)
+        memory = mmap.mmap(file.fileno(), 8 * parameters)
+        number = os.dup(file.fileno())
+    state = torch.frombuffer(memory, dtype=torch.float32)
+    parameter = nn.Parameter(torch.randn(parameters))
+    parameter.grad = torch.randn(parameters)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.state[parameter] = {
+        "step": torch.zeros(()),
+        "exp_avg": state[:parameters],
+        "exp_avg_sq": state[parameters:],
+    }
+
+    def prepare() -> None:
+        memory.madvise(mmap.MADV_DONTNEED)  # what is mapped stays in the kernel's copy
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def step() -> None:
+        optimizer.step()
+        os.fdatasync(number)
+
+    return prepare, step
+
+
+if __name__ == "__main__":
+    main(*(int(value) for value in sys.argv[1:]))
