@@ -10,7 +10,7 @@ from torch import nn
 from par_groups import segments_of
 from par_precision import DynamicScale, clip_grad_norm_, grad_norm, mixed
 from par_testing import count_collectives, for_each
-from par_zero import shard, summon
+from par_zero import Offload, shard, summon
 
 STAGES = (0, 1, 2, 3)
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,12 +31,12 @@ def adamw(module, *, fused=True):
     return torch.optim.AdamW(groups, lr=1e-2, fused=fused)
 
 
-def made(precision, stage, *, fused=True, **options):
+def made(precision, stage, *, fused=True, offload=None, **options):
     """A module sharded first, then mixed."""
     module = model()
     optimizer = adamw(module, fused=fused)
     world = dist.group.WORLD
-    shard(module, optimizer, stage=stage, group=world, bucket=1000, param_dtype=WEIGHTS.get(precision))
+    shard(module, optimizer, stage=stage, group=world, bucket=1000, param_dtype=WEIGHTS.get(precision), offload=offload)
     return mixed(module, optimizer, precision, group=world, clip_norm=0.5, **options)
 
 
@@ -164,3 +164,50 @@ def test_mixing_before_sharding_says_what_to_do():
         mixed(module, optimizer, "bf16", group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"cut over ranks, .*; pass the group"):
         mixed(module, optimizer, "fp32")
+
+
+@for_each(case=(("fp16", 1, True), ("fp16", 3, False), ("bf16", 2, True)))
+@pytest.mark.ranks(2)
+def test_state_on_a_disk_follows_state_in_memory_through_clipping_and_skipped_steps(case, tmp_path):
+    precision, stage, fused = case
+    results = []
+    for offload in (None, Offload(optimizer={"host": 0.2, "disk": 0.7}, path=tmp_path, piece=1024, ahead=2)):
+        module, optimizer = made(precision, stage, fused=fused, offload=offload)
+        norms, losses = train(module, optimizer, range(2), ranks=2, rank=dist.get_rank())
+        before = state_of(optimizer)
+        if precision == "fp16":
+            loss = module(rows(2)).square().mean()
+            optimizer.backward(loss * (math.inf if dist.get_rank() == 1 else 1))
+            assert optimizer.step().skipped
+            optimizer.zero_grad()
+            after = state_of(optimizer)
+            assert all(torch.equal(after[name], before[name]) for name in before)
+        more = train(module, optimizer, range(3, 5), ranks=2, rank=dist.get_rank())
+        with summon(module):
+            weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+        results.append((norms + more[0], losses + more[1], weights | state_of(optimizer)))
+    (norms, losses, expected), (others, same, found) = results
+    assert same == losses
+    assert others == pytest.approx(norms, rel=1e-12)  # fp64 sums over more tensors
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def state_of(optimizer):
+    """The moments, put together by param group and slot."""
+    inner = optimizer.inner
+    return {
+        f"{number}.{slot}": torch.cat([inner.state[each][slot].clone() for each in group["params"]])
+        for number, group in enumerate(inner.param_groups)
+        if group["params"]  # a rank's share may have none of a group
+        for slot in ("exp_avg", "exp_avg_sq")
+    }
+
+
+@pytest.mark.ranks(2)
+def test_stochastic_rounding_of_state_on_a_disk_is_refused(tmp_path):
+    module = model().bfloat16()
+    optimizer = adamw(module)
+    offload = Offload(optimizer="disk", path=tmp_path)
+    shard(module, optimizer, stage=1, group=dist.group.WORLD, offload=offload)
+    with pytest.raises(ValueError, match=r"'bf16-sr' rounds the state of the AdamW .* leave offload out"):
+        mixed(module, optimizer, "bf16-sr", group=dist.group.WORLD)

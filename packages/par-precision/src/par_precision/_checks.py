@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, Sharding, agree, check_alike, segments_of
+from par_groups import JointOptimizer, Sharding, agree, check_alike, segments_of, slots_of
 
 from ._dtensor import is_dtensor
 from ._float8 import float8_layers
@@ -44,6 +44,11 @@ def check(module: nn.Module, optimizer: Optimizer, precision: str, *, accumulate
         raise ValueError(
             f"{precision!r} rounds the steps of one optimizer, and here are {len(optimizer.optimizers)}; use 'bf16', "
             "or one optimizer with a param group for each"
+        )
+    if precision_of(precision).rounded and any(slots_of(tensor) for tensor in tensors_in(optimizer)):
+        raise ValueError(
+            f"{precision!r} rounds the state of the {type(optimizer).__name__} where it is stepped, and some of it has "
+            "its place elsewhere, as with offload= of par-zero; use 'bf16', or leave offload out"
         )
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:

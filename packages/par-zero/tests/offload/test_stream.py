@@ -78,21 +78,21 @@ def test_state_on_a_disk_changes_no_number(case, tmp_path):
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, timeout=400)
 def test_every_optimizer_at_every_stage_in_a_world_of_one(name, stage, tmp_path):
     compare(name, stage, tmp_path)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=400)
 def test_every_optimizer_at_every_stage_in_a_world_of_two(name, stage, tmp_path):
     compare(name, stage, tmp_path)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, timeout=400)
 def test_every_optimizer_at_every_stage_in_a_world_of_four(name, stage, tmp_path):
     compare(name, stage, tmp_path)
 
