@@ -132,7 +132,9 @@ def test_work_is_what_is_seen(row):
 def test_memory():
     ranks = {"sequence": 4}
     ring = memory("ring", ranks, shape())
-    assert (ring.forward, ring.backward) == (M * K, 2 * M * K)  # 4 and 8 M k / P
+    assert (ring.forward, ring.backward) == (M * K, Fraction(5, 2) * M * K)  # 4 and 10 M k / P
+    few = memory("ring", ranks, shape(Mask(causal=True, window=5), "contiguous"))
+    assert (few.forward, few.backward) == (M * K, 2 * M * K)  # 4 and 8: keys make one hop
     for parts in (1, 2):
         gather = memory("gather", ranks, shape(FULL), parts=parts)
         assert (gather.forward, gather.backward) == (Fraction(6 * M * K, 4 * parts), Fraction(12 * M * K, 4 * parts))

@@ -3,7 +3,6 @@
 `flash` stands for the operator of CUDA; on a GPU tests-integration/gpu compares the operator itself.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -217,26 +216,25 @@ def test_joined_pieces_are_attention_of_one_device():
 
 @settings(max_examples=40, deadline=None)
 @given(cut_rows(), st.integers(1, 2))
-def test_joined_pieces_of_any_cut_are_attention(row, batch):
-    """The local keys of the first rank alone: its queries' attention to them, and all gradients."""
-    tokens, mask = row
-    index, number = tokens.index(0), len(tokens.documents)
+def test_joined_pieces_of_any_row_are_attention(row, batch):
+    """Whole rows on one rank: the output and all gradients."""
+    cut, mask = row
+    tokens = Tokens(cut.length, cut.padded, cut.documents, (((0, cut.padded),),))
+    number = len(tokens.documents)
     rows = number if number > 1 else batch
-    q, k, v = (numbers(rows, tokens.local, heads, 4, seed=heads) for heads in (4, 2, 2))
-    visible = torch.from_numpy(dense(mask, tokens)[:, index][:, :, index]).expand(rows, -1, -1)[:, None]
+    q, k, v = (numbers(rows, tokens.padded, heads, 4, seed=heads) for heads in (4, 2, 2))
+    visible = torch.from_numpy(dense(mask, tokens)).expand(rows, -1, -1)[:, None]
     expected = functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=visible, enable_gqa=True
     ).transpose(1, 2)
     expected = torch.where(visible.any(-1).transpose(1, 2)[..., None], expected, 0)
     upstream = numbers(*q.shape, seed=8).detach()
-    plan = plan_gather(mask, tokens, 0, 16, EVERYTHING)
-    alone = replace(plan, works=tuple(replace(work, buffers=(work.buffers[0], ())) for work in plan.works), silent=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
         by_joined_pieces(monkeypatch)
         how = Attention(Kernels(CudaFlash(), CpuFlash()), Masks(), 0.5)
-        out = attend(q, k, v, None, plan=alone, how=how, options=GatherOptions(""))
-        seen = visible.any(-1).transpose(1, 2)[..., None]  # others have pieces of fetched keys alone
-        found = torch.autograd.grad(torch.where(seen, out, 0), (q, k, v), upstream)
+        plan = plan_gather(mask, tokens, 0, 16, EVERYTHING)
+        out = attend(q, k, v, None, plan=plan, how=how, options=GatherOptions(""))
+        found = torch.autograd.grad(out, (q, k, v), upstream)
     gradients = torch.autograd.grad(expected, (q, k, v), upstream)
-    for a, b in zip((torch.where(seen, out, 0), *found), (expected, *gradients), strict=True):
+    for a, b in zip((out, *found), (expected, *gradients), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # sums in another order

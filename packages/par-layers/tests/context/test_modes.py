@@ -10,12 +10,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from par_groups import ProcessGroups, Topology
-from par_layers import AttentionShape, Context, Mask, _torch_private, context_attention
+from par_layers import AttentionShape, Context, Mask, _torch_private, context_attention, memory
+from par_layers.context import context as context_module
 from par_layers.context.cost import received
+from par_layers.context.kernels import Kernels
 from par_testing import count_collectives, step
 
 from .reference import attention, numbers
@@ -297,6 +301,66 @@ def test_memory_is_written_before_it_is_read():
         with live(config) as groups:
             for sinks in (None, numbers(4, seed=5)):
                 compare(Context(groups, block=16), STEPS, [20, 17], 2, S, sinks=sinks)
+
+
+class Allocated(TorchDispatchMode):
+    """The most elements of new float32 tensors that were alive at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self._made = 0, {}
+
+    @property
+    def now(self):
+        self._made = {key: size for key, size in self._made.items() if not key.expired()}
+        return sum(self._made.values()) // 4
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.untyped_storage()._cdata not in given:
+                self._made[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
+        self.most = max(self.most, self.now)
+        return result
+
+
+class WithoutMemory:
+    """A kernel whose results take no memory, so that what a mode holds is counted alone. The numbers mean nothing."""
+
+    name, biased, joins = "none", frozenset(), frozenset()
+    _zero = torch.zeros(1)
+
+    def forward(self, q, k, v, *, visible, scale):
+        return self._zero.expand(*q.shape[:3], v.shape[3]), self._zero.expand(q.shape[0], q.shape[2], q.shape[1])
+
+    def backward(self, gradient, q, k, v, out, lse, *, visible, scale):
+        return tuple(self._zero.expand(x.shape) for x in (q, k, v))
+
+
+@pytest.mark.ranks([2, pytest.param(4, marks=pytest.mark.storm)])
+def test_a_ring_holds_what_memory_says():
+    world, rows, length, heads, key_heads, head = dist.get_world_size(), 2, 128, 4, 2, 16
+    s, none = length // world, WithoutMemory()
+    with live({"mode": "ring", "cut": "contiguous"}) as groups, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_module, "choose", lambda *_: Kernels(none, none))
+        context = Context(groups)
+        q, k, v = (torch.zeros(rows, s, h, head, requires_grad=True) for h in (heads, key_heads, key_heads))
+        upstream, lse = torch.zeros(rows, s, heads, head), rows * s * heads
+        for _ in range(2):  # after the first time plans are made
+            with Allocated() as forward:
+                out = context.attention(q, k, v, mask=Mask())
+            with Allocated() as backward:
+                torch.autograd.grad(out, (q, k, v), upstream)
+    of = AttentionShape(
+        tokens=rows * length, width=heads * head, key_width=key_heads * head, rows=rows, mask=Mask(), cut="contiguous"
+    )
+    said, chunk = memory("ring", {"sequence": world}, of), 2 * rows * s * key_heads * head
+    held = (forward.most - out.numel() - lse, backward.most - q.numel() - 2 * k.numel())
+    # While pieces are added up a few numbers a token and head are there, too. Of two ranks each has one hop, after
+    # which nothing arrives any more: one chunk less.
+    assert held[0] - said.forward in range(4 * lse + 1)
+    assert held[1] - said.backward + (chunk if world == 2 else 0) in range(4 * lse + 1)
 
 
 @pytest.mark.ranks(2)

@@ -166,9 +166,9 @@ def memory(
 ) -> AttentionMemory:
     """Elements that attention holds beside this rank's own q, k, v, output and log-sum-exp.
 
-    A ring holds the keys and values that it computes and those that arrive, and in backward gradients of both; gather
-    what it fetched, and in backward its gradients; ulysses q, k, v and the output by heads, which it keeps for
-    backward, and there their gradients.
+    A ring holds the keys and values that it computes and those that arrive, and in backward gradients of both, from
+    three hops on also those that are on their way to the next rank; gather what it fetched, and in backward its
+    gradients; ulysses q, k, v and the output by heads, which it keeps for backward, and there their gradients.
 
     Args:
         mode: "gather", "ring", "ulysses" or "2d".
@@ -193,6 +193,8 @@ def memory(
         buffers = 2 * most * key_width / parts
     else:
         buffers = 4 * tokens.local * rows * key_width if outside > 1 else Fraction(0)
+        if outside > 1 and hops(_transfers(shape, outside, inside)).steps > 2:
+            return AttentionMemory(exchanged + buffers, 2 * exchanged + buffers * 5 / 2)
     return AttentionMemory(exchanged + buffers, 2 * exchanged + 2 * buffers)
 
 

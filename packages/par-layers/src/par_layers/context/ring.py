@@ -143,6 +143,7 @@ class _Ring(torch.autograd.Function):
                     how.forward(work.buffers[0], q[row], k[row], v[row], total)
                 elif here is not None:
                     how.forward(work.buffers[hop], q[row], here[row, ..., :head], here[row, ..., head:], total)
+            del here  # so that its memory is free when the next keys arrive
             travelling.finish()
         if sinks is not None:
             add_sinks_(out, lse, sinks)
@@ -175,6 +176,8 @@ class _Ring(torch.autograd.Function):
                     keys = Keys.beside(here[row], own[row], head)
                     how.backward(work.buffers[hop], of_row, keys)
                     keys.finish()
+                del keys
+            del here  # so that its memory is free when the next keys and gradients arrive
             travelling.finish()
             if hop > 0:
                 home.pass_on(hop, own, k, v)
@@ -234,6 +237,7 @@ class TravellingKeys:
             work.wait()
         self._here = None if self._next is None else self._next.to(self._device)
         self._next = self._sent = None
+        self._works = []  # which hold what was sent
 
 
 class HomewardGradients:
@@ -260,16 +264,16 @@ class HomewardGradients:
             k: Local keys, for the shape and dtype of messages.
             v: Local values.
         """
-        plan = self._plan
+        plan, total = self._plan, own
         self._wait()
-        total = own
         if self._incoming is not None:
             received = self._incoming.to(k.device)
-            total = received if own is None else own + received
+            total = received if own is None else own.add_(received)
+            self._incoming = None
+            del received
         group, batch = group_of_name(self._group), []
         owner, following = plan.owner(hop), (plan.rank - 1 - hop) % plan.ranks
         like = sendable(k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3])), group)
-        self._incoming, self._sent = None, None
         if plan.has_gradient(following, hop) and hop < plan.hops.far[following]:
             self._incoming = torch.empty_like(like)
             batch.append(_receive(self._incoming, (plan.rank - 1) % plan.ranks, group))
@@ -290,7 +294,7 @@ class HomewardGradients:
     def _wait(self) -> None:
         for work in self._works:  # each of them once, as gloo waits for ever for what was waited for
             work.wait()
-        self._works = []
+        self._works, self._sent = [], None
 
 
 def _receive(into: Tensor, peer: int, group: dist.ProcessGroup | None) -> dist.P2POp:
