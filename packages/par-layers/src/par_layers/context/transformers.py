@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .._torch_private import assert_async
 from .mask import Mask
@@ -159,14 +160,12 @@ def _documents_without_padding(mask: Tensor) -> list[list[int]]:
 
 def _documents_by_position(positions: Tensor) -> list[list[int]]:
     """The documents of rows whose positions begin anew with each."""
-    rows = []
-    for row in positions.tolist():
-        starts = [place for place, position in enumerate(row) if position == 0]
-        lengths = [b - a for a, b in pairwise([*starts, len(row)])]
-        if [position for length in lengths for position in range(length)] != row:
-            raise ValueError("position_ids must count up from 0 in each document; give documents= instead")
-        rows.append(lengths)
-    return rows
+    here = positions.cpu()
+    begins = here == 0
+    if not bool((begins | (here == functional.pad(here[:, :-1] + 1, (1, 0)))).all()):
+        raise ValueError("position_ids must count up from 0 in each document; give documents= instead")
+    ends = [[*row.nonzero()[:, 0].tolist(), here.shape[1]] for row in begins]
+    return [[b - a for a, b in pairwise(row)] for row in ends]
 
 
 def _attention(  # noqa: PLR0917 - the signature that models call
