@@ -185,6 +185,39 @@ def test_a_loop_of_ones_own_over_a_folder_and_padded_rows(tmp_path):
         assert mine == pytest.approx(theirs, rel=TOLERANCE)
 
 
+def adapted():
+    """A model with LoRA adapters, all of which are drawn."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.ranks(2, timeout=60)
+def test_adapters_alone_are_trained_where_one_rank_has_no_target():
+    batch = next(packed())
+    batch["labels"][:, :10] = -100  # rank 0 has tokens 0 to 8
+    whole, optimizer = adapted()
+    expected = []
+    for _ in range(STEPS):
+        loss = whole.train()(**batch, use_cache=False).loss
+        loss.backward()
+        expected.append((loss.item(), float(clip_grad_norm_(whole.parameters(), 1.0))))
+        optimizer.step()
+        optimizer.zero_grad()
+    with Strategy(parallel=sequence("gather", cut="contiguous"), zero=1, clip_norm=1.0) as strategy:
+        model, optimizer = strategy.initialize(*adapted())
+        for expectation in expected:
+            batches = iter([transformers.BatchEncoding(batch)])  # a mapping that is no dict
+            loss = float(strategy.execute_pipeline(batches, model.train(), None, optimizer))
+            assert (loss, float(optimizer.step().grad_norm)) == pytest.approx(expectation, rel=TOLERANCE)
+            optimizer.zero_grad()
+
+
 @pytest.mark.ranks(2, timeout=60)
 def test_what_sequence_ranks_cannot_do_is_refused_on_all_of_them_before_anything_changes(tmp_path):
     make_model().save_pretrained(tmp_path)

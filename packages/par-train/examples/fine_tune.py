@@ -33,12 +33,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--pipeline", type=int, default=1, help="ranks that have some of the layers each")
+    parser.add_argument("--sequence", type=int, default=1, help="ranks that have some of the tokens of each row")
     parser.add_argument("--zero", type=int, default=1)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
 
     with Strategy(
-        parallel={"pipeline": options.pipeline, "tensor": {"size": options.tensor, "mode": "1d"}},
+        parallel={
+            "pipeline": options.pipeline,
+            "sequence": options.sequence,
+            "tensor": {"size": options.tensor, "mode": "1d"},
+        },
         pipeline={"microbatches": options.pipeline},
         zero=options.zero,
         clip_norm=1.0,
@@ -60,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
-                run.log(loss=loss, tokens=batch["input_ids"].numel())
+                run.log(loss=loss, tokens=batch["input_ids"].numel() * options.sequence)
         return run.exit_code
 
 

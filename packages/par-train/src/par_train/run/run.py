@@ -311,7 +311,8 @@ class Run:
         Args:
             **values: Numbers, or tensors of one element. A floating-point value is averaged over the steps of the line
                 and the data ranks. An integer, such as `tokens=inputs.numel()`, counts something: the line has what
-                all data ranks have counted since training began.
+                all data ranks have counted since training began. Where a sequence is cut, `strategy.context.ranks`
+                times the number of this rank's tokens are counted.
 
         Raises:
             ValueError, TypeError: A value that is not one number, or the name of something that every line has.

@@ -164,6 +164,12 @@ def test_gradient_checkpointing_dtypes_and_stage_3_train_the_same_model(tiny, tm
             "parallel": {"pipeline": 2},
         },
         "half": {"precision": "bf16", "parallel": TENSOR},
+        "cut": {
+            "model": ModelOptions(path=str(tiny[0]), gradient_checkpointing=True),
+            "precision": "bf16-amp",
+            "parallel": over("ring"),
+            "zero": 2,
+        },
     }.items():
         options = options_of(tiny, tmp_path / name, kind="jsonl", **{"train": short, **changes})
         assert train(options, Stop()) == 0
@@ -172,6 +178,7 @@ def test_gradient_checkpointing_dtypes_and_stage_3_train_the_same_model(tiny, tm
     assert found["again"] == pytest.approx(found["plain"], rel=TOLERANCE)
     assert found["pipeline"] == pytest.approx(found["plain"], rel=TOLERANCE)
     assert found["half"] == pytest.approx(found["plain"], rel=0.02)
+    assert found["cut"] == pytest.approx(found["plain"], rel=0.02)
     if dist.get_rank() == 0:
         opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half" / "checkpoint")
         assert opened.dtype == torch.bfloat16
