@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from regions import draw_region
 from rooms import draw_rooms
 from sequences import draw_sequences
+from torch import nn
 from ways import draw_ways
 
 from par_groups import Topology
 from par_layers import TransformerShape, cost
 from par_pipeline import schedule, simulate
+from par_recompute import frontier, measure
 
 HALF_WIDTH, HALF_HEIGHT = 0.95, 0.48
 IMAGES = Path(__file__).parent / "images"
@@ -25,6 +28,7 @@ PACKAGES = {
     "par-layers": "layers over\nseveral ranks",
     "par-pipeline": "schedules and\ntheir runtime",
     "par-precision": "fp16, bf16, fp8,\nclipping",
+    "par-recompute": "activations,\nwithin a budget",
     "par-checkpoint": "sharded files,\nany topology",
     "par-zero": "ZeRO 0 to 3: data\nparallelism",
 }
@@ -49,6 +53,7 @@ def main() -> None:
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
+    draw_kept(IMAGES / "recompute-kept.svg")
     draw_region(IMAGES / "region.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
@@ -111,6 +116,61 @@ def received(mode: str, sizes: dict[str, int], shape: TransformerShape) -> float
     """Elements a step, with what is summed once."""
     predicted = cost(mode, sizes, shape)
     return float(predicted.each + predicted.once)
+
+
+def draw_kept(path: Path) -> None:
+    """What a block of GPT keeps, against what it computes again: the best choices, and the whole layer."""
+    tokens, width = 1024, 512
+    rows, product = tokens * width * 4, 2 * tokens * width**2
+    table = measure(PlainBlock(width, 8), torch.empty(1, tokens, width, requires_grad=True))
+    choices = frontier(table, 1e12, bandwidth=1e11)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    again = [choice.seconds * 1e12 / product / 12 for choice in choices]
+    axes.step(again, [choice.bytes / rows for choice in choices], where="post", marker="o")
+    names = {(): "everything is kept", ("",): "the whole layer", ("act", "ln1", "ln2"): 'no product again: "cheap"'}
+    names[("act", "fc", "ln1", "ln2")] = "and the first product of the MLP"
+    names[("act", "attn.qkv", "fc", "ln1", "ln2")] = "and the product for q, k, v"
+    for x, choice in zip(again, choices, strict=True):
+        if label := names.get(tuple(sorted(choice.dropped))):
+            axes.annotate(label, (x, choice.bytes / rows), xytext=(6, 6), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("what is done again, as a part of the products of a forward (a byte as 10 operations)")
+    axes.set_ylabel("kept, in activations as wide as the block")
+    axes.set_ylim(0, 18)
+    axes.set_xlim(right=1.25 * again[-1])
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+class PlainAttention(nn.Module):
+    """Attention with one product for q, k and v."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, width], causal."""
+        batch, tokens, width = x.shape
+        q, k, v = (y.view(batch, tokens, self.heads, -1).transpose(1, 2) for y in self.qkv(x).split(width, dim=-1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return y
+
+
+class PlainBlock(nn.Module):
+    """A block of GPT."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2 = nn.LayerNorm(width), PlainAttention(width, heads), nn.LayerNorm(width)
+        self.fc, self.act, self.out = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, width]."""
+        x = x + self.attn(self.ln1(x))
+        y: torch.Tensor = x + self.out(self.act(self.fc(self.ln2(x))))
+        return y
 
 
 def draw_exposed(path: Path) -> None:

@@ -8,7 +8,16 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-PACKAGES = ("par_groups", "par_layers", "par_pipeline", "par_precision", "par_checkpoint", "par_zero", "par_train")
+PACKAGES = (
+    "par_groups",
+    "par_layers",
+    "par_pipeline",
+    "par_precision",
+    "par_recompute",
+    "par_checkpoint",
+    "par_zero",
+    "par_train",
+)
 
 BLUE, PALE, GREY = "#1f5fa8", "#dce9f7", "#f4f4f4"
 LINE = 0.21

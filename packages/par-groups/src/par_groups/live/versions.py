@@ -11,6 +11,7 @@ _DISTRIBUTIONS = (
     "par-pipeline",
     "par-zero",
     "par-precision",
+    "par-recompute",
     "par-checkpoint",
     "par-train",
 )

@@ -1,0 +1,31 @@
+"""Activations that are computed again instead of kept: whole layers, single modules, or what a budget asks for."""
+
+from ._checkpoint import checkpoint_layers
+from ._policies import Drop, Keep, Layers, Ops
+from ._report import Line, Report, saved
+from .observe.measure import measure
+from .plan.frontier import Choice, frontier
+from .plan.knapsack import knapsack
+from .plan.table import Made, Module, Saved, Table, kept
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Choice",
+    "Drop",
+    "Keep",
+    "Layers",
+    "Line",
+    "Made",
+    "Module",
+    "Ops",
+    "Report",
+    "Saved",
+    "Table",
+    "checkpoint_layers",
+    "frontier",
+    "kept",
+    "knapsack",
+    "measure",
+    "saved",
+]

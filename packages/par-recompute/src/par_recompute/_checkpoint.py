@@ -1,0 +1,84 @@
+"""`checkpoint_layers`: hooks on the layers of a model, so that they keep less for backward and compute it again."""
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ._layers import LayersOf, choose_layers
+from ._policies import Layers, Ops, Policy, checked
+from ._torch_private import is_compiled
+from .observe.measure import ATTRIBUTE, on_fakes
+from .run.layer import Layer
+from .run.planner import Planner
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def checkpoint_layers(model: Model, policy: Policy | None, *, layers: LayersOf = "auto", example: Any = None) -> Model:
+    """Lets the layers of a model keep less for backward, and compute the rest again.
+
+    Modules, parameters, names and state dict stay what they are: there are hooks on the layers, and on those of their
+    modules that are dropped. Losses and gradients are the same, bit for bit, where operations are deterministic.
+
+    "cheap", Drop and Keep need to know what a layer saves. They look at the first forward of each layer, which keeps
+    the inputs of layers alone, or, with an `example`, at one on fake tensors now. Inputs of another kind, such as a
+    model in another mode, are looked at alike when they first come.
+
+    Args:
+        model: The model. Call this before `par_zero.shard` and other wrappers; torch.compile is not for such models.
+        policy: What is kept. None: everything, and nothing is changed. "cheap": all but what modules without a product
+            make, such as norms and activation functions. "layers": the inputs of layers alone, as `Layers()`.
+            `Layers(every=2)`: of every second layer. `Drop(which)`: all but what these modules make. `Keep("6GB")`: as
+            much as a budget allows. `Ops(save)`: the inputs of layers, and results of some operations.
+        layers: Which modules are layers. "auto": the items of every ModuleList, ModuleDict and Sequential that have
+            modules and parameters of their own, but no items of items. Or a function that is True of a layer, or the
+            layers. They may not lie within each other.
+        example: What the model is called with, to look at its layers now: a tuple of positional arguments, a dict of
+            keyword arguments, or one argument. The sizes, dtypes and devices of its tensors count, no element is read.
+            "layers", Layers and Ops need none.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: `layers` is neither a word, nor a function, nor modules.
+        ValueError: The policy or `layers` is none of these; there is no layer; a layer is compiled or drops activations
+            already; or, with an example, the budget is too small or no module can be called again. The model is
+            what it was. Without an example the last two come in the second forward.
+    """
+    chosen = checked(policy)
+    if chosen is None:
+        return model
+    named = choose_layers(model, layers)
+    for name, layer in named.items():
+        if any(is_compiled(module) for module in (model, layer)):
+            raise ValueError(f"layer {name!r} is compiled; call checkpoint_layers before torch.compile")
+        if hasattr(layer, ATTRIBUTE):
+            raise ValueError(f"layer {name!r} drops activations already; call checkpoint_layers once for each layer")
+    planner = Planner(chosen, named)
+    hooked = [Layer(known, planner) for known in planner.layers]
+    for each in hooked:
+        each.known.module.__dict__[ATTRIBUTE] = each
+    if example is not None and not isinstance(chosen, Layers | Ops):
+        try:
+            _look(model, planner, example)
+        except BaseException:
+            for each in hooked:
+                each.remove()
+                del each.known.module.__dict__[ATTRIBUTE]
+            raise
+        for each in hooked:
+            each.forget()
+    return model
+
+
+def _look(model: nn.Module, planner: Planner, example: Any) -> None:
+    """Runs the model once on fake tensors, and decides what is dropped."""
+    args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
+    kwargs = example if isinstance(example, dict) else {}
+    planner.fake = True
+    try:
+        on_fakes(model, model, args, kwargs)
+    finally:
+        planner.fake = False
+    planner.plan()

@@ -1,0 +1,64 @@
+"""Which modules are layers: what is kept and computed again is decided for each of them."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import nn
+
+LayersOf = str | Callable[[nn.Module], bool] | Iterable[nn.Module]
+"""How layers are told: "auto", a function of a module, or the modules."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def choose_layers(root: nn.Module, layers: LayersOf) -> dict[str, nn.Module]:
+    """The layers by name, in the order in which the model has them.
+
+    Args:
+        root: The model.
+        layers: "auto" for the items of every ModuleList, ModuleDict and Sequential that have modules and parameters of
+            their own, but no items of items; a function that is True of a layer; or the layers.
+
+    Raises:
+        TypeError: What is neither a word, nor a function, nor modules.
+        ValueError: There is no layer, one is not in the model or lies within another, or a word is not "auto".
+    """
+    if isinstance(layers, str):
+        if layers != "auto":
+            raise ValueError(f"layers is {layers!r}; give 'auto', a function of a module, or a list of modules")
+        chosen = list(dict.fromkeys(_items(root)))
+    elif callable(layers):
+        chosen = [module for module in root.modules() if layers(module)]
+    elif not isinstance(layers, Iterable):
+        raise TypeError(f"layers is {layers!r}; give 'auto', a function of a module, or a list of modules")
+    else:
+        chosen = list(dict.fromkeys(layers))
+        for module in chosen:
+            if not any(module is other for other in root.modules()):
+                raise ValueError(
+                    f"layers has a {type(module).__name__} that is not in the model; give modules of its own"
+                )
+    if not chosen:
+        raise ValueError(
+            f"layers is {layers!r}, and the {type(root).__name__} has no such module; give a list of the modules whose "
+            "activations are to be dropped"
+        )
+    named = {name: module for name, module in root.named_modules() if any(module is each for each in chosen)}
+    for name, module in named.items():
+        for other, outside in named.items():
+            if module is not outside and any(module is each for each in outside.modules()):
+                raise ValueError(f"layer {name!r} lies within layer {other!r}; give one of them")
+    return named
+
+
+def _items(module: nn.Module) -> Iterator[nn.Module]:
+    """The items of containers within a module, the outermost that are no containers without a forward themselves."""
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and _is_layer(child):
+            yield child
+        else:
+            yield from _items(child)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    lists = isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+    return not lists and any(True for _ in module.children()) and any(True for _ in module.parameters())

@@ -1,0 +1,117 @@
+"""Everything of torch that this package uses though its name is private: the first file to open when torch moves.
+
+Each entry says since when torch has it, as far back as this package goes (2.11), and why nothing public does.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import (
+    _DEFAULT_DETERMINISM_MODE,
+    _checkpoint_without_reentrant_generator,
+    noop_context_fn,
+)
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "checkpointed",
+    "flops_of",
+    "identity_of",
+    "is_compiled",
+    "outer_hooks",
+    "tree_leaves",
+    "tree_map",
+    "version_of",
+]
+
+# FakeTensor and FakeTensorMode, in 2.11 already: tensors with shapes, dtypes and devices alone. torch.compile and
+# torch.export are made of them, and neither says what autograd saves.
+#
+# StorageWeakRef, in 2.11 already: knows a storage without keeping it. While one is there, the storage's number is given
+# to no other, though its memory may be.
+#
+# TorchDispatchMode, in 2.11 already, documented, in a module with an underscore: sees every operation below autograd.
+#
+# tree_leaves and tree_map, in 2.11 already. torch registers its own containers, and users register theirs, with this
+# module alone.
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written into, in 2.11 already. Autograd compares it for the tensors that it saves itself."""
+
+identity_of: Callable[[Any], int] = attrgetter("_cdata")
+"""A number that tells storages apart, those of fake tensors too, whose address is always 0. In 2.11 already."""
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def outer_hooks() -> Hooks | None:
+    """The functions that pack and unpack saved tensors now; None if autograd keeps them itself.
+
+    In 2.11 already. Only the innermost of nested `saved_tensors_hooks` are called, and nothing public names them.
+    """
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def checkpointed(
+    function: Callable[..., Any],
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Generator[None, None, None]:
+    """The non-reentrant checkpoint of torch around a forward that runs between the first and the second `next`.
+
+    In 2.11 already. The public function calls the forward itself, which a hook cannot let it do.
+
+    Args:
+        function: Runs the forward again, with the same arguments.
+        contexts: Makes a context for the forward and one for when it runs again, as for selective checkpointing.
+        args: Positional arguments of the forward.
+        kwargs: Its keyword arguments.
+    """
+    preserve_random_state, debug, early_stop = True, False, True
+    generator: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
+        function,
+        preserve_random_state,
+        contexts or noop_context_fn,
+        _DEFAULT_DETERMINISM_MODE,
+        debug,
+        early_stop,
+        *args,
+        **kwargs,
+    )
+    return generator
+
+
+def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Floating-point operations of a product, convolution or attention; 0 for all other operations.
+
+    In 2.11 already. The public FlopCounterMode sums over modules that it finds by itself; its table has no entry for
+    attention on CPUs.
+    """
+    packet = operation._overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=output))
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(each.shape for each in args[:3])))
+    return 0
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is under torch.compile, called as a function or as its method.
+
+    In 2.11 already; `torch.compiler` only says whether code is being compiled right now.
+    """
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,0 +1,287 @@
+"""Looks on while a layer runs: what autograd saves, which modules made it, and which of them could run again."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._torch_private import (
+    FakeTensor,
+    StorageWeakRef,
+    TorchDispatchMode,
+    flops_of,
+    identity_of,
+    is_compiled,
+    outer_hooks,
+    tree_leaves,
+    version_of,
+)
+from ..plan.table import WHOLE, Made, Module, Saved, Table
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
+_NEW = ("lift_fresh", "lift_fresh_copy")  # a tensor that Python code has just made out of numbers
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether a tensor's elements lie in a storage of its own, as they do not for most subclasses."""
+    return type(tensor) in {Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Call:
+    """A module that is running.
+
+    Args:
+        name: Its name, relative to the layer.
+        module: The module.
+        input: What it was called with, if that is one tensor.
+        version: The version of that tensor when it was called.
+        state: Versions of its parameters and buffers when it was called.
+        random: The state of the CPU's random numbers when it was called; None on fake tensors.
+        known: Numbers of the storages that it may read.
+    """
+
+    name: str
+    module: nn.Module
+    input: Tensor | None
+    version: int
+    state: list[tuple[int, int]]
+    random: Tensor | None
+    known: set[int]
+    flops: int = 0
+    moved: int = 0
+    obstacles: list[str] = field(default_factory=list)
+    draws: bool = False
+    communicates: bool = False
+    writes: bool = False
+
+
+class Observer(TorchDispatchMode):
+    """Looks on while one layer runs once; between `begin` and `end` its hooks on the layer's modules are active.
+
+    Args:
+        layer: The layer.
+        args: What it is called with, keyword arguments included.
+        fake: Whether it runs on fake tensors, where no random number is drawn.
+    """
+
+    def __init__(self, layer: nn.Module, args: Any, *, fake: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._layer, self._fake = layer, fake
+        self._numbers: dict[int, int] = {}  # of storages, by their identity
+        self._sizes: list[int] = []
+        self._alive: list[StorageWeakRef] = []  # while these are there, no identity is given to another storage
+        self._events: list[Made | Saved] = []
+        self._makers: dict[int, list[tuple[int, int, torch.dtype]]] = {}  # by storage: event, version, dtype
+        self._modules: dict[str, Module] = {}
+        self._total = [0, 0]  # operations and bytes moved, so far
+        self._until_saved = (0, 0)
+        self._handles: list[Any] = []
+        self._calls = [_Call(WHOLE, layer, None, 0, [], self._random(), set())]
+        given = [leaf for leaf in tree_leaves(args) if is_plain(leaf)]
+        self._inputs = frozenset(self._number(tensor) for tensor in given)
+
+    def begin(self) -> None:
+        """Begins to look on: hooks on the modules, on what autograd saves, and on operations."""
+        for name, module in self._layer.named_modules():
+            if name:
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+                    module.register_forward_hook(self._leave, prepend=True, with_kwargs=True),
+                ]
+        outer = outer_hooks()
+
+        def pack(tensor: Tensor) -> Any:
+            with torch.no_grad():
+                self._saved(tensor)
+            return tensor if outer is None else outer[0](tensor)
+
+        self._hooks = saved_tensors_hooks(pack, _same if outer is None else outer[1])
+        self._hooks.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> Table:
+        """Ends looking on: what was seen."""
+        self.stop()
+        while len(self._calls) > 1:  # an exception went by these
+            self._calls.pop()
+        self._note_module(self._calls[0], None)
+        fixed = {
+            self._numbers[identity]
+            for tensor in (*self._layer.parameters(), *self._layer.buffers())
+            if is_plain(tensor) and (identity := identity_of(tensor.untyped_storage())) in self._numbers
+        }
+        inputs = self._inputs - fixed
+        sizes = tuple(0 if number in fixed else size for number, size in enumerate(self._sizes))
+        names = [name for name, _ in self._layer.named_modules() if name in self._modules]
+        return Table(
+            sizes=sizes,
+            inputs=inputs,
+            events=tuple(self._events),
+            modules={name: self._modules[name] for name in names},
+            flops=self._until_saved[0],
+            moved=self._until_saved[1],
+        )
+
+    def stop(self) -> None:
+        """Ends looking on, without a result."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(None, None, None)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Counts an operation for every module that is running."""
+        kwargs = dict(kwargs or {})
+        output = func(*args, **kwargs)
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)]
+        made = [leaf for leaf in tree_leaves(output) if is_plain(leaf)]
+        flops = flops_of(func, args, kwargs, output)
+        moved = 0 if func.is_view else sum(each.numel() * each.element_size() for each in (*read, *made))
+        self._total[0] += flops
+        self._total[1] += moved
+        sources = set() if func.overloadpacket.__name__ in _NEW else {self._number(each) for each in read}
+        results = {self._number(each) for each in made}
+        writes = _writes_statistics(func, args, kwargs)
+        for call in self._calls:
+            call.flops += flops
+            call.moved += moved
+            call.writes |= writes
+            call.draws |= torch.Tag.nondeterministic_seeded in func.tags
+            call.communicates |= func.namespace in _COLLECTIVES
+            if call.name and not sources <= call.known:
+                call.obstacles.append("reads what is neither its input nor its own")
+            call.known |= results
+        return output
+
+    def _number(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        identity = identity_of(storage)
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self._sizes)
+            self._sizes.append(storage.nbytes())
+            self._alive.append(StorageWeakRef(storage))
+        return self._numbers[identity]
+
+    def _random(self) -> Tensor | None:
+        return None if self._fake else torch.get_rng_state()
+
+    def _makers_of(self, tensor: Tensor, number: int) -> tuple[int, ...]:
+        """The events whose output a tensor is a part of, unchanged since; innermost first."""
+        now = version_of(tensor), tensor.dtype
+        return tuple(event for event, *then in self._makers.get(number, ()) if tuple(then) == now)
+
+    def _saved(self, tensor: Tensor) -> None:
+        if is_plain(tensor):
+            number = self._number(tensor)
+            self._events.append(Saved(number, self._makers_of(tensor, number)))
+            self._until_saved = (self._total[0], self._total[1])
+
+    def _enter(self, name: str) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            alone = len(args) == 1 and not kwargs and is_plain(args[0])
+            own = [tensor for tensor in (*module.parameters(), *module.buffers()) if is_plain(tensor)]
+            self._calls.append(
+                _Call(
+                    name,
+                    module,
+                    args[0] if alone else None,
+                    version_of(args[0]) if alone else 0,
+                    _state(module),
+                    self._random(),
+                    {self._number(tensor) for tensor in (*own, *(args if alone else ()))},
+                )
+            )
+
+        return enter
+
+    def _leave(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
+        while self._calls[-1].module is not module:  # what the layer itself has caught left these behind
+            self._calls.pop()
+        call = self._calls.pop()
+        with torch.no_grad():
+            self._note_module(call, output)
+
+    def _note_module(self, call: _Call, output: Any) -> None:
+        """Ends a call: what is in its way, and, if nothing is, an event."""
+        random = self._random()
+        call.draws |= random is not None and not torch.equal(random, call.random)  # type: ignore[arg-type]
+        call.writes |= call.name != WHOLE and _state(call.module) != call.state
+        obstacle = None if call.name == WHOLE else self._obstacle(call, output)
+        if obstacle is None and call.name != WHOLE:
+            source = call.input
+            assert source is not None  # noqa: S101 - the obstacle would say so
+            read, number = self._number(source), self._number(output)
+            event = Made(call.name, read, self._makers_of(source, read), call.flops, call.moved)
+            self._makers.setdefault(number, []).append((len(self._events), version_of(output), output.dtype))
+            self._events.append(event)
+        before = self._modules.get(call.name)
+        self._modules[call.name] = Module(
+            flops=call.flops + (before.flops if before else 0),
+            moved=call.moved + (before.moved if before else 0),
+            obstacle=obstacle or (before.obstacle if before else None),
+            draws=call.draws or (before is not None and before.draws),
+            communicates=call.communicates or (before is not None and before.communicates),
+            writes=call.writes or (before is not None and before.writes),
+        )
+
+    def _obstacle(self, call: _Call, output: Any) -> str | None:
+        """Why a module cannot be called again, or None."""
+        given = call.input
+        if given is None:
+            return "takes not one tensor alone"
+        if not is_plain(output):
+            return "gives not one tensor alone"
+        if version_of(given) != call.version:
+            return "changes its input in place"
+        if self._number(output) == self._number(given):
+            return "gives its input, or a view of it"
+        if call.draws:
+            return "draws random numbers"
+        if call.communicates:
+            return "calls a collective"
+        if call.writes:
+            return "writes into its buffers or parameters"
+        if any(is_compiled(module) for module in call.module.modules()):
+            return "is compiled"
+        return call.obstacles[0] if call.obstacles else None
+
+
+def _state(module: nn.Module) -> list[tuple[int, int]]:
+    """What shows that a module's parameters and buffers were replaced or written into."""
+    return [(id(tensor), version_of(tensor)) for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _writes_statistics(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation writes into running statistics, which batch norm does without giving them a new version."""
+    if "batch_norm" not in operation.overloadpacket.__name__:
+        return False
+    given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
+    training = given.get("train", given.get("training", True))
+    return bool(training) and given.get("running_mean") is not None
+
+
+def _same(packed: Any) -> Tensor:
+    tensor: Tensor = packed
+    return tensor
+
+
+@contextmanager
+def looking_on(layer: nn.Module, args: Any, *, fake: bool = False) -> Iterator[list[Table]]:
+    """A context in which the layer runs once; afterwards the list has the table."""
+    tables: list[Table] = []
+    observer = Observer(layer, args, fake=fake)
+    observer.begin()
+    try:
+        yield tables
+    except BaseException:
+        observer.stop()
+        raise
+    tables.append(observer.end())

@@ -1,0 +1,86 @@
+"""One choice a layer, within a budget of bytes, with the fewest seconds: a knapsack of which each item has variants."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .frontier import Choice
+from .sizes import readable
+
+GRID = 8192
+"""Steps of the dynamic program over bytes. Sizes with a common divisor that divides them into no more are exact."""
+
+
+def knapsack(frontiers: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
+    """Takes one choice of each layer, so that their bytes are within a budget and their seconds fewest. Pure.
+
+    Every layer first takes its choice with the fewest bytes; a dynamic program spends the rest of the budget, in steps
+    of the sizes' greatest common divisor or of 1/8192 of the rest, whichever is larger: with the first the result is
+    the best there is. What rounding leaves is spent on the layers that still gain most by it.
+
+    Args:
+        frontiers: The choices of each layer, as from `frontier`.
+        budget: Bytes for all layers together.
+
+    Raises:
+        ValueError: A layer has no choice, or the fewest bytes are above the budget.
+    """
+    for number, choices in enumerate(frontiers):
+        if not choices:
+            raise ValueError(f"frontiers[{number}] has no choice; give each layer at least one")
+    least = [min(choices, key=lambda choice: (choice.bytes, choice.seconds)) for choices in frontiers]
+    needed = sum(choice.bytes for choice in least)
+    if needed > budget:
+        raise ValueError(
+            f"the budget is {budget} bytes ({readable(budget)}), and {needed} bytes ({readable(needed)}) are the least "
+            "that these layers can keep; give at least that"
+        )
+    options = [
+        [choice for choice in choices if choice.bytes - low.bytes <= budget - needed]
+        for choices, low in zip(frontiers, least, strict=True)
+    ]
+    chosen = _spend(options, least, budget - needed)
+    return _upgrade(options, chosen, budget - sum(choice.bytes for choice in chosen))
+
+
+def _spend(options: Sequence[Sequence[Choice]], least: Sequence[Choice], rest: int) -> list[Choice]:
+    """The dynamic program: seconds[b] are the fewest of the layers so far, with b steps beyond their fewest bytes."""
+    extras = [[choice.bytes - low.bytes for choice in some] for some, low in zip(options, least, strict=True)]
+    divisor = math.gcd(*(extra for some in extras for extra in some))
+    step = max(divisor, math.ceil(rest / GRID), 1)
+    width = min(rest // step, sum(max(-(-extra // step) for extra in some) for some in extras)) + 1
+    seconds = torch.zeros(width, dtype=torch.float64)
+    taken = []
+    for some, own in zip(options, extras, strict=True):
+        # An infinite number of seconds stands where a choice does not fit.
+        shifted = torch.full((len(some), width), math.inf, dtype=torch.float64)
+        for row, (choice, extra) in enumerate(zip(some, own, strict=True)):
+            steps = -(-extra // step)
+            if steps < width:
+                shifted[row, steps:] = seconds[: width - steps] + choice.seconds
+        seconds, rows = shifted.min(dim=0)
+        taken.append(rows)
+    place = width - 1
+    chosen: list[Choice] = []
+    for some, own, rows in zip(reversed(options), reversed(extras), reversed(taken), strict=True):
+        row = int(rows[place])
+        chosen.append(some[row])
+        place -= -(-own[row] // step)
+    return chosen[::-1]
+
+
+def _upgrade(options: Sequence[Sequence[Choice]], chosen: list[Choice], left: int) -> list[Choice]:
+    """Spends what rounding has left, on the layer that gains most seconds by what it needs, until none can."""
+    while True:
+        better = [
+            (mine.seconds - choice.seconds, number, choice)
+            for number, (some, mine) in enumerate(zip(options, chosen, strict=True))
+            for choice in some
+            if choice.seconds < mine.seconds and choice.bytes - mine.bytes <= left
+        ]
+        if not better:
+            return chosen
+        _, number, choice = max(better, key=lambda one: (one[0], -one[1]))
+        left -= choice.bytes - chosen[number].bytes
+        chosen[number] = choice

@@ -1,0 +1,298 @@
+"""One call of a layer that drops what some of its modules make, and makes it again when backward asks for it.
+
+While the layer runs, each dropped module leaves a note of its output's storage and of its input. A tensor that autograd
+saves out of such a storage is replaced by the note; every other one goes on to whoever decides where saved tensors are
+kept, as it would without us. Backward unpacks a note by calling the module's forward again, whose input may be such a
+note itself. What was made again stays until its last use.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._torch_private import StorageWeakRef, identity_of, outer_hooks, version_of
+from ..observe.observer import is_plain
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int | torch.SymInt, ...]
+    offset: int | torch.SymInt
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        """How this one does."""
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class Kept:
+    """A saved tensor that is kept, here or by the hooks around the layer.
+
+    Args:
+        value: The tensor, or what the hooks around the layer have made of it.
+        unpack: Gets the tensor back from them; None if it is kept here.
+        version: The tensor's version when it was saved.
+        layer: Name of the layer, for errors.
+    """
+
+    __slots__ = ("_layer", "_left", "_loaded", "_unpack", "_value", "_version", "uses")
+
+    def __init__(self, value: Any, unpack: Callable[[Any], Tensor] | None, version: int, layer: str) -> None:
+        self._value, self._unpack, self._version, self._layer = value, unpack, version, layer
+        self.uses = self._left = 0
+        self._loaded: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The tensor. What hooks bring back is asked for once, and stays until the last of its uses.
+
+        Raises:
+            RuntimeError: It was changed in place since.
+        """
+        if self._unpack is None:
+            tensor: Tensor = self._value
+            if version_of(tensor) != self._version:
+                _changed(tensor, self._version, f"layer {self._layer!r}")
+            return tensor
+        if self._loaded is None:
+            self._loaded, self._left = self._unpack(self._value), self.uses
+        tensor, self._left = self._loaded, self._left - 1
+        if self._left <= 0:
+            self._loaded = None
+        return tensor
+
+
+class Note:
+    """An output that is not kept, and how it is made again.
+
+    Args:
+        name: Name of the module within the model, for errors.
+        module: The module whose forward is called again.
+        source: Its input, kept or a part of what another note makes.
+        input: Its input, of which only requires_grad is read.
+        output: Its output, of which the geometry and the version are read.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_geometry",
+        "_left",
+        "_made",
+        "_module",
+        "_name",
+        "_requires_grad",
+        "_state",
+        "dtype",
+        "source",
+        "uses",
+        "version",
+    )
+
+    def __init__(self, name: str, module: nn.Module, source: "Kept | Part", input_: Tensor, output: Tensor) -> None:
+        self._name, self._module, self.source = name, module, source
+        self._requires_grad = input_.requires_grad
+        self._geometry, self.version, self.dtype = Geometry.of(output), version_of(output), output.dtype
+        self._state = _versions(module)
+        self._autocast = _autocast(input_.device.type)
+        self.uses = self._left = 0
+        self._made: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The output, made again unless an earlier use has made it; it stays until the last of its uses."""
+        if self._made is None:
+            self._made, self._left = self._make(), self.uses
+        made, self._left = self._made, self._left - 1
+        if self._left <= 0:
+            self._made = None
+        return made
+
+    def _make(self) -> Tensor:
+        """Calls the module's forward as it was called: with gradients, under the autocast of then.
+
+        Raises:
+            RuntimeError: The module's parameters were changed in place since, or it gives another layout than then.
+        """
+        source = self.source.take().detach().requires_grad_(self._requires_grad)
+        for parameter, version in zip(self._module.parameters(), self._state, strict=True):
+            if version_of(parameter) != version:
+                _changed(parameter, version, f"module {self._name!r}")
+        # The graph of this call is never used, so what it would save is thrown away at once.
+        with torch.enable_grad(), self._autocast(), saved_tensors_hooks(_nothing, _never):
+            made: Tensor = self._module.forward(source).detach()
+        if Geometry.of(made) != self._geometry:
+            raise RuntimeError(
+                f"module {self._name!r} gave {self._geometry} in forward, and {Geometry.of(made)} when it was called "
+                "again; drop only modules that give the same for the same input"
+            )
+        return made
+
+
+class Part:
+    """A tensor in the storage of an output that is not kept.
+
+    Args:
+        note: How the output is made again.
+        geometry: How the tensor lies in it.
+    """
+
+    __slots__ = ("_geometry", "note")
+
+    def __init__(self, note: Note, geometry: Geometry) -> None:
+        self.note, self._geometry = note, geometry
+
+    def take(self) -> Tensor:
+        """The tensor, as it was."""
+        _, size, stride, offset = self._geometry
+        return self.note.take().as_strided(size, stride, offset)
+
+
+class Frame:
+    """One call of a layer, between `open` and `close`.
+
+    Args:
+        layer: Name of the layer, for errors.
+        module: The layer.
+    """
+
+    def __init__(self, layer: str, module: nn.Module) -> None:
+        self._layer, self._module = layer, module
+        self._alive: list[StorageWeakRef] = []  # while these are there, no identity is given to another storage
+        self._notes: dict[int, Note] = {}  # by storage
+        self._all: list[Note] = []
+        self._resident: dict[int, int] = {}  # bytes of storages that are kept
+        self._kept: dict[tuple[int, Geometry, int], tuple[Kept, int]] = {}
+        self._outer = outer_hooks()
+
+    def open(self) -> None:
+        """Begins to decide what becomes of saved tensors."""
+        self._hooks = saved_tensors_hooks(self._pack_use, _take)
+        self._hooks.__enter__()
+
+    def close(self) -> dict[int, int]:
+        """Ends it: bytes of each storage that is kept, by its identity, parameters and buffers left out.
+
+        Notes that nobody has used are forgotten, and the inputs that they alone would have needed.
+        """
+        self._hooks.__exit__()
+        for note in reversed(self._all):
+            if note.uses == 0:
+                _release(note.source)
+        kept = {identity for kept, identity in self._kept.values() if kept.uses > 0}
+        fixed = {
+            identity_of(tensor.untyped_storage())
+            for tensor in (*self._module.parameters(), *self._module.buffers())
+            if is_plain(tensor)
+        }
+        sizes = {identity: self._resident[identity] for identity in kept - fixed}
+        self._notes.clear()
+        self._all.clear()
+        self._kept.clear()
+        self._resident.clear()
+        self._alive.clear()
+        return sizes
+
+    def note(self, name: str, module: nn.Module, source: Tensor, output: Tensor) -> None:
+        """Notes that a module has made an output that is not to be kept.
+
+        Args:
+            name: Name of the module within the model.
+            module: The module.
+            source: Its input, a plain tensor.
+            output: Its output, a plain tensor.
+        """
+        storage = output.untyped_storage()
+        identity = identity_of(storage)
+        if identity == identity_of(source.untyped_storage()):
+            return
+        before = self._notes.get(identity)
+        if before is not None and (before.version, before.dtype) == (version_of(output), output.dtype):
+            return  # an inner module made it
+        note = Note(name, module, self._pack(source), source, output)
+        _use(note.source)
+        self._alive.append(StorageWeakRef(storage))
+        self._notes[identity] = note
+        self._all.append(note)
+
+    def _pack_use(self, tensor: Tensor) -> "Kept | Part":
+        if not is_plain(tensor):
+            return self._foreign(tensor)
+        packed = self._pack(tensor)
+        _use(packed)
+        return packed
+
+    def _pack(self, tensor: Tensor) -> "Kept | Part":
+        """What stands for a tensor: a part of an output that is made again, or the tensor itself, kept."""
+        storage = tensor.untyped_storage()
+        identity, geometry, version = identity_of(storage), Geometry.of(tensor), version_of(tensor)
+        if identity not in self._resident:
+            note = self._notes.get(identity)
+            if note is not None and (note.version, note.dtype) == (version, tensor.dtype):
+                return Part(note, geometry)
+            self._resident[identity] = storage.nbytes()
+            self._alive.append(StorageWeakRef(storage))
+        key = identity, geometry, version
+        if key not in self._kept:
+            self._kept[key] = self._keep(tensor, version), identity
+        return self._kept[key][0]
+
+    def _keep(self, tensor: Tensor, version: int) -> Kept:
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return Kept(pack(tensor), unpack, version, self._layer)
+        # A tensor whose graph would hold this one would never be freed, and a leaf may get its elements elsewhere.
+        return Kept(tensor if tensor.grad_fn is None else tensor.detach(), None, version, self._layer)
+
+    def _foreign(self, tensor: Tensor) -> Kept:
+        """What stands for a tensor of a subclass, whose elements are not looked for."""
+        kept = self._keep(tensor, version_of(tensor))
+        _use(kept)
+        return kept
+
+
+def _take(packed: "Kept | Part") -> Tensor:
+    return packed.take()
+
+
+def _use(packed: "Kept | Part") -> None:
+    (packed.note if isinstance(packed, Part) else packed).uses += 1
+
+
+def _release(packed: "Kept | Part") -> None:
+    (packed.note if isinstance(packed, Part) else packed).uses -= 1
+
+
+def _nothing(tensor: Tensor) -> None:
+    """Keeps nothing of a tensor."""
+    del tensor
+
+
+def _never(_: object) -> NoReturn:
+    raise AssertionError("the graph of a module that is called again has no backward")
+
+
+def _versions(module: nn.Module) -> list[int]:
+    return [version_of(parameter) for parameter in module.parameters()]
+
+
+def _autocast(device_type: str) -> Callable[[], AbstractContextManager[object]]:
+    """Makes contexts with the autocast that there is now on a type of device."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=cache)
+
+
+def _changed(tensor: Tensor, version: int, where: str) -> NoReturn:
+    """Raises what autograd raises, with the place."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{list(tensor.shape)}, saved in {where}, is at version {version_of(tensor)}; expected version {version} "
+        "instead. Change it before it is used, or change a copy"
+    )

@@ -1,0 +1,173 @@
+"""The hooks of a layer: they begin and end each call, and let dropped modules leave their notes.
+
+The objects here are hooks of modules, so they are copied and pickled with the model; none holds a closure.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..observe.observer import Observer, is_plain
+from ..plan.table import WHOLE, Table
+from .frame import Frame
+from .planner import Known, Planner, joined
+from .whole import Whole, Written
+
+
+class Watched:
+    """A call that is looked at, and keeps its inputs alone meanwhile.
+
+    Args:
+        whole: The call of the whole layer.
+        observer: What looks on.
+    """
+
+    def __init__(self, whole: Whole, observer: Observer) -> None:
+        self._whole, self._observer = whole, observer
+        self.table: Table | None = None
+
+    def open(self) -> None:
+        """Begins to look on."""
+        self._whole.open()
+        self._observer.begin()
+
+    def close(self) -> dict[int, int]:
+        """Ends it, with a table: bytes of each storage that is kept, by its identity."""
+        self.table = self._observer.end()
+        return self._whole.close()
+
+
+class Layer:
+    """One layer of a model that drops activations.
+
+    Args:
+        known: The layer, and what is known of it.
+        planner: Decides what it drops.
+
+    Attributes:
+        dropped: What the latest call dropped; None before the first.
+        counted: Bytes of each storage that it kept, by the storage's identity; None before the first, and under Ops.
+    """
+
+    def __init__(self, known: Known, planner: Planner) -> None:
+        self.known, self._planner = known, planner
+        self.dropped: frozenset[str] | None = None
+        self.counted: dict[int, int] | None = None
+        self._runs: list[Frame | Whole | Watched | None] = []
+        self._again = False
+        self._written = Written()
+        self._hooked: frozenset[str] = frozenset()
+        self._handles: list[Any] = []
+        module = known.module
+        self._own = [
+            module.register_forward_pre_hook(_Begin(self), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_End(self), prepend=True, with_kwargs=True, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Takes all hooks away."""
+        for handle in (*self._own, *self._handles):
+            handle.remove()
+
+    def forget(self) -> None:
+        """Forgets the latest call."""
+        self.dropped = self.counted = None
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins a call."""
+        self._runs.append(None)
+        if self._again or not torch.is_grad_enabled():
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"layer {self.known.name!r} is being compiled, and checkpoint_layers is for eager layers; compile "
+                "without it, with torch.utils.checkpoint or torch's activation_memory_budget"
+            )
+        dropped = self._planner.choose(self.known, args, kwargs)
+        run: Frame | Whole | Watched
+        if dropped is None:
+            module = self.known.module
+            run = Watched(self._whole(args, kwargs), Observer(module, (args, kwargs), fake=self._planner.fake))
+        elif WHOLE in dropped:
+            run = self._whole(args, kwargs)
+        else:
+            self._hook(dropped)
+            run = Frame(self.known.name, self.known.module)
+        run.open()
+        self._runs[-1] = run
+        self.dropped = frozenset({WHOLE}) if dropped is None else dropped
+
+    def end(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Ends a call, also one that has raised, whose output is None."""
+        run = self._runs.pop() if self._runs else None
+        if run is None:
+            return
+        sizes = run.close()
+        self.counted = None if self._planner.contexts() else sizes
+        if isinstance(run, Watched) and run.table is not None and output is not None:
+            self._planner.record(self.known, args, kwargs, run.table)
+
+    def note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Takes down what a dropped module has made, unless it was called in another way than when it was looked at."""
+        run = self._runs[-1] if self._runs else None
+        if isinstance(run, Frame) and len(args) == 1 and not kwargs and is_plain(args[0]) and is_plain(output):
+            run.note(joined(self.known.name, name), module, args[0], output)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the layer again, with whatever hooks others have put around it."""
+        before, self._again = self._again, True
+        try:
+            return self.known.module(*args, **kwargs)  # type: ignore[no-any-return]
+        finally:
+            self._again = before
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole:
+        return Whole(self.known.module, self._written, self, args, kwargs, self._planner.contexts())
+
+    def _hook(self, dropped: frozenset[str]) -> None:
+        """Puts hooks on the modules that are dropped, and takes them off those that were."""
+        if dropped == self._hooked:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            self.known.module.get_submodule(name).register_forward_hook(
+                _Note(self, name), prepend=True, with_kwargs=True
+            )
+            for name in sorted(dropped)
+        ]
+        self._hooked = dropped
+
+
+class _Begin:
+    """The hook before a layer's forward."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins a call."""
+        self._layer.begin(args, kwargs)
+
+
+class _End:
+    """The hook after a layer's forward, called if it raised, too."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Ends the call."""
+        self._layer.end(args, kwargs, output)
+
+
+class _Note:
+    """The hook after the forward of a module that is dropped."""
+
+    def __init__(self, layer: Layer, name: str) -> None:
+        self._layer, self._name = layer, name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Takes down what it has made."""
+        self._layer.note(self._name, module, args, kwargs, output)

@@ -1,0 +1,219 @@
+"""What each layer drops: by its policy alone, or, within a budget for all of them, by one plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from .._policies import Cheap, Drop, Keep, Layers, Ops
+from .._torch_private import tree_leaves
+from ..observe.observer import is_plain
+from ..plan.frontier import FLOPS_PER_BYTE, Choice, frontier
+from ..plan.knapsack import knapsack
+from ..plan.table import WHOLE, Table, kept, replay
+from .whole import Contexts
+
+RATE = 1e12
+"""Operations a second. Only their ratio to bytes a second matters for what is chosen."""
+
+
+class Kind(NamedTuple):
+    """What two calls of a layer have in common that save the same tensors, of other sizes perhaps."""
+
+    training: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    autocast: tuple[object, ...]
+    inputs: tuple[tuple[torch.dtype, int, bool], ...]
+
+
+@dataclass
+class Seen:
+    """A call that was looked at.
+
+    Args:
+        sizes: Shapes of the tensors that the layer was called with.
+        table: What the call saves.
+        dropped: What calls of its kind drop; None until that is decided.
+    """
+
+    sizes: tuple[torch.Size, ...]
+    table: Table
+    dropped: frozenset[str] | None = None
+
+
+@dataclass
+class Known:
+    """What is known of one layer.
+
+    Args:
+        name: Its name in the model.
+        module: The layer.
+        number: Its place among the layers.
+        seen: By kind of call, the largest that was looked at.
+        current: The kind of the latest call.
+        sizes: Shapes of the tensors of the latest call.
+    """
+
+    name: str
+    module: nn.Module
+    number: int
+    seen: dict[Kind, Seen] = field(default_factory=dict)
+    current: Kind | None = None
+    sizes: tuple[torch.Size, ...] = ()
+
+    def predict(self, dropped: frozenset[str]) -> int | None:
+        """Bytes that the latest call keeps which drops this; None if no call of its sizes was looked at."""
+        seen = None if self.current is None else self.seen.get(self.current)
+        return kept(seen.table, dropped) if seen is not None and seen.sizes == self.sizes else None
+
+
+class Planner:
+    """Decides what the layers of one model drop.
+
+    Args:
+        policy: The policy.
+        layers: The layers by name.
+    """
+
+    def __init__(self, policy: Cheap | Layers | Drop | Keep | Ops, layers: dict[str, nn.Module]) -> None:
+        self.policy = policy
+        self.layers = [Known(name, module, number) for number, (name, module) in enumerate(layers.items())]
+        self.fake = False
+
+    def choose(self, layer: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str] | None:
+        """Names of the modules that a call drops, "" for the whole layer; None: the call is to be looked at.
+
+        A call is looked at if none of its kind was, and, within a budget, if none as large was; but not for its size if
+        the layer calls collectives, which other ranks would not call again with it.
+
+        Raises:
+            ValueError: The budget is too small, or the policy has no module that can be called again.
+        """
+        if isinstance(self.policy, Ops):
+            return frozenset({WHOLE})
+        if isinstance(self.policy, Layers):
+            return frozenset({WHOLE}) if layer.number % self.policy.every == 0 else frozenset()
+        layer.current, layer.sizes = kind_of(layer.module, args, kwargs)
+        seen = layer.seen.get(layer.current)
+        if seen is None:
+            return None
+        larger = _elements(layer.sizes) > _elements(seen.sizes)
+        if larger and isinstance(self.policy, Keep) and not seen.table.modules[WHOLE].communicates:
+            return None
+        if seen.dropped is None:
+            self.plan()
+        return seen.dropped
+
+    def record(self, layer: Known, args: tuple[Any, ...], kwargs: dict[str, Any], table: Table) -> None:
+        """Takes over what a call of a layer saves; what layers drop is decided when the next call comes."""
+        kind, sizes = kind_of(layer.module, args, kwargs)
+        layer.seen[kind] = Seen(sizes, table)
+        if isinstance(self.policy, Keep):
+            for other in self.layers:
+                for seen in other.seen.values():
+                    seen.dropped = None
+
+    def plan(self) -> None:
+        """Decides what the calls of the current kinds drop.
+
+        Raises:
+            ValueError: The budget is too small, or the policy has no module that can be called again.
+        """
+        layers = [layer for layer in self.layers if layer.current in layer.seen]
+        seen = [layer.seen[layer.current] for layer in layers if layer.current is not None]
+        if isinstance(self.policy, Keep):
+            self._within(self.policy, layers, seen)
+            return
+        named = False
+        for layer, each in zip(layers, seen, strict=True):
+            names = self._named(layer, each.table)
+            named = named or bool(names)
+            each.dropped = _useful(each.table, names)
+        if layers and not named:
+            raise ValueError(self._none(layers, seen))
+
+    def contexts(self) -> Contexts | None:
+        """What makes the contexts of selective checkpointing; None under another policy than Ops."""
+        if not isinstance(self.policy, Ops):
+            return None
+        save: Any = self.policy.save if callable(self.policy.save) else list(self.policy.save)
+        return lambda: create_selective_checkpoint_contexts(save)
+
+    def _within(self, policy: Keep, layers: Sequence[Known], seen: Sequence[Seen]) -> None:
+        """One choice a layer within the budget; layers that save the same have the same frontier, made once."""
+        frontiers: dict[tuple[Any, ...], list[Choice]] = {}
+        of_layer = []
+        for layer, each in zip(layers, seen, strict=True):
+            key = (each.table.sizes, each.table.inputs, each.table.events)
+            if key not in frontiers:
+                ratio = FLOPS_PER_BYTE.get(_device_type(layer.module), 100.0)
+                whole = not each.table.modules[WHOLE].communicates
+                frontiers[key] = frontier(each.table, RATE, bandwidth=RATE / ratio, whole=whole)
+            of_layer.append(frontiers[key])
+        budget = policy.bytes_of(sum(kept(each.table, ()) for each in seen))
+        for each, choice in zip(seen, knapsack(of_layer, budget), strict=True):
+            each.dropped = choice.dropped
+
+    def _named(self, layer: Known, table: Table) -> list[str]:
+        """The candidates of a layer that the policy names."""
+        if isinstance(self.policy, Cheap):
+            return [name for name in table.candidates if table.modules[name].flops == 0]
+        assert isinstance(self.policy, Drop)  # noqa: S101 - the other policies need no table
+        which = self.policy.which
+        return [name for name in table.candidates if which(joined(layer.name, name), layer.module.get_submodule(name))]
+
+    def _none(self, layers: Sequence[Known], seen: Sequence[Seen]) -> str:
+        """Says that a policy has no module that can be called again, and why those that it names cannot."""
+        if isinstance(self.policy, Drop):
+            for layer, each in zip(layers, seen, strict=True):
+                for name, module in each.table.modules.items():
+                    full = joined(layer.name, name)
+                    if name != WHOLE and self.policy.which(full, layer.module.get_submodule(name)):
+                        return (
+                            f"policy Drop names no module that can be called again: {full!r} {module.obstacle}; name "
+                            "modules that take one tensor and give one, or use 'layers'"
+                        )
+        return (
+            f"policy {self.policy!r} finds no module that can be called again in {layers[0].name!r}; use 'layers', or "
+            "see what measure(layer, ...) prints"
+        )
+
+
+def kind_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, tuple[torch.Size, ...]]:
+    """The kind of a call, and the shapes of its tensors."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)]
+    types = {tensor.device.type for tensor in tensors} | {"cpu"}
+    autocast = [
+        (each, torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each))
+        for each in sorted(types)
+        if torch.amp.is_autocast_available(each)
+    ]
+    kind = Kind(
+        tuple(each.training for each in module.modules()),
+        tuple(parameter.requires_grad for parameter in module.parameters()),
+        tuple(autocast),
+        tuple((tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors),
+    )
+    return kind, tuple(tensor.shape for tensor in tensors)
+
+
+def _useful(table: Table, names: Sequence[str]) -> frozenset[str]:
+    """Those of the dropped modules that are called again at all; the others need no hook."""
+    again = replay(table, names).again
+    return frozenset(table.events[number][0] for number in again)  # type: ignore[misc]
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")
+
+
+def _elements(sizes: Sequence[torch.Size]) -> int:
+    return sum(size.numel() for size in sizes)
+
+
+def joined(layer: str, name: str) -> str:
+    """The name in the model of a module of a layer; a layer that is the model has none itself."""
+    return f"{layer}.{name}" if layer else name
