@@ -176,3 +176,13 @@ def test_lengths_that_do_not_divide_are_filled_up():
 def test_what_has_no_cost(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_rows_may_be_cut_for_other_masks_and_into_longer_chunks():
+    """As a model with windows in some layers cuts them, and sequence parallelism a rank's tokens further."""
+    window = Mask(causal=True, window=6)
+    alone, beside = shape(window), shape(window, masks=(CAUSAL,))
+    assert alone.over(4).runs == cut_tokens(S, 4, masks=(window,)).runs
+    assert beside.over(4).runs == cut_tokens(S, 4, masks=(CAUSAL,)).runs != alone.over(4).runs
+    assert elements("gather", 4, beside) > elements("gather", 4, alone)
+    assert shape(cut="contiguous", multiple=10).over(4).padded == 120

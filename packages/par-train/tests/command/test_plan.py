@@ -1,6 +1,7 @@
 """`par-train plan`, from a config file to what it prints. In this process: it starts no other."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -43,6 +44,28 @@ def test_a_plan(config, capsys):
     assert "Best of each topology" in out
     assert "Configured" not in out  # the file has no table parallel
     assert len(out[out.index("Best") : out.index("Of these the first")].splitlines()) == 1 + 1 + 3
+
+
+def test_sequences_are_cut_as_asked_and_the_report_says_how(config, capsys):
+    flags = [
+        "--model.context=8192",
+        "--train.batch_size=16",
+        "--parallel.sequence.size=2",
+        "--parallel.sequence.mode=ring",
+    ]
+    code, out, _ = planned(capsys, config, "--world", 16, "--device-memory", "80GB", *flags)
+    assert code == 0
+    configured, best, *_ = out[out.index("Configured") :].split("\n\n")
+    assert configured.splitlines()[2].split()[:4] == ["8", "1", "ring", "2"]
+    assert "over data x sequence: " in configured
+    assert re.search(r"over sequence: .* of keys and values, \d+ operations", configured)
+    assert best.splitlines()[1].split()[:3] == ["data", "pipeline", "sequence"]
+    code, out, _ = planned(capsys, config, "--world", 16, "--device-memory", "80GB", "--sequence=1", *flags[:2])
+    assert code == 0
+    assert "sequence" not in out
+    code, _, err = planned(capsys, config, "--world", 16, "--device-memory", "80GB", "--sequence=0")
+    assert code == 2
+    assert "sequence" in err
 
 
 def test_the_configured_one_is_predicted_beside_the_best(config, capsys):

@@ -7,7 +7,7 @@ import pytest
 from par_groups import Topology
 from par_train.plan.inputs import NUMBERS, Job, Machine
 from par_train.plan.predict import MARGIN, predict, predict_parameters
-from par_train.plan.shape import Shape
+from par_train.plan.shape import Part, Shape
 
 SHAPE = Shape(layers=16, width=1024, heads=16, context=512)
 JOB = Job(batch=64, precision="bf16")
@@ -116,7 +116,9 @@ def test_parameters_alone():
         (32, {}, {"pipeline": 32}, "16 layers cannot be cut into the 32 stages"),
         (4, {"schedule": "zb_h1", "zero": 3, "microbatches": 8}, {"pipeline": 4}, "zero 3"),
         (4, {"schedule": "1f2b", "microbatches": 8}, {"pipeline": 4}, "1f2b"),
-        (4, {}, {"sequence": 2}, "other axes"),
+        (4, {}, {"expert": 2}, "other axes"),
+        (32, {}, {"sequence": {"size": 32, "mode": "ulysses"}}, "16 heads a rank do not divide by the 32 ranks"),
+        (4, {"documents": (500, 13)}, {"sequence": 2}, "documents"),
     ],
 )
 def test_what_does_not_go_together_is_named(world, changes, parallel, message):
@@ -142,3 +144,75 @@ def test_every_precision_of_the_main_job_is_known():
     from par_train.jobs.options import Options
 
     assert set(get_args(get_type_hints(Options)["precision"])) == set(NUMBERS)
+
+
+# Sequences
+
+
+LONG = Shape(layers=16, width=1024, heads=16, context=65_536)
+
+
+def over(mode, ranks=8, **options):
+    return {"size": ranks, "mode": mode, **options}
+
+
+def test_ranks_of_a_sequence_share_activations_and_the_arithmetic():
+    one = made(1, Job(batch=8), shape=LONG)
+    for mode in ("gather", "ring", "ulysses"):
+        found = made(8, Job(batch=8), shape=LONG, sequence=over(mode))
+        extra = 1.1 if mode == "ulysses" else 1.001  # outputs by heads, beside those by tokens
+        assert one.memory.activations / 8 < found.memory.activations < extra * one.memory.activations / 8
+        assert found.memory.state == one.memory.state
+        assert found.busiest.seconds["compute"] == pytest.approx(one.busiest.seconds["compute"] / 8, rel=1e-3), mode
+
+
+def test_attention_lasts_as_long_as_on_the_rank_that_has_most_to_do():
+    balanced, contiguous = (
+        made(8, Job(batch=8), shape=LONG, sequence=over("ring", cut=cut)).busiest.seconds["compute"]
+        for cut in ("zigzag", "contiguous")
+    )
+    attention = 8 * LONG.context * LONG.flops(Part(blocks=16, first=True, last=True))[1] / (989e12 / 2 * 8)
+    assert contiguous - balanced == pytest.approx(attention * (15 / 8 - 1), rel=1e-3)  # it sees 15/16 of all on average
+
+
+def test_documents_that_do_not_see_each_other_take_less_time_and_move_nothing():
+    job = Job(batch=8, documents=(8192,) * 8)
+    found, whole = (made(8, each, shape=LONG, sequence=over("gather")) for each in (job, Job(batch=8)))
+    assert not [move for move in found.busiest.moves if move.what == "keys and values"]
+    assert found.seconds < whole.seconds
+    assert made(1, job, shape=LONG).seconds < made(1, Job(batch=8), shape=LONG).seconds
+
+
+def test_what_comes_over_a_sequence_is_by_the_formulas():
+    rows, elements = 8, 2 * 65_536 * 1024  # keys and values of a row
+    for mode, what, expected in (
+        ("ring", "keys and values", 3 * elements * 7 / 8),
+        ("gather", "keys and values", 3 * elements * 3 * 7 / (4 * 8)),
+        ("ulysses", "tokens for heads", 4 * 7 / 8**2 * 65_536 * 2 * 1024),
+    ):
+        found = made(
+            8, Job(batch=rows), shape=LONG, sequence=over(mode, **({"cut": "zigzag"} if what[0] == "k" else {}))
+        )
+        moves = {move.what: move for move in found.busiest.moves}
+        assert moves[what].bytes == pytest.approx(16 * rows * 4 * expected), mode
+        assert moves["gradients"].bytes == 2 * 7 / 8 * 4 * LONG.parameters  # averaged over the ranks of the sequence
+        assert found.traffic["sequence"] == moves[what].bytes + moves["sums of losses"].bytes
+
+
+def test_exchanges_of_tokens_for_heads_are_fast_inside_a_node():
+    near, far = (
+        made(16, Job(batch=8, precision="bf16"), shape=LONG, sequence=mode).busiest.seconds["sequence"]
+        for mode in (over("2d", 16, ulysses=8), over("ulysses", 16))
+    )
+    assert near < far / 3
+
+
+def test_a_million_tokens_fit_where_they_are_cut():
+    """The activations of one row would take 550 GB on each of eight tensor ranks."""
+    shape, job = Shape(layers=32, width=4096, heads=32, context=2**20), Job(batch=16, precision="bf16", zero=1)
+    machine, tensor = Machine(memory=80e9), {**IN_1D, "size": 8, "sequence_parallel": True}
+    whole = made(128, job, machine, shape, tensor=tensor)
+    cut = made(128, replace(job, microbatches=16), machine, shape, tensor=tensor, sequence=over("gather", 16))
+    assert whole.memory.activations > 6 * 80e9
+    assert not whole.fits(machine)
+    assert cut.fits(machine)

@@ -68,7 +68,7 @@ def test_six_operations_for_each_parameter_and_token_and_attention_beside():
     shape = Shape(layers=2, width=64, heads=4, context=32)
     matrices = 2 * 12 * 64 * 64 + 256 * 64
     whole = Part(blocks=2, first=True, last=True)
-    assert shape.flops(whole) == 6 * matrices + 3 * 2 * 2 * 32 * 64  # causal: half of 4 x context x width a block
+    assert shape.flops(whole) == (6 * matrices, 3 * 2 * 2 * 32 * 64)  # causal: half of 4 x context x width a block
 
 
 @pytest.mark.parametrize(

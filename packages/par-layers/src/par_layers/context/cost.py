@@ -1,7 +1,7 @@
 """What attention over several ranks costs: elements received, memory, and work, counted by the plan of each mode."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
@@ -31,6 +31,8 @@ class AttentionShape:
         heads: Number of query heads, which modes that cut heads need where ranks share key heads.
         key_heads: Number of key heads.
         cut: How the sequence is cut.
+        multiple: What a rank's chunks of tokens are a multiple of, as sequence parallelism of the mode 1d asks for.
+        masks: The masks by which rows are cut, those of all layers; None: `mask` alone.
 
     Raises:
         ValueError: Numbers do not divide, or documents do not fill a row.
@@ -45,6 +47,8 @@ class AttentionShape:
     heads: int | None = None
     key_heads: int | None = None
     cut: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
+    multiple: int = 1
+    masks: tuple[Mask, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.tokens < 1 or self.tokens % self.rows:
@@ -75,7 +79,8 @@ class AttentionShape:
             ranks * inner,
             self.cut,
             documents=self.documents,
-            masks=(self.mask,),
+            masks=(self.mask,) if self.masks is None else self.masks,
+            multiple=self.multiple,
             pad=True,
             inner=inner,
         )
@@ -230,7 +235,14 @@ def _key_width(shape: AttentionShape, inside: int) -> Fraction:
     return Fraction(number * shape.key_width, inside * shape.key_heads)
 
 
-@lru_cache(maxsize=64)
 def _transfers(shape: AttentionShape, outside: int, inside: int) -> Transfers:
+    """What ranks need of each other, which depends on masks, documents and the cut alone, not on heads and rows."""
+    rows = len(shape.documents or ()) or 1
+    plain = replace(shape, tokens=rows * shape.length, rows=rows, width=1, key_width=1, heads=None, key_heads=None)
+    return _counted(plain, outside, inside)
+
+
+@lru_cache(maxsize=64)
+def _counted(shape: AttentionShape, outside: int, inside: int) -> Transfers:
     tokens = shape.over(outside, inside)
     return transfers(*shape.mask.intervals(tokens), tokens)

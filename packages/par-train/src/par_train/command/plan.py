@@ -55,7 +55,8 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
             raise UserError(str(error)) from None
     job = Job(batch=options.train.batch_size, precision=options.precision)
     try:
-        ranking = rank(shape, plan_options.world, job, machine, plan_options.top)
+        sequence = None if plan_options.sequence == "auto" else plan_options.sequence
+        ranking = rank(shape, plan_options.world, job, machine, plan_options.top, sequence=sequence)
     except ValueError as error:  # of a model whose forward cannot be followed
         raise UserError(str(error)) from None
     report = Report(

@@ -190,6 +190,9 @@ class PlanOptions(FlagsAlone):
     world: int = option(MISSING, "number of devices, such as 1024; needed", low=1)
     device_memory: float = option(MISSING, "memory of a device, such as 80GB or 80GiB; needed", above=0, kind=BYTES)
     top: int = option(10, "topologies to show, each with its best schedule and stage", low=1)
+    sequence: int | Literal["auto"] = option(
+        "auto", "ranks that each sequence is cut over in what is compared; 1: none is cut; auto: all that help", low=1
+    )
     json: str = option("", "file to write all figures to")
     flops: float | Literal["auto"] = option(
         "auto",

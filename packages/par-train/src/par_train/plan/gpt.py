@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .inputs import Numbers
+from .inputs import Job, Numbers
 from .memory import Replicas, saved_block, saved_ends
 from .pipeline import Pipe, Place, stage_size
+from .sequence import Attention, SequenceCut, local_tokens, reach
 from .shape import Count, Cut, Part, Shape, count, misfit
 from .traffic import Move, tensor_traffic
 
@@ -41,6 +42,16 @@ class GPTPlan:
     def tied(self) -> bool:
         """Whether the table of the embedding is the classifier's weight, too."""
         return self.shape.tied
+
+    @property
+    def checkpointing(self) -> bool:
+        """False: blocks keep what they computed."""
+        return False
+
+    @property
+    def sums_losses(self) -> bool:
+        """True: the loss is the mean over a whole sequence."""
+        return True
 
     @property
     def keys(self) -> dict[str, str]:
@@ -95,14 +106,36 @@ class GPTPlan:
         """The parameters of a rank."""
         return count(self.shape, cut, part)
 
-    def activations(self, cut: Cut, numbers: Numbers, pipeline: Pipe, place: Place, tokens: int) -> tuple[float, float]:
+    def activations(
+        self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int
+    ) -> tuple[float, float]:
         """Bytes that wait for backward; the few logits over a byte's values are among the activations."""
-        shape, part = self.shape, self.part(pipeline, place)
+        shape, part, numbers = self.shape, self.part(pipeline, place), job.numbers
+        tokens = rows * local_tokens(sequence, shape.context, job.documents)
         stage = max(stage_size(shape.layers, pipeline.stages, number) for number in place.stages)
         first = saved_ends(shape, cut, numbers, replace(part, last=False), tokens)
         last = saved_ends(shape, cut, numbers, replace(part, first=False), tokens)
-        kept = place.kept * (stage * saved_block(shape, cut, numbers, tokens) + first) + place.kept_last * last
-        return kept, 0.0
+        block, once = saved_block(shape, cut, numbers, tokens), 0
+        if sequence.ranks > 1:
+            taken = reach(sequence, self._attention(cut), shape.context, job.documents)
+            block += taken.kept * rows / cut.inner_tokens * numbers.product
+            once = 8 * tokens // rows if part.first else 0  # the places of tokens, as int64
+        kept = place.kept * (stage * block + first) + place.kept_last * last
+        return kept + once, 0.0
+
+    def attentions(self, cut: Cut, sequence: SequenceCut, part: Part) -> dict[Attention, int]:
+        """The attentions of a rank, which are all alike."""
+        del sequence
+        return {self._attention(cut): part.blocks}
+
+    def _attention(self, cut: Cut) -> Attention:
+        head = self.shape.width // self.shape.heads
+        keys = self.shape.keys // cut.inner
+        return Attention(heads=self.shape.heads // cut.inner, key_heads=keys, width=head, key_width=head)
+
+    def not_sequenced(self) -> None:
+        """None: every layer knows of a sequence that is cut."""
+        return
 
     def tensor_traffic(
         self, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
@@ -110,6 +143,6 @@ class GPTPlan:
         """What comes over the tensor axis."""
         return tensor_traffic(self.shape, cut, numbers, part, microbatches, replicas)
 
-    def flops(self, part: Part) -> float:
-        """Floating-point operations for one token in forward and backward."""
+    def flops(self, part: Part) -> tuple[float, float]:
+        """Floating-point operations for one token in forward and backward: of matrices, and of attention."""
         return self.shape.flops(part)

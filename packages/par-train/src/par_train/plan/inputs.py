@@ -17,6 +17,8 @@ class Job:
         precision: Name of a precision of par-precision, such as "bf16".
         schedule: Name of the pipeline's schedule; without a pipeline it plays no role.
         microbatches: Number of pieces that each replica's part of the batch is cut into.
+        documents: Lengths of the documents that are packed into each row, in their order, of which no token sees
+            another document; None: a row is one document.
 
     Raises:
         ValueError: There is no such stage or precision.
@@ -27,6 +29,7 @@ class Job:
     precision: str = "fp32"
     schedule: str = "1f1b"
     microbatches: int = 1
+    documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.zero <= 3:

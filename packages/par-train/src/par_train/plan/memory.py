@@ -30,6 +30,8 @@ class Memory:
         buffers: What gradients are reduced in, and parameters that are gathered.
         activations: What autograd keeps for backward, of all microbatches that wait; without `logits`.
         logits: Logits over a large vocabulary, what the loss keeps of them, and their gradient.
+        attention: Keys and values of other ranks of a sequence, or all tokens of some heads, and their gradients, that
+            one attention holds in backward; logits are gone by then.
         step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
     """
 
@@ -39,6 +41,7 @@ class Memory:
     buffers: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
+    attention: float = 0.0
     step: float = 0.0
 
     @property
@@ -49,7 +52,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Bytes at the fullest moment."""
-        return self.state + max(self.buffers + self.activations + self.logits, self.step)
+        return self.state + max(self.buffers + self.activations + max(self.logits, self.attention), self.step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from .inputs import Numbers
+from .inputs import Job, Numbers
 from .memory import Replicas
 from .pipeline import Pipe, Place
+from .sequence import Attention, SequenceCut
 from .shape import Count, Cut, Part
 from .traffic import Move
 
@@ -31,6 +32,14 @@ class PlannedModel(Protocol):
     @property
     def tied(self) -> bool:
         """Whether the table of the embedding is the classifier's weight, too."""
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether layers are computed once more in backward."""
+
+    @property
+    def sums_losses(self) -> bool:
+        """Whether the loss itself adds up what the ranks of a sequence have; else their gradients are weighted."""
 
     @property
     def keys(self) -> Mapping[str, str]:
@@ -65,21 +74,42 @@ class PlannedModel(Protocol):
     def count(self, cut: Cut, part: Part) -> Count:
         """The parameters of a rank."""
 
-    def activations(self, cut: Cut, numbers: Numbers, pipeline: Pipe, place: Place, tokens: int) -> tuple[float, float]:
+    def activations(
+        self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int
+    ) -> tuple[float, float]:
         """Bytes that wait for backward of all microbatches that wait at a time, and of those the bytes of logits.
 
         Args:
             cut: The cut of the tensor mode.
-            numbers: Widths of numbers.
+            sequence: The cut of a row's tokens.
             pipeline: The pipeline.
             place: The rank's place in it.
-            tokens: Number of tokens in a microbatch, on all ranks of the tensor group together.
+            job: The job, of which precision and the documents of a row matter here.
+            rows: Number of rows in a microbatch.
         """
+
+    def attentions(self, cut: Cut, sequence: SequenceCut, part: Part) -> Mapping[Attention, int]:
+        """The attentions of a rank, and how many of them are alike.
+
+        Args:
+            cut: The cut of the tensor mode.
+            sequence: The cut of a row's tokens.
+            part: What the rank has of the model.
+
+        Raises:
+            ValueError: The model's sequence cannot be cut.
+        """
+
+    def not_sequenced(self) -> str | None:
+        """Why the model's sequence cannot be cut over ranks, and what to do; None if it can."""
 
     def tensor_traffic(
         self, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
     ) -> list[Move]:
         """What comes over the tensor axis; arguments as those of `par_train.plan.traffic.tensor_traffic`."""
 
-    def flops(self, part: Part) -> float:
-        """Floating-point operations for one token in forward and backward."""
+    def flops(self, part: Part) -> tuple[float, float]:
+        """Floating-point operations for one token in forward and backward: all but attention's, and attention's.
+
+        The latter are those of a causal mask over a row of one document.
+        """

@@ -2,11 +2,12 @@
 
 memory     of the pipeline's rank that needs most
 traffic    of the rank that is busiest
-time       compute + tensor + pipeline (what this rank waits for messages) + bubble + data (what does not hide)
+time       compute + tensor + sequence (what does not hide behind attention) + pipeline (what this rank waits for
+           messages) + bubble + data (what does not hide)
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,11 +18,10 @@ from .inputs import Job, Machine
 from .memory import Memory, Replicas, replicas_of, state_memory
 from .model import PlannedModel
 from .pipeline import Pipe, Place, pipe
+from .seconds import seconds_of
+from .sequence import Attention, SequenceCut, local_tokens, reach, sequence_of, sequence_traffic
 from .shape import Cut, Part, Shape, cut_of
 from .traffic import Move, data_traffic, pipeline_traffic
-
-TERMS = ("compute", "tensor", "pipeline", "bubble", "data")
-"""The terms of a step's time."""
 
 MARGIN = 0.1
 """Part of a device's memory that is left alone: for workspace, fragments, and the device's own libraries."""
@@ -76,9 +76,9 @@ class Prediction:
 
     @property
     def traffic(self) -> Mapping[str, float]:
-        """Bytes that the busiest rank receives in a step, by axis."""
-        moves = self.busiest.moves
-        return {axis: sum(move.bytes for move in moves if move.axis == axis) for axis in ("data", "pipeline", "tensor")}
+        """Bytes that the busiest rank receives in a step, by axis; "data" are all ranks that average gradients."""
+        moves, axes = self.busiest.moves, ("data", "pipeline", "sequence", "tensor")
+        return {axis: sum(move.bytes for move in moves if move.axis == axis) for axis in axes}
 
     @property
     def seconds(self) -> float:
@@ -101,7 +101,7 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
 
     Args:
         shape: The sizes of a GPT, or a `PretrainedShape`, those of a model of transformers.
-        topology: Sizes of the axes data, pipeline and tensor, the last with a mode.
+        topology: Sizes of the axes data, pipeline, sequence and tensor, the last two with their modes.
         job: Batch, ZeRO stage, precision, schedule and microbatches.
         machine: What the job runs on; None: `Machine()`, nodes of eight H100.
 
@@ -109,32 +109,52 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
         ValueError: Sizes that do not go together; the message names them.
     """
     machine, model = machine or Machine(), planned(shape)
-    cut, data = cut_of(topology), topology.size("data")
-    pipeline = _check(model, topology, cut, job)
+    cut, sequence, data = cut_of(topology), sequence_of(topology), topology.size("data")
+    pipeline = _check(model, topology, cut, sequence, job)
     numbers, accumulates = job.numbers, job.microbatches > 1 or pipeline.ranks > 1
     # Rows of microbatches differ by one at most; the larger ones come first.
     rows, larger = divmod(job.batch // data, job.microbatches)
     pieces = {rows + 1: larger, rows: job.microbatches - larger} if larger else {rows: job.microbatches}
-    microbatches = {size * model.context: times for size, times in pieces.items()}
+    local = local_tokens(sequence, model.context, job.documents)
+    microbatches = {size * local: times for size, times in pieces.items()}
+    averaged = data * sequence.ranks  # ranks that average gradients: they see other rows, or other tokens of them
     ranks = []
     for place, part, numbers_of_ranks in _kinds_of_places(model, pipeline):
         parameters = model.count(cut, part)
         replicas = replicas_of(
-            parameters, numbers, zero=job.zero, ranks=data, accumulates=accumulates, gloo=machine.gloo
+            parameters, numbers, zero=job.zero, ranks=averaged, accumulates=accumulates, gloo=machine.gloo
         )
-        table = parameters.table * numbers.master / (data if job.zero else 1)
+        table = parameters.table * numbers.master / (averaged if job.zero else 1)
+        attentions = model.attentions(cut, sequence, part)
         moves = (
             *data_traffic(replicas, numbers),
             *pipeline_traffic(model, cut, place, part, microbatches, table),
+            *sequence_traffic(
+                sequence,
+                attentions,
+                model.context,
+                job.documents,
+                {size / cut.inner_tokens: times for size, times in pieces.items()},
+                width=numbers.product,
+                again=model.checkpointing,
+                loss=part.last and model.sums_losses,
+            ),
             *model.tensor_traffic(cut, numbers, part, microbatches, replicas),
         )
-        activations, logits = model.activations(cut, numbers, pipeline, place, max(microbatches))
+        activations, logits = model.activations(cut, sequence, pipeline, place, job, max(pieces))
+        held = max(reach(sequence, each, model.context, job.documents).held for each in attentions)
+        memory = replace(
+            state_memory(replicas, numbers),
+            activations=activations,
+            logits=logits,
+            attention=held * max(pieces) / cut.inner_tokens * numbers.product,
+        )
         rank = RankPrediction(
             place=place.name,
             parameters=parameters.total,
-            memory=replace(state_memory(replicas, numbers), activations=activations, logits=logits),
+            memory=memory,
             moves=moves,
-            seconds=_seconds(model, topology, job, machine, pipeline, part=part, moves=moves),
+            seconds=seconds_of(model, topology, job, machine, pipeline, part=part, moves=moves, attentions=attentions),
             numbers=numbers_of_ranks,
         )
         ranks.append(rank)
@@ -176,15 +196,17 @@ def predict_parameters(
     return state_memory(replicas, job.numbers), data_traffic(replicas, job.numbers)
 
 
-def _check(model: PlannedModel, topology: Topology, cut: Cut, job: Job) -> Pipe:
+def _check(model: PlannedModel, topology: Topology, cut: Cut, sequence: SequenceCut, job: Job) -> Pipe:
     """The pipeline of a configuration that makes sense.
 
     Raises:
         ValueError: The configuration makes no sense.
     """
     data, ranks = topology.size("data"), topology.size("pipeline")
-    if data * ranks * cut.ranks != topology.world_size:
-        raise ValueError(f"{topology.axes} has ranks on other axes than data, pipeline and tensor; leave them out")
+    if data * ranks * sequence.ranks * cut.ranks != topology.world_size:
+        raise ValueError(
+            f"{topology.axes} has ranks on other axes than data, pipeline, sequence and tensor; leave them out"
+        )
     if job.batch % data or job.batch // data < job.microbatches or job.microbatches < 1:
         raise ValueError(
             f"a batch of {job.batch} does not divide over {data} data ranks into {job.microbatches} microbatches each; "
@@ -194,6 +216,9 @@ def _check(model: PlannedModel, topology: Topology, cut: Cut, job: Job) -> Pipe:
         problem = model.misfit(cut, rows)
         if problem is not None:
             raise ValueError(problem)
+    problem = misfit_of_sequence(model, cut, sequence)
+    if problem is not None:
+        raise ValueError(problem)
     if job.precision == "fp8" and cut.mode not in (None, "1d"):
         raise ValueError(
             f"precision 'fp8' multiplies on one device or in tensor mode 1d, not in {cut.mode}; use 'bf16', or mode 1d"
@@ -227,41 +252,33 @@ def _kinds_of_places(model: PlannedModel, pipeline: Pipe) -> tuple[tuple[Place, 
     )
 
 
-def _seconds(
-    model: PlannedModel,
-    topology: Topology,
-    job: Job,
-    machine: Machine,
-    pipeline: Pipe,
-    *,
-    part: Part,
-    moves: Sequence[Move],
-) -> dict[str, float]:
-    """Seconds of a step on one rank, by the names in `TERMS`."""
+def misfit_of_sequence(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> str | None:
+    """Why a model cannot attend over the ranks of a sequence, and what to change; None if it can.
 
-    def time_of(axis: str, what: str | None = None) -> float:
-        """Seconds of what goes over an axis, one operation after the other."""
-        hops = 1 if axis == "pipeline" else math.log2(max(2, topology.size(axis)))
-        # A group has the bandwidth of a node if every group of its axis lies within one.
-        blocks = topology.blocks(axis)
-        in_node = all(machine.devices_per_node % (block.size * block.stride) == 0 for block in blocks)
-        rate = machine.bandwidth if in_node else machine.network
-        chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
-        return sum(move.bytes / rate + move.operations * machine.latency * hops for move in chosen)
+    Args:
+        model: The model.
+        cut: The cut of the tensor mode.
+        sequence: The cut of a row's tokens.
+    """
+    if sequence.ranks == 1:
+        return None
+    if (problem := model.not_sequenced()) is not None:
+        return problem
+    try:
+        attentions = attentions_of(model, cut, sequence)
+    except ValueError as error:
+        return str(error)
+    for attention in attentions:
+        if attention.heads % sequence.inner:
+            return (
+                f"{attention.heads} heads a rank do not divide by the {sequence.inner} ranks that exchange tokens for "
+                f"heads in sequence mode {sequence.label}; use mode 'ring' or 'gather', or '2d' with fewer ranks of "
+                "ulysses"
+            )
+    return None
 
-    tokens = job.batch // topology.size("data") * model.context
-    compute = tokens * model.flops(part) / (machine.flops * machine.efficiency * topology.size("tensor"))
-    tensor, pipe_messages = time_of("tensor"), time_of("pipeline")
-    one_microbatch = compute / job.microbatches  # two thirds of it backward
-    gradients, flags, parameters = (time_of("data", what) for what in ("gradients", "flags", "parameters"))
-    if job.zero < 3:  # gradients hide behind the last backward; parameters come when the optimizer has stepped
-        exposed = max(0.0, gradients - one_microbatch * 2 / 3) + parameters
-    else:  # parameters are gathered while the model computes
-        exposed = max(0.0, gradients + parameters - one_microbatch)
-    return {
-        "compute": compute,
-        "tensor": tensor,
-        "pipeline": pipe_messages,
-        "bubble": (compute + tensor + pipe_messages) / job.microbatches * pipeline.idle,
-        "data": exposed + flags,
-    }
+
+def attentions_of(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> Mapping[Attention, int]:
+    """The attentions of all layers of a model; see `PlannedModel.attentions`."""
+    alone = pipe("1f1b", 1, 1)
+    return model.attentions(cut, sequence, model.part(alone, alone.places[0]))

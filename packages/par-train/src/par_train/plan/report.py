@@ -7,15 +7,32 @@ from typing import Any
 from .._units import format_bytes, format_seconds
 from .inputs import Job, Machine
 from .model import PlannedModel
-from .predict import MARGIN, TERMS, Prediction, planned
-from .search import Ranking
+from .predict import MARGIN, Prediction, planned
+from .search import LEAST_TOKENS, Ranking
+from .seconds import TERMS
+from .sequence import sequence_of
 from .shape import Shape, cut_of
+from .traffic import over
 
-_TITLES = ("data", "pipeline", "tensor", "zero", "schedule", "micro", "memory", "traffic", "bubble", "step", "bound by")
+_TITLES = (
+    "data",
+    "pipeline",
+    "sequence",
+    "tensor",
+    "zero",
+    "schedule",
+    "micro",
+    "memory",
+    "traffic",
+    "bubble",
+    "step",
+    "bound by",
+)
 
 _TERMS_IN_WORDS = {
     "compute": "arithmetic",
     "tensor": "what tensor ranks send each other",
+    "sequence": "what attention waits for over the sequence's ranks",
     "pipeline": "what pipeline stages send each other",
     "bubble": "waiting in the pipeline",
     "data": "gradients and parameters that replicas exchange",
@@ -54,7 +71,11 @@ class Report:
             f"a node, {format_bytes(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
         ]
         model = planned(self.shape)
-        for what, reason in (("tensor", model.not_cut()), ("stages", model.not_staged())):
+        for what, reason in (
+            ("tensor", model.not_cut()),
+            ("stages", model.not_staged()),
+            ("sequence", model.not_sequenced() if model.context >= 2 * LEAST_TOKENS else None),
+        ):
             if reason is not None:
                 given.append(f"{what:8} none are planned: {reason}")
         parts = [given]
@@ -117,13 +138,19 @@ class Report:
 
 
 def table(predictions: Sequence[Prediction]) -> list[str]:
-    """A line of titles, and one line for each prediction; columns align."""
-    lines = [_TITLES]
-    for prediction in predictions:
+    """A line of titles, and one line for each prediction; columns align.
+
+    There is a column for the axis `sequence` where one of them cuts it.
+    """
+    sequences = [sequence_of(prediction.topology) for prediction in predictions]
+    is_cut = any(sequence.ranks > 1 for sequence in sequences)
+    lines = [tuple(title for title in _TITLES if is_cut or title != "sequence")]
+    for prediction, sequence in zip(predictions, sequences, strict=True):
         topology, job = prediction.topology, prediction.job
         cells = (
             str(topology.size("data")),
             str(topology.size("pipeline")),
+            *([sequence.label] if is_cut else []),
             cut_of(topology).label,
             str(job.zero),
             job.schedule if topology.size("pipeline") > 1 else "-",
@@ -142,8 +169,8 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
 def moves(prediction: Prediction) -> list[str]:
     """A line for each kind of traffic of the busiest rank in a step."""
     return [
-        f"  over {move.axis}: {format_bytes(move.bytes)} of {move.what}, {move.operations:,.0f} operation"
-        f"{'' if move.operations == 1 else 's'}"
+        f"  over {over(move, prediction.topology)}: {format_bytes(move.bytes)} of {move.what}, "
+        f"{move.operations:,.0f} operation{'' if move.operations == 1 else 's'}"
         for move in prediction.busiest.moves
     ]
 
@@ -152,9 +179,9 @@ def describe(prediction: Prediction) -> str:
     """A configuration in words, such as "data 2 x pipeline 2, zero 1, zb_h1, 4 microbatches"."""
     topology, job = prediction.topology, prediction.job
     axes = [f"{name} {topology.size(name)}" for name in ("data", "pipeline") if topology.size(name) > 1]
-    cut = cut_of(topology)
-    if cut.ranks > 1:
-        axes.append(f"tensor {cut.label}")
+    for name, cut in (("sequence", sequence_of(topology)), ("tensor", cut_of(topology))):
+        if cut.ranks > 1:
+            axes.append(f"{name} {cut.label}")
     words = [" x ".join(axes) or "one device", f"zero {job.zero}"]
     if topology.size("pipeline") > 1:
         words.append(job.schedule)
@@ -166,10 +193,13 @@ def describe(prediction: Prediction) -> str:
 def as_dict(prediction: Prediction) -> dict[str, Any]:
     """A prediction as plain values; `parallel`, `zero`, `precision` and `pipeline` as a config writes them."""
     topology, job, busiest = prediction.topology, prediction.job, prediction.busiest
-    mode, options = topology.modes.get("tensor", (None, {}))
-    tensor = {"tensor": {"size": topology.size("tensor"), "mode": mode, **options}} if mode else {}
+    modes = {
+        axis: {"size": topology.size(axis), "mode": mode, **options}
+        for axis, (mode, options) in topology.modes.items()
+        if topology.size(axis) > 1
+    }
     return {
-        "parallel": {"data": topology.size("data"), "pipeline": topology.size("pipeline"), **tensor},
+        "parallel": {"data": topology.size("data"), "pipeline": topology.size("pipeline"), **modes},
         "zero": job.zero,
         "precision": job.precision,
         "pipeline": {"schedule": job.schedule, "microbatches": job.microbatches},
@@ -203,6 +233,7 @@ def _behind(prediction: Prediction, best: Prediction) -> str:
 
 def _memory_in_words(prediction: Prediction) -> str:
     memory = prediction.memory
-    kinds = ["parameters", "gradients", "optimizer", "buffers", "activations"] + ["logits"] * (memory.logits > 0)
+    kinds = ["parameters", "gradients", "optimizer", "buffers", "activations"]
+    kinds += [kind for kind in ("logits", "attention") if getattr(memory, kind)]
     parts = ", ".join(f"{format_bytes(getattr(memory, kind))} {kind}" for kind in kinds)
     return f"{format_bytes(memory.total)} ({parts})"

@@ -1,14 +1,16 @@
 """Every configuration of a world that a model's sizes allow, and the fastest of those that fit.
 
 A frame is a topology and a number of microbatches: what its ranks compute and send within a microbatch is the same
-under every schedule and ZeRO stage. Frames are looked at in the order of that time, until no other can be faster than
-what was found.
+under every schedule and ZeRO stage, but for what attention fetches over a sequence that is cut, whose mode is chosen
+with these. Frames are looked at in the order of that time, until no other can be faster than what was found.
 """
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from par_groups import Topology
@@ -16,8 +18,12 @@ from par_groups import Topology
 from .inputs import NUMBERS, Job, Machine
 from .model import PlannedModel
 from .pipeline import SCHEDULES
-from .predict import Prediction, planned, predict
+from .predict import Prediction, attentions_of, misfit_of_sequence, planned, predict
+from .sequence import sequence_of
 from .shape import Shape, cut_of
+
+LEAST_TOKENS = 2048
+"""A rank of a sequence has as many tokens of a row at least: the attention of fewer is too little to cut."""
 
 _LEAST_KEPT = 3
 """No schedule keeps fewer activations than 1F1B divided by this."""
@@ -38,15 +44,18 @@ class Ranking:
     frames: int
 
 
-def rank(shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, top: int = 10) -> Ranking:
+def rank(
+    shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, top: int = 10, *, sequence: int | None = None
+) -> Ranking:
     """Finds the fastest configurations that fit a machine.
 
     Args:
         shape: The model's sizes.
         world: Number of ranks.
-        job: The job, of which batch and precision are kept.
+        job: The job, of which batch, precision and documents are kept.
         machine: What the job runs on.
-        top: Number of topologies to find.
+        top: Number of topologies to find, which differ in sizes, or in the tensor mode.
+        sequence: Number of ranks that each sequence is cut over; None: whatever is best.
 
     Raises:
         ValueError: The model's activations cannot be known.
@@ -57,27 +66,28 @@ def rank(shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, to
     def consider(topology: Topology, frame: Job) -> None:
         """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
         nonlocal nearest
-        for variant in variants(topology, frame):
+        name = topology.to_json()
+        for variant, way in product(variants(topology, frame), best_modes(shape, topology, frame, machine)):
             try:
-                made = predict(shape, topology, variant, machine)
+                made = predict(shape, way, variant, machine)
             except ValueError:  # a schedule that does not take these sizes
                 continue
             if nearest is None or made.memory.total < nearest.memory.total:
                 nearest = made
-            name = topology.to_json()
             if made.fits(machine) and (name not in best or _order(made) < _order(best[name])):
                 best[name] = made
 
     def found() -> list[Prediction]:
         return sorted(best.values(), key=_order)[:top]
 
-    # The highest useful stage takes the least state; the time without bubble and data is that of every variant.
+    # The highest useful stage takes the least state, and the mode "gather" keeps least until backward; the time without
+    # sequence, bubble and data is that of every variant.
     frames: list[tuple[float, float, Topology, Job]] = []
-    for topology, frame in configurations(shape, world, job):
+    for topology, frame in configurations(shape, world, job, sequence):
         first = predict(shape, topology, replace(frame, zero=_last_stage(topology, frame)), machine)
         seconds, memory = first.busiest.seconds, first.memory
         least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1)
-        least_seconds = first.seconds - seconds["bubble"] - seconds["data"]
+        least_seconds = first.seconds - seconds["bubble"] - seconds["data"] - seconds["sequence"]
         frames.append((least_seconds, memory.state + least_kept, topology, frame))
 
     for least_seconds, least_memory, topology, frame in sorted(frames, key=lambda one: one[0]):
@@ -86,32 +96,115 @@ def rank(shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, to
         if least_memory <= machine.memory:
             consider(topology, frame)
     if not best:
-        for _, _, topology, frame in sorted(frames, key=lambda one: one[1])[:top]:
+        for _, least_memory, topology, frame in sorted(frames, key=lambda one: one[1]):
+            if nearest is not None and least_memory > nearest.memory.total:
+                break
             consider(topology, frame)
     return Ranking(best=tuple(found()), nearest=None if best else nearest, frames=len(frames))
 
 
-def configurations(shape: Shape | PlannedModel, world: int, job: Job) -> Iterator[tuple[Topology, Job]]:
+def configurations(
+    shape: Shape | PlannedModel, world: int, job: Job, sequence: int | None = None
+) -> Iterator[tuple[Topology, Job]]:
     """Every frame of a world that a model and its batch divide over, as a topology and a job.
 
     Args:
         shape: The model's sizes.
         world: Number of ranks.
-        job: The job, of which batch and precision are kept; the schedule becomes "1f1b", and the stage 0.
+        job: The job, of which batch, precision and documents are kept; the schedule becomes "1f1b", and the stage 0.
+        sequence: Number of ranks that each sequence is cut over, in the mode "gather"; None: as many as are of use.
     """
     model = planned(shape)
     for tensor in tensor_configs(model, world, job.precision):
         left = world // tensor.get("size", 1)
-        for pipeline in _divisors(left):
-            data = left // pipeline
-            if pipeline > model.layers or job.batch % data or (pipeline > 1 and model.not_staged() is not None):
+        for pipeline, ranks in product(
+            _divisors(left), sequence_sizes(model, left) if sequence is None else [sequence]
+        ):
+            data, rest = divmod(left, pipeline * ranks)
+            if rest or pipeline > model.layers or job.batch % data:
                 continue
-            topology = Topology.from_config({"pipeline": pipeline, **({"tensor": tensor} if tensor else {})}, world)
+            if pipeline > 1 and model.not_staged() is not None:
+                continue
+            parallel: dict[str, Any] = {"pipeline": pipeline, **({"tensor": tensor} if tensor else {})}
+            if ranks > 1:
+                parallel["sequence"] = {"size": ranks, "mode": "gather"}
+            topology = Topology.from_config(parallel, world)
             cut, rows = cut_of(topology), job.batch // data
+            if misfit_of_sequence(model, cut, sequence_of(topology)) is not None:
+                continue
             for microbatches in _divisors(rows):
                 enough = microbatches >= min(pipeline, rows)
                 if enough and model.misfit(cut, rows // microbatches) is None:
                     yield topology, replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
+
+
+def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
+    """Numbers of ranks that a sequence may be cut over, so that each has tokens enough; [1] of a model that cannot be.
+
+    Args:
+        model: The model.
+        world: Number of ranks, which they divide.
+    """
+    most = model.context // LEAST_TOKENS if model.not_sequenced() is None else 1
+    return [size for size in _divisors(world) if size == 1 or (size <= most and model.context % size == 0)]
+
+
+def best_modes(shape: Shape | PlannedModel, topology: Topology, frame: Job, machine: Machine) -> list[Topology]:
+    """Those of `sequence_modes` that may be best: no other one waits less and takes less memory, in whatever schedule.
+
+    Args:
+        shape: The model's sizes.
+        topology: Sizes, and the mode "gather".
+        frame: The job.
+        machine: What it runs on.
+    """
+    ways = sequence_modes(shape, topology, machine)
+    if len(ways) == 1:
+        return ways
+    costs: dict[tuple[float, float, float], Topology] = {}
+    for way in ways:
+        try:
+            made = predict(shape, way, frame, machine)
+        except ValueError:  # heads that this mode cannot share out
+            continue
+        taken = made.busiest.seconds["sequence"], made.memory.activations, made.memory.attention
+        costs.setdefault(taken, way)
+    return [
+        way for mine, way in costs.items() if not any(its != mine and all(map(operator.le, its, mine)) for its in costs)
+    ]
+
+
+def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Machine) -> list[Topology]:
+    """A topology in each of the modes in which attention may reach other ranks' tokens; itself where none is cut.
+
+    In mode 2d as many ranks exchange tokens for heads as a node has, and heads allow.
+
+    Args:
+        shape: The model's sizes.
+        topology: Sizes, and the mode "gather".
+        machine: Whose nodes decide.
+    """
+    model, ranks = planned(shape), topology.size("sequence")
+    if ranks == 1:
+        return [topology]
+    cut = cut_of(topology)
+    ways: list[dict[str, Any]] = [{"mode": "gather"}, {"mode": "ring"}, {"mode": "ulysses"}]
+    heads = math.gcd(*(each.heads for each in attentions_of(model, cut, sequence_of(topology))))
+    inside = [
+        size
+        for size in _divisors(math.gcd(ranks, heads))
+        if 1 < size < ranks and machine.devices_per_node % (size * cut.ranks) == 0
+    ]
+    if inside:
+        ways += [{"mode": "2d", "ulysses": inside[-1], "outer": outer} for outer in ("ring", "gather")]
+    mode, options = topology.modes.get("tensor", (None, {}))
+    tensor = {"tensor": {"size": cut.ranks, "mode": mode, **options}} if mode else {}
+    return [
+        Topology.from_config(
+            {"pipeline": topology.size("pipeline"), "sequence": {"size": ranks, **way}, **tensor}, topology.world_size
+        )
+        for way in ways
+    ]
 
 
 def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> Iterator[dict[str, Any]]:
@@ -144,7 +237,7 @@ def variants(topology: Topology, job: Job) -> Iterator[Job]:
 
 def _last_stage(topology: Topology, job: Job) -> int:
     """The highest ZeRO stage that is of use; under autocast, which keeps casts of all weights, there is no stage 3."""
-    if topology.size("data") == 1:
+    if topology.size("data") * topology.size("sequence") == 1:
         return 0
     if job.microbatches > 1 or topology.size("pipeline") > 1:
         return 1

@@ -71,14 +71,14 @@ class Shape:
         """Number of elements in all parameters of the model."""
         return count(self, Cut(), Part(blocks=self.layers, first=True, last=True)).total
 
-    def flops(self, part: "Part") -> float:
-        """Floating-point operations for one token in forward and backward.
+    def flops(self, part: "Part") -> tuple[float, float]:
+        """Floating-point operations for one token in forward and backward: of matrices, and of attention.
 
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
         Attention is causal, so that half of its products, 4 * context * width operations, are computed.
         """
-        block = 2 * self.block_matrices + 2 * self.context * self.width
-        return 3.0 * (part.blocks * block + part.last * 2 * self.width * self.vocabulary)
+        matrices = part.blocks * 2 * self.block_matrices + part.last * 2 * self.width * self.vocabulary
+        return 3.0 * matrices, 3.0 * part.blocks * 2 * self.context * self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,11 @@ class Cut:
             return "-"
         sizes = self.ranks if self.mode == "1d" else "x".join(str(size) for _, size in self.axes)
         return f"{self.mode} {sizes}{' sp' if self.sequence else ''}"
+
+
+def sequence_ranks(topology: Topology) -> int:
+    """Number of ranks that each sequence is cut over; 1 where a topology has no such axis."""
+    return topology.size("sequence") if "sequence" in (*topology.axes, *topology.products) else 1
 
 
 def cut_of(topology: Topology) -> Cut:

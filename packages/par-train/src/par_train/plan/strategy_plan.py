@@ -13,7 +13,8 @@ from .inputs import Job, Machine
 from .memory import BUCKET, Memory
 from .model import PlannedModel
 from .predict import predict, predict_parameters
-from .traffic import Move
+from .shape import sequence_ranks
+from .traffic import Move, over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +41,26 @@ class StrategyPlan:
         moves: What this rank receives in a step: for initialized models over the data axis, for a whole one over all.
         bubble: The part of a step in which a pipeline rank waits, if forward, input gradient and weight gradient take
             the same time; None without a pipeline.
+        topology: The strategy's axes.
     """
 
     memory: tuple[Memory, ...]
     moves: tuple[Move, ...]
     bubble: float | None
+    topology: Topology
 
     def __str__(self) -> str:
         kinds = ["parameters", "gradients", "optimizer", "buffers", "total"]
-        kinds[-1:-1] = [kind for kind in ("activations", "logits") if any(vars(each)[kind] for each in self.memory)]
+        kinds[-1:-1] = [
+            kind for kind in ("activations", "logits", "attention") if any(vars(each)[kind] for each in self.memory)
+        ]
         rows: list[tuple[object, ...]] = [("model", *kinds)]
         for number, memory in enumerate(self.memory):
             rows.append((number, *(format_bytes(getattr(memory, kind)) for kind in kinds)))
         lines = ["".join(f"{cell:>12}" for cell in row) for row in rows]
         for move in self.moves:
-            lines.append(f"{move.axis}: {move.what}, {move.operations:g} operations, {format_bytes(move.bytes)} a step")
+            axes, received = over(move, self.topology), format_bytes(move.bytes)
+            lines.append(f"{axes}: {move.what}, {move.operations:g} operations, {received} a step")
         if self.bubble is not None:
             lines.append(f"bubble of the pipeline: {self.bubble:.1%}")
         return "\n".join(lines)
@@ -79,16 +85,19 @@ def sizes_of(model: nn.Module, stage: int) -> Sizes:
     return Sizes(parameters=total, largest=min(total, max(largest, bucket)))
 
 
-def plan_of(models: Sequence[Sizes], job: Job, schedule: Schedule | None, *, ranks: int, gloo: bool) -> StrategyPlan:
+def plan_of(
+    models: Sequence[Sizes], topology: Topology, job: Job, schedule: Schedule | None, *, gloo: bool
+) -> StrategyPlan:
     """The plan of models that are trained alike.
 
     Args:
         models: What this rank has of each model.
+        topology: The strategy's axes.
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         schedule: The pipeline's schedule, if there is a pipeline.
-        ranks: Number of data ranks.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
+    ranks = topology.size("data") * sequence_ranks(topology)
     predicted = [
         predict_parameters(sizes.parameters, sizes.largest, ranks=ranks, job=job, gloo=gloo) for sizes in models
     ]
@@ -96,6 +105,7 @@ def plan_of(models: Sequence[Sizes], job: Job, schedule: Schedule | None, *, ran
         memory=tuple(memory for memory, _ in predicted),
         moves=tuple(move for _, moves in predicted for move in moves),
         bubble=None if schedule is None else simulate(schedule).bubble,
+        topology=topology,
     )
 
 
@@ -115,4 +125,5 @@ def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: in
     made = predict(shape, topology, job, Machine(gloo=gloo))
     mine = next(each for each in made.ranks if rank in each.numbers)
     has_stages = topology.size("pipeline") > 1
-    return StrategyPlan(memory=(mine.memory,), moves=mine.moves, bubble=made.bubble if has_stages else None)
+    bubble = made.bubble if has_stages else None
+    return StrategyPlan(memory=(mine.memory,), moves=mine.moves, bubble=bubble, topology=topology)

@@ -7,13 +7,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Protocol
 
+from par_groups import Topology
 from par_layers import Cost, LinearShape, NormShape, TableShape, cost
 from par_zero import traffic
 
 from .inputs import Numbers
 from .memory import Replicas
 from .pipeline import Place
-from .shape import Cut, Part, Shape, padded
+from .shape import Cut, Part, Shape, padded, sequence_ranks
 
 HEADER = 512
 """Bytes in front of each message between pipeline stages."""
@@ -27,7 +28,7 @@ class Move:
     """One kind of traffic over one axis in a step.
 
     Args:
-        axis: Name of the topology's axis.
+        axis: Name of the topology's axis; "data" are all ranks that average gradients, those of a sequence among them.
         what: What is moved, such as "gradients".
         operations: Number of collectives, or of messages that are received.
         bytes: Bytes that a rank receives.
@@ -37,6 +38,11 @@ class Move:
     what: str
     operations: float
     bytes: float
+
+
+def over(move: Move, topology: Topology) -> str:
+    """The axes that something goes over, in words: those of gradients are data x sequence where a sequence is cut."""
+    return "data x sequence" if move.axis == "data" and sequence_ranks(topology) > 1 else move.axis
 
 
 def data_traffic(replicas: Replicas, numbers: Numbers) -> list[Move]:
@@ -144,7 +150,7 @@ def _microbatch_bytes(shape: Shape, cut: Cut, numbers: Numbers, part: Part, toke
         total += float(_cost(cut, NormShape(tokens=tokens, features=shape.width)).each) * 4
         total += float(_cost(cut, _classifier(shape, cut, tokens)).each) * numbers.product
         # The loss: three fp32 numbers a token over those who share logits, and a mean over those who share tokens.
-        total += 4 * (_all_reduced(cut.inner, 3 * tokens / cut.inner_tokens) + _all_reduced(cut.inner_tokens, 1))
+        total += 4 * (all_reduced(cut.inner, 3 * tokens / cut.inner_tokens) + all_reduced(cut.inner_tokens, 1))
     return total
 
 
@@ -172,13 +178,13 @@ def _partial_gradients(shape: Shape, cut: Cut, part: Part) -> float:
     """
     h = shape.width
     linears = sum((_cost(cut, linear).once for linear in _linears(shape, 1)), Fraction(0))
-    column_biases = _all_reduced(cut.inner_tokens, (shape.attended + shape.mlp) / cut.inner)
-    row_biases = _all_reduced(cut.tokens, 2 * h / cut.features)
+    column_biases = all_reduced(cut.inner_tokens, (shape.attended + shape.mlp) / cut.inner)
+    row_biases = all_reduced(cut.tokens, 2 * h / cut.features)
     norm = float(_cost(cut, NormShape(tokens=1, features=h)).once)
     total = part.blocks * (float(linears) + column_biases + row_biases + 2 * norm)
     if part.first:
         table = TableShape(tokens=1, features=h, vocabulary=_table_rows(shape, cut))
-        total += float(_cost(cut, table).once) + _all_reduced(cut.tokens, shape.context * h / cut.features)
+        total += float(_cost(cut, table).once) + all_reduced(cut.tokens, shape.context * h / cut.features)
     if part.last:
         total += norm
         if not (shape.tied and part.first):  # else it is the table, which is summed once
@@ -231,6 +237,6 @@ def _cost(cut: Cut, shape: LinearShape | NormShape | TableShape) -> Cost:
     return cost(cut.mode, sizes, shape, sequence_parallel=cut.sequence)
 
 
-def _all_reduced(ranks: int, elements: float) -> float:
+def all_reduced(ranks: int, elements: float) -> float:
     """Elements that a rank receives in an all-reduce."""
     return 2 * (ranks - 1) / ranks * elements

@@ -214,7 +214,7 @@ class Strategy(Setup):
         """Predicts what a step takes on this rank: memory, traffic, the bubble of the pipeline.
 
         Of what was initialized, that is state and traffic over data ranks; of a model of transformers that is still
-        whole also its activations and traffic over tensor ranks and stages, which depend on the batch.
+        whole also its activations and traffic over tensor ranks, sequence ranks and stages, which depend on the batch.
 
         Args:
             model: A model of transformers as it was before it is initialized, perhaps on the meta device; None: what
@@ -244,7 +244,7 @@ class Strategy(Setup):
             shape, rank = PretrainedShape(model, context=context), self.groups.rank("pipeline")
             return plan_of_whole(shape, self.groups.topology, job, rank=rank, gloo=gloo)
         sizes = [pair.sizes for pair in self._pairs if pair.sizes is not None]
-        return plan_of(sizes, job, schedule, ranks=self.groups.size(self.averaged_over), gloo=gloo)
+        return plan_of(sizes, self.groups.topology, job, schedule, gloo=gloo)
 
     # What is done once
 

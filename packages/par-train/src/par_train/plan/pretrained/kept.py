@@ -16,7 +16,7 @@ there are queries. Experts are taken to share tokens evenly.
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -27,8 +27,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .._torch_private import storage_key
-from .inputs import Numbers
+from par_layers import Context, Mask, Tokens
+
+from ..._torch_private import storage_key
+from ..inputs import Numbers
+from ..sequence import CAUSAL, Attention
 
 ROWS = 2
 """Rows of a traced batch: what has a single one is the same for all of them."""
@@ -49,6 +52,8 @@ class Kept:
         copies: How often each head is copied for the queries that share it; a single one on a rank never is.
         whole: Whatever else.
         fixed: What is the same for all rows, such as rotary tables; once, whatever the number of rows.
+        whole_heads: The attentions whose heads every tensor rank has, as they were seen over ranks of a sequence.
+        cut_heads: Those whose heads tensor ranks share.
     """
 
     residual: float = 0.0
@@ -58,6 +63,26 @@ class Kept:
     copies: int = 1
     whole: float = 0.0
     fixed: float = 0.0
+    whole_heads: list[Attention] = field(default_factory=list)
+    cut_heads: list[Attention] = field(default_factory=list)
+
+    def attentions(self, ranks: int) -> list[Attention]:
+        """The attentions as each of some tensor ranks computes them; fewer heads of keys than ranks are copied.
+
+        Args:
+            ranks: Number of ranks of a tensor group.
+
+        Raises:
+            ValueError: Heads of queries do not divide.
+        """
+        for each in self.cut_heads:
+            if each.heads % ranks:
+                raise ValueError(f"{each.heads} heads do not divide by {ranks} tensor ranks; take fewer of these")
+        of_rank = [
+            replace(each, heads=each.heads // ranks, key_heads=max(1, each.key_heads // ranks))
+            for each in self.cut_heads
+        ]
+        return [*self.whole_heads, *of_rank]
 
     def on_rank(self, ranks: int, *, sequence: bool) -> float:
         """Bytes for one row on each of some tensor ranks, without what is fixed.
@@ -100,6 +125,7 @@ def kept_of(
     *,
     packed: bool = False,
     masked: bool = False,
+    over_ranks: bool = False,
 ) -> dict[int, Kept]:
     """What autograd keeps, by number of the layer; -1 is what comes before the layers, their number what comes after.
 
@@ -113,9 +139,10 @@ def kept_of(
         experts_per_token: Number of experts that a token goes to.
         packed: Whether rows hold several documents, and so have positions of their own.
         masked: Whether attention is given a mask that tells these apart.
+        over_ranks: Whether attention is a `par_layers.Context`'s, as it is over the ranks of a sequence.
 
     Raises:
-        ValueError: The forward cannot be followed without memory.
+        ValueError: The forward cannot be followed without memory, or the model cannot attend over ranks.
     """
     traced: Any = copy.deepcopy(model).to(torch.float32 if numbers.weight == 4 else torch.bfloat16).train()
     traced.config.get_text_config().pad_token_id = None  # else some families look for it among the ids
@@ -124,12 +151,22 @@ def kept_of(
             module.gradient_checkpointing = False
     trace = _Trace(traced, roles, numbers, experts_per_token, masked=masked)
     ids = torch.zeros(ROWS, context, dtype=torch.int64, device="meta")
-    positions = {"position_ids": torch.zeros_like(ids)} if packed else {}
+    more: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if packed or over_ranks else {}
+    if over_ranks:
+        watching = _Watching(trace)
+        watching.transformers_(traced)
+        more.update(par_tokens=watching.tokens(context), attention_mask=torch.ones_like(ids))
     try:
         with _attention(trace.attend), trace.watching(), _Products(numbers):
-            traced.set_attn_implementation(ATTENTION)
-            traced(input_ids=ids, use_cache=False, **positions)
+            if not over_ranks:
+                traced.set_attn_implementation(ATTENTION)
+            traced(input_ids=ids, use_cache=False, **more)
     except Exception as error:  # it is the code of any family
+        if over_ranks:
+            raise ValueError(
+                f"the sequence of {type(model).__name__} cannot be cut over ranks ({error}); give these ranks to data, "
+                "tensor or pipeline"
+            ) from error
         raise ValueError(
             f"the forward of {type(model).__name__} cannot be followed on the meta device, where there are no values "
             f"({type(error).__name__}: {error}), so nobody knows its activations; plan a model of another family with "
@@ -244,6 +281,27 @@ class _Trace:
             self.keep(tensor, "keys" if is_cut else None)
         return output.transpose(1, 2).contiguous(), None
 
+    def attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """The attention of a context, of [B, S, heads, features] each; gives [B, S, heads, features]."""
+        rows, time, heads, _ = query.shape
+        query, key, value = (each.to(self.product) for each in (query, key, value))
+        output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        for tensor in (query, output, torch.empty(rows, heads, time, device="meta")):
+            self.keep(tensor)
+        kept, is_cut = self.kept[self._part], self._layouts[-1] == "inner"
+        kept.heads = key.shape[2]
+        found = Attention(
+            heads=heads,
+            key_heads=key.shape[2],
+            width=(query.shape[3] + value.shape[3]) // 2,
+            key_width=(key.shape[3] + value.shape[3]) // 2,
+            mask=mask,
+        )
+        (kept.cut_heads if is_cut else kept.whole_heads).append(found)
+        for tensor in (key, value):
+            self.keep(tensor, "keys" if is_cut else None)
+        return output
+
     def _note_constants(self, module: nn.Module, args: Any, output: Any) -> None:
         """What modules outside of the layers give without a gradient, such as rotary tables, is no layer's own."""
         del module, args
@@ -290,8 +348,35 @@ class _Trace:
         return (output * weights).reshape(chosen, *hidden.shape).sum(0)
 
 
+class _Watching(Context):
+    """In the place of the context of a sequence's ranks: computes nothing.
+
+    Args:
+        trace: Counts what attention keeps.
+    """
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__(None)
+        self._trace = trace
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens | None = None,
+        *,
+        mask: Mask = CAUSAL,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """What attention gives, by its shape."""
+        del tokens, scale, sinks
+        return self._trace.attend_over_ranks(q, k, v, mask)
+
+
 class _Attention(torch.autograd.Function):
-    """The shape of what attention gives, [B, heads, S, features]. What it keeps is counted apart; nobody goes back."""
+    """The shape of what attention gives, that of queries. What it keeps is counted apart; nobody goes back."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,0 +1,320 @@
+"""`PretrainedShape`: the sizes of a model of transformers, as the planner asks for them.
+
+Parameters are those that `par_layers.cuts` gives a rank, traffic is what `par_layers.costs` says, stages are those of
+`par_pipeline.build_stage`, and activations what autograd keeps of the model's own forward.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from par_layers import Traffic, cuts
+
+from ..inputs import Job, Numbers
+from ..memory import Replicas
+from ..pipeline import Pipe, Place, stage_size
+from ..sequence import Attention, SequenceCut, local_tokens, reach
+from ..shape import Count, Cut, Part
+from ..traffic import Move
+from .kept import Kept, kept_of
+from .shares import RankShare, in_runs, look
+from .structure import SMALL, Structure, alone
+
+
+class PretrainedShape:
+    """The sizes of a causal language model of transformers, as `predict` takes them.
+
+    Args:
+        model: The model, whose values are not read: it may be on the meta device, made from its config alone.
+        context: Number of tokens in a row of the batch; None: as many as the model has positions.
+        checkpointing: Whether layers keep their input alone, and are computed once more in backward; None: as the model
+            is set.
+        packed: Whether a row holds several documents, as those of `PackedRows` do. torch's own attention, "sdpa", is
+            then given a mask, of which every layer keeps context x context numbers a row.
+
+    Raises:
+        TypeError: The model has no list of layers.
+        ValueError: The context is below 1, or the model was cut over ranks before.
+
+    Example:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("Qwen/Qwen3-8B"))
+        predict(PretrainedShape(model, context=4096), Topology.from_config({}, 8), Job(batch=64, zero=3))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        context: int | None = None,
+        checkpointing: bool | None = None,
+        packed: bool = False,
+    ) -> None:
+        self._structure = structure = Structure(model)
+        self.model, self.tied = structure.model, structure.tied
+        self.vocabulary, self.width = structure.vocabulary, structure.width
+        self.context: int = structure.config.max_position_embeddings if context is None else context
+        if self.context < 1:
+            raise ValueError(f"context is {self.context}; it must be at least 1")
+        self.checkpointing = checkpointing is True or (
+            checkpointing is None and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+        )
+        self.packed = packed
+        self._masked = packed and self.model.config._attn_implementation == "sdpa"
+        self._ranks: dict[Cut, RankShare | str] = {}
+        self._kept: dict[tuple[Numbers, bool], Mapping[int, Kept]] = {}
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that pipeline stages can be made of."""
+        return len(self._structure.kinds)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements in all parameters."""
+        return sum(parameter.numel() for parameter in self._structure.parameters.values())
+
+    @property
+    def sums_losses(self) -> bool:
+        """False: the ranks' sums of losses are weighted by the targets of whole rows."""
+        return False
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What a remedy calls the sizes: they are the model's, but for the length of rows."""
+        return {"heads": "the model", "layers": "layers", "context": "data.context"}
+
+    def describe(self) -> str:
+        """The line of a report."""
+        return (
+            f"{self.parameters:.4g} parameters: {type(self.model).__name__}, {self.layers} layers, width {self.width}, "
+            f"{self._structure.config.num_attention_heads} heads, context {self.context}, vocabulary {self.vocabulary}"
+            + (", packed rows" if self.packed else "")
+            + (", activation checkpointing" if self.checkpointing else "")
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sizes as plain values."""
+        names = ("layers", "width", "context", "vocabulary", "tied", "packed", "checkpointing", "parameters")
+        return {"class": type(self.model).__name__, **{name: getattr(self, name) for name in names}}
+
+    # What a topology leaves of it
+
+    def part(self, pipeline: Pipe, place: Place) -> Part:
+        """What a rank of a pipeline has; layers that differ are told apart by their kinds."""
+        runs = []
+        for stage in place.stages:
+            start = sum(stage_size(self.layers, pipeline.stages, before) for before in range(stage))
+            kinds = self._structure.kinds[start : start + stage_size(self.layers, pipeline.stages, stage)]
+            runs.append(tuple(sorted(Counter(kinds).items())))
+        return Part(
+            blocks=sum(times for run in runs for _, times in run),
+            first=0 in place.stages,
+            last=pipeline.stages - 1 in place.stages,
+            runs=tuple(runs),
+        )
+
+    def misfit(self, cut: Cut, rows: int = 0) -> str | None:
+        """Why a tensor mode cannot cut the model, and what to change; None if it can. Rows are never cut."""
+        del rows
+        if cut.mode not in (None, "1d"):
+            return f"tensor mode {cut.label} cuts activations that this model's code takes whole; use mode 1d"
+        if cut.sequence and self.context % cut.ranks:
+            return (
+                f"the context is {self.context} tokens, which sequence parallelism cuts into {cut.ranks} parts; change "
+                "one of the two"
+            )
+        found = self._rank(cut)
+        return found if isinstance(found, str) else None
+
+    def not_staged(self) -> str | None:
+        """Why the model cannot be cut into pipeline stages, and what to do; None if it can."""
+        return self._structure.ends if isinstance(self._structure.ends, str) else None
+
+    def not_cut(self) -> str | None:
+        """Why no number of tensor ranks can cut the model, and what to do; None if some can."""
+        try:
+            cuts(self.model, alone({"mode": "1d"}, SMALL[0]))
+        except TypeError as error:  # there is no plan
+            return str(error)
+        except ValueError:  # of these sizes, for these ranks
+            return None
+        return None
+
+    def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
+        """Mode 1d, with and without sequence parallelism; heads of keys are copied where they are fewer than ranks."""
+        del precision
+        keys = getattr(self._structure.config, "num_key_value_heads", None)
+        copied = {"kv_heads": keys} if isinstance(keys, int) and keys < size and size % keys == 0 else {}
+        yield {"mode": "1d", **copied}
+        yield {"mode": "1d", "sequence_parallel": True, **copied}
+
+    def count(self, cut: Cut, part: Part) -> Count:
+        """The parameters of a rank: what `par_layers.cuts` gives it of the layers and ends that it has."""
+        rank = self._known(cut)
+        ends, shares = rank.ends[part.first, part.last], in_runs(part, rank.kinds)
+        return Count(
+            total=ends.elements + sum(share.elements * times for share, times in shares),
+            block=max(share.elements for share, _ in shares),
+            blocks=part.blocks,
+            ends=ends.elements,
+            table=rank.table if part.first or (self.tied and part.last) else 0,
+            largest=max(ends.largest, *(share.largest for share, _ in shares)),
+            tensors=ends.tensors + sum(share.tensors * times for share, times in shares),
+        )
+
+    def activations(
+        self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int
+    ) -> tuple[float, float]:
+        """Bytes that wait for backward, without logits, and the bytes of these."""
+        is_cut, numbers = sequence.ranks > 1, job.numbers
+        rank, part, kept = self._known(cut), self.part(pipeline, place), self._kept_in(numbers, over_ranks=is_cut)
+        tokens = rows * local_tokens(sequence, self.context, job.documents)
+        share = tokens / self.context
+        layers = []
+        for sample, own in zip(self._structure.samples, rank.kinds, strict=True):
+            layer = share * kept[sample].on_rank(cut.ranks, sequence=cut.sequence) + numbers.cast * own.matrices
+            for attention in kept[sample].attentions(cut.ranks) if is_cut else ():
+                taken = reach(sequence, attention, self.context, job.documents)
+                layer += taken.kept * rows * numbers.product
+            layers.append(layer)
+        logits = self._logits(cut, numbers, place, tokens) if part.last else 0.0
+        once = 0.0
+        if self.checkpointing:  # every layer keeps its input; one of them at a time is computed again, after the loss
+            once = max(0.0, max(layers) - logits)
+            layers = [tokens / cut.tokens * self.width * numbers.residual] * len(layers)
+            if self._masked and not is_cut:  # the mask itself, a byte each, which all layers are given
+                once += place.kept * rows * self.context**2
+        total = once + place.kept * max(sum(layers[kind] * times for kind, times in run) for run in part.runs)
+        if part.first:
+            of_ids = tokens if cut.ranks > 1 else 0  # which of them are a cut table's own
+            total += place.kept * (share * kept[-1].whole + of_ids)
+        if part.last:
+            head = numbers.cast * self.width * math.ceil(self.vocabulary / cut.ranks)
+            total += place.kept_last * (share * kept[self.layers].whole + head)
+        return total + kept[-1].fixed, logits
+
+    def attentions(self, cut: Cut, sequence: SequenceCut, part: Part) -> Mapping[Attention, int]:
+        """The attentions of a rank, and how many of them are alike.
+
+        Where no sequence is cut they are taken to be causal and of the sizes in the config, and nobody looks closer.
+        """
+        if sequence.ranks == 1:
+            heads: int = self._structure.config.num_attention_heads
+            alike = Attention(heads=heads, key_heads=heads, width=1, key_width=1)
+            return {alike: max(1, part.blocks)}
+        kept, found = self._kept_over_ranks(), Counter[Attention]()
+        for run in part.runs:
+            for kind, times in run:
+                for attention in kept[self._structure.samples[kind]].attentions(cut.ranks):
+                    found[attention] += times
+        return found
+
+    def not_sequenced(self) -> str | None:
+        """Why the sequence cannot be cut over ranks, and what to do; None if it can."""
+        try:
+            self._kept_over_ranks()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _kept_over_ranks(self) -> Mapping[int, Kept]:
+        """What autograd keeps, and how layers attend, in any width of numbers."""
+        known = next((kept for (_, over_ranks), kept in self._kept.items() if over_ranks), None)
+        return self._kept_in(Numbers(), over_ranks=True) if known is None else known
+
+    def _logits(self, cut: Cut, numbers: Numbers, place: Place, tokens: float) -> float:
+        """Bytes of logits at the beginning of backward.
+
+        Cut ones are kept as they are; the loss goes back through one gradient in fp32, which it makes of a copy of
+        logits in less. Of whole ones a log-softmax in fp32 is kept, and goes back through two gradients, its own and
+        theirs.
+        """
+        copied = 0 if numbers.product == 4 else 4
+        kept, gradient = (numbers.product, 4 + copied) if cut.ranks > 1 else (4, 8)
+        return tokens * math.ceil(self.vocabulary / cut.ranks) * (place.kept_last * kept + gradient)
+
+    def tensor_traffic(
+        self, cut: Cut, numbers: Numbers, part: Part, microbatches: Mapping[int, int], replicas: Replicas
+    ) -> list[Move]:
+        """What comes over the tensor axis: activations of every microbatch, and partial gradients once a step."""
+        if cut.ranks == 1:
+            return []
+        rank = self._known(cut)
+        shares = [*in_runs(part, rank.kinds), (rank.ends[part.first, part.last], 1)]
+        loss = rank.loss if part.last else Traffic()
+        a_token = float(loss.elements) * 4 + sum(
+            times * float(share.traffic.elements * numbers.product + share.stream.elements * numbers.residual)
+            for share, times in shares
+        )
+        calls = loss.calls + sum((share.traffic + share.stream).calls * times for share, times in shares)
+        tokens = sum(size * times for size, times in microbatches.items())
+        moves = [
+            Move(
+                axis="tensor",
+                what="activations",
+                operations=calls * sum(microbatches.values()),
+                bytes=tokens * a_token,
+            )
+        ]
+        partial = sum(share.partial * times for share, times in shares) / (replicas.ranks if replicas.zero else 1)
+        if partial:
+            sums = len({axes for share, _ in shares for axes in share.axes})
+            moves.append(Move(axis="tensor", what="partial gradients", operations=sums, bytes=partial * numbers.master))
+        return moves
+
+    def flops(self, part: Part) -> tuple[float, float]:
+        """Floating-point operations for one token in forward and backward; of experts, those that it goes to.
+
+        In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
+        Attention is causal, so that half of its products are computed.
+        """
+        layers = [times * self._flops_of_layer(kind) for run in part.runs for kind, times in run]
+        head = 2 * self.width * self.vocabulary if part.last and self._structure.head is not None else 0
+        return 3.0 * (sum(layers) + head), 3.0 * part.blocks * self._flops_of_attention()
+
+    def _flops_of_layer(self, kind: int) -> float:
+        total, structure = 0.0, self._structure
+        for name in structure.in_layer(structure.samples[kind]):
+            shape = structure.parameters[name].shape
+            if len(shape) == 3:  # the weights of all experts
+                total += 2 * shape.numel() * structure.experts_per_token / shape[0]
+            elif len(shape) == 2:
+                total += 2 * shape.numel()
+        return total
+
+    def _flops_of_attention(self) -> float:
+        config = self._structure.config
+        heads: int = config.num_attention_heads
+        head: int = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or self.width // heads
+        return 2 * self.context * heads * head
+
+    def _kept_in(self, numbers: Numbers, *, over_ranks: bool) -> Mapping[int, Kept]:
+        """What autograd keeps, by number of the layer; over ranks attention is a context's, without masks of pairs."""
+        if (numbers, over_ranks) not in self._kept:
+            self._kept[numbers, over_ranks] = kept_of(
+                self.model,
+                self._structure.roles,
+                self.context,
+                numbers,
+                self._structure.experts_per_token,
+                packed=self.packed,
+                masked=self._masked and not over_ranks,
+                over_ranks=over_ranks,
+            )
+        return self._kept[numbers, over_ranks]
+
+    def _known(self, cut: Cut) -> RankShare:
+        found = self._rank(cut)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def _rank(self, cut: Cut) -> RankShare | str:
+        """What a rank has under a cut, or why it cannot be cut so."""
+        if cut not in self._ranks:
+            self._ranks[cut] = look(self._structure, cut)
+        return self._ranks[cut]

@@ -1,0 +1,135 @@
+"""What one tensor rank has of a model of transformers, and what it receives, by `par_layers.cuts` and `costs`."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+from torch import nn
+
+from par_groups import Sharding, Topology
+from par_layers import Traffic, costs, cuts
+
+from ..shape import Cut, Part
+from .structure import Structure, alone
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one tensor rank has of some modules.
+
+    Args:
+        elements: Number of elements in their parameters.
+        matrices: Number of those in matrices.
+        largest: Number of elements in the largest parameter.
+        tensors: Number of parameters.
+        partial: Elements that are received once a step to sum partial gradients.
+        axes: The sets of axes over which these are summed.
+        traffic: What linears receive for one token in forward and backward, in the width of products.
+        stream: What all else receives, such as embeddings and the entries of regions, in that of activations.
+    """
+
+    elements: int = 0
+    matrices: int = 0
+    largest: int = 0
+    tensors: int = 0
+    partial: float = 0.0
+    axes: frozenset[tuple[str, ...]] = frozenset()
+    traffic: Traffic = field(default_factory=Traffic)
+    stream: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one tensor rank has of a model.
+
+    Args:
+        kinds: By kind of layer: its share of one layer.
+        ends: By whether the first and the last stage are its own: its share of what lies outside of the layers.
+        table: Number of elements in its part of the embedding's table.
+        loss: What the loss over cut logits receives for one token, in fp32.
+    """
+
+    kinds: tuple[Share, ...]
+    ends: Mapping[tuple[bool, bool], Share]
+    table: int
+    loss: Traffic
+
+
+def look(structure: Structure, cut: Cut) -> RankShare | str:
+    """What a tensor rank has of a model under a cut, or why it cannot be cut so.
+
+    Args:
+        structure: The model.
+        cut: The cut of the tensor mode.
+    """
+    records: Mapping[str, Sharding] = {}
+    traffic: Mapping[str, Traffic] = {}
+    topology = Topology({})
+    if cut.ranks > 1:
+        keys = {"kv_heads": dict(cut.axes)["kv_head"]} if "kv_head" in dict(cut.axes) else {}
+        topology = alone({"mode": "1d", "sequence_parallel": cut.sequence, **keys}, cut.ranks)
+        try:
+            records, traffic = cuts(structure.model, topology), costs(structure.model, topology, 1)
+        except (TypeError, ValueError) as error:
+            return str(error)
+    shapes = {name: _sizes(record) for name, record in records.items()}
+    shapes = shapes or {name: [tuple(parameter.shape)] for name, parameter in structure.parameters.items()}
+
+    kinds = (nn.Linear, import_module("transformers.pytorch_utils").Conv1D)
+    linears = {name for name, module in structure.model.named_modules() if isinstance(module, kinds)}
+
+    def share(names: Collection[str], modules: tuple[str, ...]) -> Share:
+        sizes = {name: sum(map(math.prod, shapes[name])) for name in names}
+        own = [name for name in traffic if _is_inside(name, modules)]
+        partial = [
+            (box.sum_over, 2 * (1 - 1 / topology.size(box.sum_over)) * math.prod(box.size))
+            for name in names
+            if name in records
+            for box in records[name].boxes
+            if box.sum_over
+        ]
+        return Share(
+            elements=sum(sizes.values()),
+            matrices=sum(size for name, size in sizes.items() if structure.parameters[name].dim() > 1),
+            largest=max(sizes.values(), default=0),
+            tensors=len(sizes),
+            partial=sum(elements for _, elements in partial),
+            axes=frozenset(axes for axes, _ in partial),
+            traffic=sum((traffic[name] for name in own if name in linears), Traffic()),
+            stream=sum((traffic[name] for name in own if name not in linears), Traffic()),
+        )
+
+    outside = frozenset(name for name in structure.parameters if not name.startswith(f"{structure.layers}."))
+    of_stages = (
+        structure.ends if isinstance(structure.ends, dict) else dict.fromkeys(("first", "middle", "last"), outside)
+    )
+    embedding, head = structure.table.rpartition(".")[0], (() if structure.head is None else (structure.head,))
+    return RankShare(
+        kinds=tuple(
+            share(structure.in_layer(number), (f"{structure.layers}.{number}",)) for number in structure.samples
+        ),
+        ends={
+            (False, False): share(of_stages["middle"], ()),
+            (True, False): share(of_stages["first"], (embedding,)),
+            (False, True): share(of_stages["last"], head),
+            (True, True): share(outside, (embedding, *head)),
+        },
+        table=sum(map(math.prod, shapes[structure.table])),
+        loss=traffic.get("", Traffic()),
+    )
+
+
+def in_runs(part: Part, shares: tuple[Share, ...]) -> list[tuple[Share, int]]:
+    """The shares of all layers of a rank, and how many layers are of each."""
+    return [(shares[kind], times) for run in part.runs for kind, times in run]
+
+
+def _is_inside(name: str, modules: tuple[str, ...]) -> bool:
+    """Whether a name is that of one of these modules, or of one within."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _sizes(record: Sharding) -> list[tuple[int, ...]]:
+    """The shapes of what the first rank has, which has no padding, and so as much as any other."""
+    return [box.size for box in record.boxes]

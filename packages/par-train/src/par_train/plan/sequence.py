@@ -1,0 +1,288 @@
+"""A sequence that is cut over ranks: what its attention moves, keeps and computes, by the counts of par-layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from par_groups import Topology
+from par_layers import AttentionShape, Mask, cost, memory, work
+
+from .shape import cut_of, sequence_ranks
+from .traffic import Move, all_reduced
+
+PARTS = 2
+"""Parts that heads are fetched in, where the topology does not say."""
+
+
+CAUSAL = Mask(causal=True)
+"""A token sees those before it, and itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceCut:
+    """How the tokens of a row lie on ranks, and how attention reaches those of other ranks. The default is one rank.
+
+    Args:
+        mode: "gather", "ring", "ulysses" or "2d".
+        ranks: Number of ranks of a sequence.
+        inner: Number of neighbouring ranks that exchange tokens for heads; all in "ulysses", 1 in "gather" and "ring".
+        outer: How keys and values travel between groups of these.
+        how: Which tokens a rank has, such as "zigzag"; "auto" for what attention is fastest with.
+        parts: Most parts that heads are fetched in.
+        keep: Whether what was fetched is kept until backward.
+        multiple: What a rank's runs of tokens are a multiple of, for sequence parallelism, which cuts them further.
+    """
+
+    mode: str = "gather"
+    ranks: int = 1
+    inner: int = 1
+    outer: Literal["ring", "gather"] = "gather"
+    how: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
+    parts: int = PARTS
+    keep: bool = False
+    multiple: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of ranks between which keys and values travel."""
+        return self.ranks // self.inner
+
+    @property
+    def label(self) -> str:
+        """The cut in a table's cell, such as "ring 4", "2d 2x4", or "-" where there is none."""
+        if self.ranks == 1:
+            return "-"
+        sizes = f"{self.groups}x{self.inner}" if self.mode == "2d" else str(self.ranks)
+        return f"{self.mode} {sizes}{' gather' if self.mode == '2d' and self.outer == 'gather' else ''}"
+
+
+def sequence_of(topology: Topology) -> SequenceCut:
+    """How a topology cuts a sequence.
+
+    Raises:
+        ValueError: There are no formulas for its mode, or for its tensor mode.
+    """
+    ranks = sequence_ranks(topology)
+    if ranks == 1:
+        return SequenceCut()
+    cut, (mode, options) = cut_of(topology), topology.modes.get("sequence", ("gather", {}))
+    common: dict[str, Any] = {
+        "mode": mode,
+        "ranks": ranks,
+        "how": options.get("cut", "auto"),
+        "parts": options.get("parts") or PARTS,
+        "keep": options.get("keep", False),
+        "multiple": cut.ranks if cut.sequence else 1,
+    }
+    if mode == "gather":
+        return SequenceCut(**common)
+    if mode == "ring":
+        return SequenceCut(**common, outer="ring")
+    if mode == "ulysses":
+        return SequenceCut(**common, inner=ranks)
+    if mode == "2d":
+        return SequenceCut(**common, inner=options["ulysses"], outer=options.get("outer", "ring"))
+    raise ValueError(f"there are no formulas for sequence mode {mode!r}; there are for gather, ring, ulysses, 2d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One attention of a model, as one tensor rank computes it.
+
+    Args:
+        heads: Number of heads of queries.
+        key_heads: Number of heads of keys, and of values.
+        width: Features of a head of queries and outputs, the mean of both.
+        key_width: Features of a head of keys and values, the mean of both.
+        mask: What a token sees.
+    """
+
+    heads: int
+    key_heads: int
+    width: int
+    key_width: int
+    mask: Mask = CAUSAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What one attention takes to reach the tokens of other ranks, in elements for one row of a microbatch.
+
+    Forward and backward; the mean over ranks, unless it says the most.
+
+    Args:
+        keys: Keys and values that a rank receives, and their gradients.
+        most_keys: Those of the rank that receives most.
+        key_messages: Number of exchanges, or of messages around a ring, for a microbatch.
+        heads: Queries, keys, values and outputs that a rank receives in exchange of tokens for heads.
+        head_messages: Number of these exchanges for a microbatch.
+        kept: What is kept until backward, beside what attention of a rank's own tokens keeps; the most.
+        held: What is held while backward computes this attention, beside what was kept; the most.
+        work: What the busiest rank computes, by an equal share of a row that is one document.
+    """
+
+    keys: float = 0.0
+    most_keys: float = 0.0
+    key_messages: float = 0.0
+    heads: float = 0.0
+    head_messages: int = 0
+    kept: float = 0.0
+    held: float = 0.0
+    work: float = 1.0
+
+
+def local_tokens(sequence: SequenceCut, length: int, documents: tuple[int, ...] | None = None) -> int:
+    """Number of tokens of a row that each rank has; rows that do not divide are filled up.
+
+    Args:
+        sequence: How the sequence is cut.
+        length: Number of tokens in a row.
+        documents: Lengths of the documents of a row; None is one.
+    """
+    if sequence.ranks == 1:
+        return length
+    alone = Attention(heads=sequence.inner, key_heads=sequence.inner, width=1, key_width=1)
+    return _shape(sequence, alone, length, documents).over(sequence.groups, sequence.inner).local // sequence.inner
+
+
+@lru_cache(maxsize=4096)
+def reach(
+    sequence: SequenceCut,
+    attention: Attention,
+    length: int,
+    documents: tuple[int, ...] | None = None,
+    *,
+    again: bool = False,
+) -> Reach:
+    """What one attention takes.
+
+    Args:
+        sequence: How the sequence is cut.
+        attention: The attention.
+        length: Number of tokens in a row.
+        documents: Lengths of the documents of a row; None is one.
+        again: Whether forward is computed once more in backward, as activation checkpointing does.
+
+    Raises:
+        ValueError: The heads do not divide, or documents do not fill the row.
+    """
+    shape = _shape(sequence, attention, length, documents)
+    busiest = _work(shape, sequence)
+    if sequence.ranks == 1:
+        return Reach(work=busiest)
+    groups, inner = sequence.groups, sequence.inner
+    exchanged = to_heads = 0.0  # held after an exchange of tokens for heads, and received in all of them
+    if inner > 1:
+        of_group = {"sequence": inner}
+        exchanged = float(memory("ulysses", of_group, shape).forward) / groups
+        to_heads = float(cost("ulysses", of_group, shape, recompute=again).each) / groups
+    sizes = {"ring": groups, "ulysses": inner}
+    received = float(cost("2d", sizes, shape, keep=sequence.keep, recompute=again, outer=sequence.outer).each)
+    taken = memory("2d", sizes, shape, outer=sequence.outer)
+    buffers, held = float(taken.forward) - exchanged, float(taken.backward) - 2 * exchanged
+    keys, most, kept, messages = received - to_heads, received - to_heads, 0.0, 0.0
+    if sequence.outer == "ring":
+        messages = keys / (buffers / 2) if buffers else 0.0  # of keys and values, or their gradients, in one
+    elif keys:
+        parts = _parts(attention, sequence)
+        fetches, homes = 1 + again + (not sequence.keep), 1
+        most, messages = buffers * (fetches + homes), parts * (fetches + homes)
+        kept = buffers if sequence.keep else 0.0
+        held = buffers * (1 if sequence.keep else 2) / parts
+    if inner > 1:  # queries, keys, values and outputs by heads; outputs by tokens are what the next layer keeps
+        own = (attention.heads * attention.width + 2 * attention.key_heads * attention.key_width) * length
+        kept += exchanged - own / sequence.ranks
+    return Reach(
+        keys=keys,
+        most_keys=most,
+        key_messages=messages,
+        heads=to_heads,
+        head_messages=(6 if again else 4) * (inner > 1),
+        kept=kept,
+        held=held + exchanged,
+        work=busiest,
+    )
+
+
+def sequence_traffic(
+    sequence: SequenceCut,
+    attentions: Mapping[Attention, int],
+    length: int,
+    documents: tuple[int, ...] | None,
+    microbatches: Mapping[float, int],
+    *,
+    width: int,
+    again: bool,
+    loss: bool,
+) -> list[Move]:
+    """What comes over the sequence axis: keys and values of other ranks, tokens for heads, and the sums of losses.
+
+    Args:
+        sequence: How the sequence is cut.
+        attentions: The attentions of this rank, and how many are alike.
+        length: Number of tokens in a row.
+        documents: Lengths of the documents of a row; None is one.
+        microbatches: Number of microbatches by the number of their rows that this rank computes attention of.
+        width: Bytes of a number.
+        again: Whether forward is computed once more in backward.
+        loss: Whether the rank has the loss.
+    """
+    if sequence.ranks == 1:
+        return []
+    rows, times = sum(size * number for size, number in microbatches.items()), sum(microbatches.values())
+    found = [(reach(sequence, one, length, documents, again=again), number) for one, number in attentions.items()]
+    moves = []
+    for what, operations, elements in (
+        ("keys and values", _sum_of(found, "key_messages"), _sum_of(found, "keys")),
+        ("tokens for heads", _sum_of(found, "head_messages"), _sum_of(found, "heads")),
+    ):
+        if operations:
+            moves.append(Move(axis="sequence", what=what, operations=operations * times, bytes=elements * rows * width))
+    if loss:  # its sum and the number of targets, in fp64
+        received = all_reduced(sequence.ranks, 2 * 8)
+        moves.append(Move(axis="sequence", what="sums of losses", operations=times, bytes=received * times))
+    return moves
+
+
+def _sum_of(found: list[tuple[Reach, int]], name: str) -> float:
+    total: float = sum(getattr(one, name) * number for one, number in found)
+    return total
+
+
+def _parts(attention: Attention, sequence: SequenceCut) -> int:
+    """Parts that heads are fetched in: as many as divide the heads of keys that a rank computes with."""
+    keys = max(1, attention.key_heads // sequence.inner)
+    return next(parts for parts in range(min(sequence.parts, keys), 0, -1) if keys % parts == 0)
+
+
+def _work(shape: AttentionShape, sequence: SequenceCut) -> float:
+    """The work of the busiest group of ranks by its part of a row of one document; see `Reach`."""
+    alone = replace(shape, documents=None)
+    if sequence.ranks == 1 and shape.documents == alone.documents:
+        return 1.0
+    tokens, whole = shape.over(sequence.groups, sequence.inner), alone.over(1)
+    first, last = shape.mask.intervals(tokens)
+    before = np.concatenate([[0], np.cumsum((last - first).sum(0))])
+    most = max(sum(int(before[stop] - before[start]) for start, stop in runs) for runs in tokens.runs)
+    return most * sequence.groups / work(shape.mask, whole, 0)
+
+
+def _shape(
+    sequence: SequenceCut, attention: Attention, length: int, documents: tuple[int, ...] | None
+) -> AttentionShape:
+    """An attention over one row, which is cut as jobs cut it: by a causal mask, whatever its layers see."""
+    return AttentionShape(
+        tokens=length,
+        width=attention.heads * attention.width,
+        key_width=attention.key_heads * attention.key_width,
+        mask=attention.mask,
+        documents=documents,
+        heads=attention.heads,
+        key_heads=attention.key_heads,
+        cut=sequence.how,
+        multiple=sequence.multiple,
+        masks=(CAUSAL,),
+    )
