@@ -60,7 +60,7 @@ def numbers(*shape, seed, dtype=torch.bfloat16):
         *((CudaFlash(), dtype, piece) for dtype in (torch.bfloat16, torch.float16) for piece in FLASH),
         *((CudaEfficient(), dtype, piece) for dtype in (torch.bfloat16, torch.float32) for piece in EFFICIENT),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", str(value)),  # an address would differ between workers
 )
 def test_a_piece_is_that_of_plain_products(kernel, dtype, piece):
     batch, queries, keys = 2, piece.q1 - piece.q0, piece.k1 - piece.k0
