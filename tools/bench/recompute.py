@@ -1,0 +1,193 @@
+"""Forward and backward of blocks of GPT that keep less, beside torch's ways to do so, in one process.
+
+Every contender has a model of its own with the same weights, and they take turns, each turn in another order; ratios
+are medians over the turns. What is kept is counted: storages that operations have made and that live after the forward.
+Run as `python tools/bench/recompute.py`; writes
+docs/benchmarks/recompute.md and .json, in two or three minutes.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from _table import write
+from _turns import quartile, ratio, shuffled
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from par_recompute import Drop, Keep, checkpoint_layers
+
+WIDTH, TOKENS, HEADS, BLOCKS, TURNS = 512, 1024, 8, 2, 10
+PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+SHARES = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95)
+
+
+class Attention(nn.Module):
+    """One product for q, k and v."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width], causal."""
+        batch, tokens, width = x.shape
+        q, k, v = (y.view(batch, tokens, HEADS, -1).transpose(1, 2) for y in self.qkv(x).split(width, dim=-1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return y
+
+
+class Block(nn.Module):
+    """A block of GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.fc, self.act, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width]."""
+        x = x + self.attn(self.ln1(x))
+        y: Tensor = x + self.out(self.act(self.fc(self.ln2(x))))
+        return y
+
+
+class Checkpointed(nn.Module):
+    """Blocks, each within torch's checkpoint.
+
+    Args:
+        blocks: The blocks.
+        contexts: For selective checkpointing; None for whole blocks.
+    """
+
+    def __init__(self, blocks: nn.Sequential, contexts: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        self.blocks, self.options = blocks, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width]."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, **self.options)
+        return x
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of storages that operations have made since it was entered and that live still.
+
+    Args:
+        fixed: Identities of storages that were there, of which operations make views.
+    """
+
+    def __init__(self, fixed: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fixed = fixed
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation."""
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._fixed:
+                    self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return output
+
+    def bytes(self) -> int:
+        """Those that live now."""
+        return sum(size for alive, size in self._made.values() if not alive.expired())
+
+
+def main() -> None:
+    """Measures all contenders, and writes what they keep and how long they take."""
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    inputs = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    models = {name: make(copy.deepcopy(blocks), inputs) for name, make in contenders().items()}
+    for _ in range(2):
+        for model in models.values():
+            step(model, inputs)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(TURNS):
+        for name in shuffled(list(models), turn):
+            start = time.perf_counter()
+            step(models[name], inputs)
+            times[name].append(time.perf_counter() - start)
+    rows = []
+    for name, model in models.items():
+        rows.append(
+            {
+                "contender": name,
+                "keeps, h of a block": f"{kept(model, inputs):.2f}",
+                "median ms": f"{1e3 * statistics.median(times[name]):.0f}",
+                "quartiles ms": f"{1e3 * quartile(times[name], 1):.0f} to {1e3 * quartile(times[name], 3):.0f}",
+                "ratio": f"{ratio(times[name], times['everything']):.3f}",
+            }
+        )
+    write(
+        "recompute",
+        "Activations computed again",
+        rows,
+        f"Forward and backward of {BLOCKS} blocks of GPT, {WIDTH} wide, {HEADS} heads, {TOKENS} tokens, fp32, two "
+        f"threads, {TURNS} turns of each contender in one process, each turn in another order. The ratio is to keeping "
+        "everything, the median of the ratios within a turn. What is kept is counted after a forward, in activations "
+        "as wide as a block, without the model's input.",
+    )
+
+
+def contenders() -> dict[str, Callable[[nn.Sequential, Tensor], nn.Module]]:
+    """Contenders by name: each makes a model out of blocks, and of what it is called with."""
+    cheap = ("ln1", "ln2", "act")
+    selective = partial(create_selective_checkpoint_contexts, PRODUCTS)
+    return {
+        "everything": lambda blocks, _: blocks,
+        "cheap": lambda blocks, x: checkpoint_layers(blocks, "cheap", example=x),
+        "and the MLP's first product": lambda blocks, x: dropping(blocks, x, (*cheap, "fc")),
+        "and q, k, v": lambda blocks, x: dropping(blocks, x, (*cheap, "fc", "attn.qkv")),
+        "layers": lambda blocks, _: checkpoint_layers(blocks, "layers"),
+        **{f"Keep({share})": partial(keeping, share) for share in SHARES},
+        "torch's checkpoint": lambda blocks, _: Checkpointed(blocks),
+        "torch's selective checkpoint": lambda blocks, _: Checkpointed(blocks, selective),
+    }
+
+
+def dropping(blocks: nn.Sequential, inputs: Tensor, names: tuple[str, ...]) -> nn.Module:
+    """Modules of these names are dropped."""
+    return checkpoint_layers(blocks, Drop(lambda name, _: name.split(".", 1)[-1] in names), example=inputs)
+
+
+def keeping(share: float, blocks: nn.Sequential, inputs: Tensor) -> nn.Module:
+    """Within a part of everything."""
+    return checkpoint_layers(blocks, Keep(share), example=inputs)
+
+
+def step(model: nn.Module, inputs: Tensor) -> None:
+    """Forward and backward."""
+    inputs.grad = None
+    model.zero_grad()
+    model(inputs).sum().backward()
+
+
+def kept(model: nn.Module, inputs: Tensor) -> float:
+    """What a block keeps, in activations as wide as it, without what the model gives."""
+    with Living({tensor.untyped_storage()._cdata for tensor in (inputs, *model.parameters())}) as living:
+        output = model(inputs)
+        size: int = living.bytes() - output.untyped_storage().nbytes()
+    return size / (TOKENS * WIDTH * 4 * BLOCKS)
+
+
+if __name__ == "__main__":
+    main()
