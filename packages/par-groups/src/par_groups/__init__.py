@@ -26,14 +26,12 @@ if TYPE_CHECKING:
         on_settle,
         on_written,
         set_gradient_elsewhere,
-        set_slots,
         settle_,
-        slots_of,
         written_,
     )
     from .sharding.joint import JointOptimizer
     from .sharding.ownership import check_owned
-    from .sharding.segments import Segment, Segments, segments_of, set_segments, sharding_of
+    from .sharding.segments import Segment, Segments, segments_of, set_segments, set_slots, sharding_of, slots_of
     from .sharding.weight_gradients import WeightGradHook, WeightGradient, add_product, weight_and_hook
 
 __version__ = "0.1.0"
@@ -97,11 +95,14 @@ _MODULE_OF = {
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": (
             *("gradients", "on_settle", "on_written", "set_gradient_elsewhere"),
-            *("set_slots", "settle_", "slots_of", "written_"),
+            *("settle_", "written_"),
         ),
         "sharding.joint": ("JointOptimizer",),
         "sharding.ownership": ("check_owned",),
-        "sharding.segments": ("Segment", "Segments", "segments_of", "set_segments", "sharding_of"),
+        "sharding.segments": (
+            *("Segment", "Segments", "segments_of", "set_segments"),
+            *("set_slots", "sharding_of", "slots_of"),
+        ),
         "sharding.weight_gradients": ("WeightGradHook", "WeightGradient", "add_product", "weight_and_hook"),
     }.items()
     for name in names

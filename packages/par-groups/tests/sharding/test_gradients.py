@@ -10,9 +10,7 @@ from par_groups import (
     on_written,
     set_gradient_elsewhere,
     set_segments,
-    set_slots,
     settle_,
-    slots_of,
     whole,
     written_,
 )
@@ -94,10 +92,3 @@ def test_who_has_work_under_way_hears_of_a_reader_and_not_of_a_writer():
     registration.remove()
     settle_([one, two])
     assert len(heard) == 2
-
-
-def test_memory_that_is_ready_for_state_is_known_by_the_name_of_the_slot():
-    tensor, ready = torch.zeros(3), torch.zeros(3)
-    assert not slots_of(tensor)
-    set_slots(tensor, {"exp_avg": ready})
-    assert slots_of(tensor)["exp_avg"] is ready

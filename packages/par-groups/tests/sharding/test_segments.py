@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from par_groups import Segment, Segments, cut, segments_of, set_segments, sharding_of, whole
+from par_groups import Segment, Segments, cut, segments_of, set_segments, set_slots, sharding_of, slots_of, whole
 
 
 def packed(shapes, start, stop):
@@ -76,3 +76,10 @@ def test_wrong_segments_are_refused():
         set_segments(torch.zeros(3), Segments([Segment("a", whole((4,), (0,)))]))
     with pytest.raises(ValueError, match="hold 6 elements, but the tensor has 3"):
         set_segments(torch.zeros(3), Segments([Segment(name, whole((3,), (0,))) for name in "ab"]))
+
+
+def test_memory_that_is_ready_for_state_is_known_by_the_name_of_the_slot():
+    tensor, ready = torch.zeros(3), torch.zeros(3)
+    assert not slots_of(tensor)
+    set_slots(tensor, {"exp_avg": ready})
+    assert slots_of(tensor)["exp_avg"] is ready

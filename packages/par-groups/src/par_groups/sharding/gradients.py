@@ -1,6 +1,6 @@
 """Where gradients, masters and state live, and word of what is read and written from outside the optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -151,20 +151,3 @@ def _call(tensors: Iterable[torch.Tensor], attribute: str) -> None:
             called.setdefault(registration, []).append(tensor)
     for registration, meant in called.items():
         registration.callback(meant)
-
-
-def set_slots(tensor: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
-    """Notes memory that is kept ready for an optimizer's state of a tensor, such as on a disk.
-
-    Args:
-        tensor: A tensor of the optimizer.
-        slots: By name of a slot, such as "exp_avg", a tensor to put its values into. Whoever makes state in place of
-            the optimizer, as a load does, takes it, where shape and dtype fit, instead of fresh memory.
-    """
-    tensor.par_slots = dict(slots)  # type: ignore[attr-defined]  # a tensor takes attributes
-
-
-def slots_of(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """The memory that is kept ready for an optimizer's state of a tensor, by name of a slot; mostly none."""
-    slots: Mapping[str, torch.Tensor] = getattr(tensor, "par_slots", {})
-    return slots

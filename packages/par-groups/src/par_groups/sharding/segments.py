@@ -1,6 +1,6 @@
-"""What a tensor is a part of: `sharding_of` for one name, `segments_of` for a flat buffer of several."""
+"""What a tensor is a part of, `sharding_of` for one name and `segments_of` for a flat buffer; where its state goes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +129,23 @@ def segments_of(tensor: torch.Tensor, name: str = "") -> Segments:
     """
     segments = _recorded_segments(tensor)
     return Segments([Segment(name, sharding_of(tensor))]) if segments is None else segments
+
+
+def set_slots(tensor: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
+    """Notes memory that is kept ready for an optimizer's state of a tensor, such as on a disk.
+
+    Args:
+        tensor: A tensor of the optimizer.
+        slots: By name of a slot, such as "exp_avg", a tensor to put its values into. Whoever makes state in place of
+            the optimizer, as a load does, takes it, where shape and dtype fit, instead of fresh memory.
+    """
+    tensor.par_slots = dict(slots)  # type: ignore[attr-defined]  # a tensor takes attributes
+
+
+def slots_of(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """The memory that is kept ready for an optimizer's state of a tensor, by name of a slot; mostly none."""
+    slots: Mapping[str, torch.Tensor] = getattr(tensor, "par_slots", {})
+    return slots
 
 
 def _recorded_segments(tensor: torch.Tensor) -> Segments | None:
