@@ -50,7 +50,9 @@ def held(runs):
 @given(
     cut_rows(),
     st.sampled_from((16, 64, 512)),
-    st.sampled_from(((), ("causal",), ("window",), ("causal", "documents"), ("causal", "window", "documents"))),
+    st.sampled_from(
+        ((), ("narrow",), ("causal",), ("window",), ("causal", "documents"), ("causal", "window", "documents"))
+    ),
 )
 def test_each_visible_pair_once(row, block, joins):
     tokens, mask = row
@@ -128,6 +130,16 @@ def test_plain_masks_are_few_pieces():
         Piece(1536, 2048, 1025, 1536, "full"),
         Piece(1536, 2048, 1536, 2048, "causal"),
     ]
+
+
+def test_a_block_of_a_narrow_window_is_one_piece_with_a_mask():
+    mask = Mask(causal=True, window=512)
+    assert of_one_rank(mask, 704, block=128, joins=("narrow",)) == [
+        Piece(0, 512, 0, 512, "causal"),
+        *(Piece(q, q + 64, q - 511, q + 64, "band") for q in (512, 576, 640)),
+    ]
+    wide = Mask(causal=True, window=1024)
+    assert of_one_rank(wide, 2048, joins=("narrow",)) == of_one_rank(wide, 2048)
 
 
 def test_what_kernels_join():

@@ -109,7 +109,7 @@ class CpuFlash:
 
     name = "cpu flash"
     biased = BIASED
-    joins = NOTHING
+    joins = frozenset({"narrow"})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel`. Its causal mask is aligned at the top left, which is the same for squares."""

@@ -40,6 +40,9 @@ def spans_in_order(pieces: Sequence[Piece], queries: int) -> tuple[list[Spans], 
 
 def runs(flags: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> list[tuple[int, int, bool]]:
     """Ranges of equal flags, with the flag."""
+    number = int(np.count_nonzero(flags))
+    if number in {0, len(flags)}:  # nearly always
+        return [(0, len(flags), number > 0)] if len(flags) else []
     edges = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
     return [(a, b, bool(flags[a])) for a, b in pairwise(edges) if b > a]
 
