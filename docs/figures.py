@@ -53,6 +53,7 @@ def main() -> None:
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
+    draw_memory(IMAGES / "context-memory.svg")
     draw_kept(IMAGES / "recompute-kept.svg")
     draw_region(IMAGES / "region.svg")
     for name, title in SCHEDULES.items():
@@ -193,6 +194,34 @@ def draw_exposed(path: Path) -> None:
         axes.invert_yaxis()
         axes.margins(x=0.12)
     panels[-1].set_xlabel("waits, % of a step")
+    figure.savefig(path)
+
+
+def draw_memory(path: Path) -> None:
+    """What a rank needs for a step, against the length of the sequence, as the benchmark has measured it."""
+    sections = json.loads((Path(__file__).parent / "benchmarks" / "context.json").read_text())["sections"]
+    rows = next(section["rows"] for section in sections if section["title"] == "Memory")
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    lines: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        lines.setdefault((row["ranks"], row["mode"]), []).append((row["tokens"], float(row["peak MiB"])))
+    (alone,) = (points for (ranks, _), points in lines.items() if ranks == 1)
+    for number, ((ranks, mode), points) in enumerate(lines.items()):
+        label = "1 rank" if ranks == 1 else f"{ranks} ranks, {mode}"
+        axes.plot(*zip(*points, strict=True), marker="o", ls="-" if len(points) > 1 else "", label=label, zorder=3)
+        if mode == "gather":
+            ideal = [(ranks * tokens, needed) for tokens, needed in alone]
+            hint = f"as one rank with a {'half' if ranks == 2 else 'quarter'} of it"
+            axes.plot(*zip(*ideal, strict=True), ls=":", color=f"C{number}", lw=1, label=hint)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("tokens of the sequence")
+    axes.set_ylabel("MiB that a rank needs for a step")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     figure.savefig(path)
 
 

@@ -1,21 +1,24 @@
 """Attention over a sequence that is cut across two gloo ranks, beside torch's on one process, and another library's.
 
 Forward and backward of one attention. Contenders take turns in the same processes, in another order each time, and each
-case has processes of its own; ratios are medians over the turns. Run as `python tools/bench/context.py`; takes ten
-minutes, and writes docs/benchmarks/context.md and .json. Names of cases as arguments (`memory` is one) measure these
-alone, and `--turns` says how often; a part is printed, not written.
+case has processes of its own; ratios are medians over the turns. Run as `python tools/bench/context.py`; takes fifteen
+minutes, and writes docs/benchmarks/context.md and .json. Names of cases as arguments (`memory` and `longest` are two)
+measure these alone, and `--turns` says how often; a part is printed, not written.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,12 +30,18 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from par_groups import ProcessGroups, Topology
-from par_layers import Context, Mask, Tokens
+from par_layers import AttentionShape, Context, Mask, Tokens, cost
+from par_layers._collectives import finish
+from par_layers.context import gather, ring
+from par_layers.context.context import CPU_BLOCK
+from par_layers.context.kernels import choose
+from par_layers.context.steps import Step
 
 CORES, HEADS, HEAD = 2, 8, 64
 WARM_UPS = 2
 
 REFERENCE, DENSE, THEIRS = "one process", "one process, torch with the dense mask", "ring-attention-pytorch"
+AT_ONCE, BARE = ", waiting at once", ", bare"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,7 @@ class Case:
         ranks: Number of ranks.
         ours: Modes and cuts that are compared.
         theirs: Whether the other library computes it too.
+        at_once: Whether gather and ring are also measured when they wait for each message as soon as it has begun.
     """
 
     length: int
@@ -56,6 +66,7 @@ class Case:
     ranks: int = 2
     ours: tuple[tuple[str, str], ...] = (("gather", "auto"), ("ring", "auto"), ("ulysses", "auto"))
     theirs: bool = False
+    at_once: bool = False
 
 
 CAUSAL, FULL = Mask(causal=True), Mask()
@@ -72,13 +83,22 @@ CASES = {
         documents=True,
         ours=(("gather", "auto"), ("gather", "zigzag"), ("ring", "zigzag"), ("ulysses", "auto")),
     ),
+    "causal, 2048": Case(length=2048, key_heads=8, mask=CAUSAL, at_once=True),
     "causal, 1024": Case(length=1024, key_heads=8, mask=CAUSAL, theirs=True),
     "causal, 4096, 2 key heads, 4 ranks": Case(length=4096, key_heads=2, mask=CAUSAL, ranks=4),
 }
 
 
-MEMORY = ((1, "gather", 8192), (2, "gather", 16_384), (2, "ring", 16_384), (4, "gather", 32_768))
-"""Ranks, mode, and length of the row, whose parts are equally long."""
+MEMORY = (
+    *((1, "gather", length) for length in (2048, 4096, 8192)),
+    *((2, "gather", length) for length in (4096, 8192, 16_384)),
+    (2, "ring", 16_384),
+    *((4, "gather", length) for length in (8192, 16_384, 32_768)),
+)
+"""Ranks, mode, and length of the row; those of one rank come first."""
+
+LONGEST, FINEST = 4096, 64
+"""How many tokens one rank trains with the memory that all ranks are given, and what lengths are multiples of."""
 
 BLOCKS, WIDTH = 4, 256
 
@@ -86,7 +106,7 @@ BLOCKS, WIDTH = 4, 256
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*CASES, "memory"]
+    names = [*CASES, "memory", "longest"]
     parser.add_argument("cases", nargs="*", metavar="case", help=f"cases: {'; '.join(names)}")
     parser.add_argument("--turns", type=int, default=9, metavar="NUMBER", help="how often every contender runs")
     given = parser.parse_args()
@@ -97,24 +117,32 @@ def main() -> None:
         parser.error("ring-attention-pytorch is not installed, which is a contender; run `nox -s bench -- context`")
     rows = [row for name in given.cases or CASES if name in CASES for row in times(name, CASES[name], given.turns)]
     held = memory() if "memory" in (given.cases or names) else []
+    reached = longest() if "longest" in (given.cases or names) else []
     if given.cases:
-        print("\n".join([*(table(rows) if rows else []), "", *(table(held) if held else [])]))
+        print("\n\n".join("\n".join(table(found)) for found in (rows, held, reached) if found))
         return
     of_time = (
         f"Forward and backward of one attention, fp32, one row, {HEADS} heads of {HEAD}, on gloo ranks with one thread "
         f"each. One process is torch's attention, document by document where the row is packed; with a window it is "
         "our own attention on one rank. A share of its time is a half, as there are two cores, however many ranks, and "
         "1.00 is the ideal; a share of its CPU time is that of a rank. Times are those of the slowest rank, medians of "
-        f"{given.turns} turns; ratios are medians of the ratios within a turn. Waits is the share of its time in which "
+        f"{given.turns} turns; ratios are medians of the ratios within a turn. Bare is the limit of a mode on this "
+        "machine, measured in the same turns: as many elements in as few messages, then the calls of the same kernels, "
+        "on all ranks at once; nothing is added up or copied. Waits is the share of its time in which "
         f"the rank that waits most computes nothing. {THEIRS} is version 0.5.20."
     )
     of_memory = (
-        f"A step of {BLOCKS} blocks of width {WIDTH} with 4 heads and 2 key heads, fp32, causal, each rank with 8192 "
-        "tokens of one row: what its process needs at most over what it had before, of the rank that needs most."
+        f"A step of {BLOCKS} blocks of width {WIDTH} with 4 heads and 2 key heads, fp32, causal, of one row over all "
+        "ranks: what a process needs at most over what it had before, of the rank that needs most."
+    )
+    of_longest = (
+        f"The longest row whose step needs no more memory on any rank than one rank needs for {LONGEST} tokens, and "
+        f"what it is to that many tokens a rank. Tried from there down, each time {FINEST} tokens a rank less."
     )
     sections = [
         Section(title="Time", note=of_time, rows=rows),
         Section(title="Memory", note=of_memory, rows=held),
+        Section(title="Longest sequence", note=of_longest, rows=reached),
     ]
     write_sections("context", "Attention over a sequence that is cut", sections)
 
@@ -136,6 +164,7 @@ def times(name: str, case: Case, turns: int) -> list[dict[str, object]]:
                 "median ms": f"{1000 * statistics.median(wall[each]):.0f}",
                 "quartiles ms": f"{1000 * quartile(wall[each], 1):.0f} to {1000 * quartile(wall[each], 3):.0f}",
                 "to its share of one process": f"{share * ratio(wall[each], wall[REFERENCE]):.2f}",
+                "to its bare self": f"{ratio(wall[each], wall[bound]):.2f}" if (bound := limit(each)) in wall else "",
                 "CPU to its share": f"{least * ratio(spent[each], spent[REFERENCE]):.2f}",
                 "waits": "" if alone else f"{100 * statistics.median(turn.waits for turn in of_contender):.0f}%",
             }
@@ -143,20 +172,47 @@ def times(name: str, case: Case, turns: int) -> list[dict[str, object]]:
     return rows
 
 
+def limit(contender: str) -> str:
+    """Which contender is the limit of another one."""
+    return contender.removesuffix(AT_ONCE) + BARE
+
+
 def memory() -> list[dict[str, object]]:
-    """A row for each number of ranks."""
+    """A row for each number of ranks and length."""
     rows: list[dict[str, object]] = []
-    alone = 0.0
-    for ranks, mode, length in MEMORY:
+    alone: dict[int, float] = {}
+    for ranks, mode, length in tqdm(MEMORY, desc="memory", unit="case"):
         needed: float = spawned(ranks, peak, mode, length)
-        alone = alone or needed
+        alone.setdefault(length // ranks, needed)
         rows.append(
             {
                 "ranks": ranks,
                 "mode": "" if ranks == 1 else mode,
                 "tokens": length,
                 "peak MiB": f"{needed:.0f}",
-                "to one rank": f"{needed / alone:.2f}",
+                "to one rank with its tokens": f"{needed / alone[length // ranks]:.2f}",
+            }
+        )
+    return rows
+
+
+def longest() -> list[dict[str, object]]:
+    """A row for each number of ranks and mode: the longest row whose step needs no more than one rank's does."""
+    limit = spawned(1, peak, "gather", LONGEST)
+    rows: list[dict[str, object]] = []
+    for ranks, mode in ((2, "gather"), (2, "ring"), (4, "gather"), (4, "ring")):
+        part, needed = LONGEST, spawned(ranks, peak, mode, ranks * LONGEST)
+        while needed > limit:
+            part -= FINEST
+            needed = spawned(ranks, peak, mode, ranks * part)
+        rows.append(
+            {
+                "ranks": ranks,
+                "mode": mode,
+                "longest": ranks * part,
+                "to linear": f"{part / LONGEST:.2f}",
+                "peak MiB": f"{needed:.0f}",
+                "one rank's MiB": f"{limit:.0f}",
             }
         )
     return rows
@@ -241,7 +297,7 @@ def timed(name: str, case: Case, turns: int) -> Mapping[str, list[tuple[float, .
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:
     """One step of each."""
-    documents = lengths(case.length, case.length / 12) if case.documents else [case.length]
+    documents = documents_of(case)
     groups = ProcessGroups(Topology.from_config({"sequence": case.ranks}, case.ranks))
     whole = numbers(case.length, case.key_heads)
     here = Context(None)
@@ -259,12 +315,110 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
         tokens = context.tokens(case.length, documents=documents, masks=(case.mask,))
         index = torch.from_numpy(tokens.index(dist.get_rank()))
         local = tuple(x.detach()[:, index].requires_grad_() for x in whole)
-        steps[mode if cut == "auto" else f"{mode}, {cut}"] = step(ours(context, tokens, case.mask), local)
+        contender = mode if cut == "auto" else f"{mode}, {cut}"
+        steps[contender] = step(ours(context, tokens, case.mask), local)
+        steps[contender + BARE] = bare(mode, case, tokens, cost(mode, {"sequence": case.ranks}, shape(case, cut)).each)
+        if case.at_once and mode != "ulysses":  # which has nothing to compute meanwhile
+            steps[contender + AT_ONCE] = waiting(steps[contender])
     if case.theirs:
         part = slice(*tokens_of_rank(case.length, case.ranks))
         local = tuple(x.detach()[:, part].contiguous().requires_grad_() for x in whole)
         steps[THEIRS] = step(theirs(causal=case.mask.causal), local)
     return steps
+
+
+def shape(case: Case, cut: str) -> AttentionShape:
+    """A case as `cost` takes it."""
+    return AttentionShape(
+        tokens=case.length,
+        width=HEADS * HEAD,
+        key_width=case.key_heads * HEAD,
+        mask=case.mask,
+        documents=documents_of(case),
+        heads=HEADS,
+        key_heads=case.key_heads,
+        cut=cut,  # type: ignore[arg-type]
+    )
+
+
+def bare(mode: str, case: Case, tokens: Tokens, received: Fraction) -> Callable[[], None]:
+    """The limit of a mode: its elements in as few messages as it has, then the calls of its kernels; nothing else.
+
+    No partial result is added up, nothing is copied, and autograd takes no part.
+    """
+    rank, inner = (0, case.ranks) if mode == "ulysses" else (dist.get_rank(), 1)
+    heads, key_heads = HEADS // inner, max(1, case.key_heads // inner)
+    head = torch.empty(1, 1, 1, HEAD)
+    kernels = choose(head, head)
+    plan_of = ring.plan_ring if mode == "ring" else gather.plan_gather
+    plan = plan_of(case.mask, tokens.merged(inner), rank, CPU_BLOCK, kernels.joins)
+    torch.manual_seed(dist.get_rank())
+    q, k, v = (torch.randn(1, case.length, number, HEAD) for number in (heads, key_heads, key_heads))
+    upstream, out, lse = torch.ones_like(q), torch.zeros_like(q), torch.zeros(1, heads, case.length)
+    calls = [told for buffer in plan.works[0].buffers for told in buffer]
+    number = {"gather": 3, "ring": 3 * (case.ranks - 1), "ulysses": 4}[mode]
+    message = torch.ones(case.ranks, max(1, round(received / number / max(1, case.ranks - 1))))
+    arrived = torch.empty_like(message)
+
+    def call(told: Step, *, forward: bool) -> None:
+        q0, q1, k0, k1, kind, *_ = told.piece
+        kernel = kernels.of(kind)
+        rows, given = slice(q0, q1), (q[:, q0:q1], k[:, k0:k1], v[:, k0:k1])
+        options: Any = {"visible": plan.masks.visible(told, q, biased=kind in kernel.biased), "scale": HEAD**-0.5}
+        if forward:
+            kernel.forward(*given, **options)
+        else:
+            kernel.backward(upstream[:, rows], *given, out[:, rows], lse[:, :, rows], **options)
+
+    def run() -> None:
+        for _ in range(number):
+            dist.all_to_all_single(arrived, message)
+        for forward in (True, False):
+            for told in calls:
+                call(told, forward=forward)
+
+    return run
+
+
+def waiting(run: Callable[[], object]) -> Callable[[], None]:
+    """A step of gather or ring that waits for each message as soon as it has begun."""
+
+    def run_and_wait() -> None:
+        with waits_at_once():
+            run()
+
+    return run_and_wait
+
+
+@contextmanager
+def waits_at_once() -> Iterator[None]:
+    """Gather and ring wait for each message as soon as it has begun."""
+    begin, begin_home, send = gather.Exchange.start, gather.Exchange.start_home, dist.batch_isend_irecv
+
+    def start(self: gather.Exchange, *given: Any) -> tuple[Tensor, Tensor]:
+        message, arriving = begin(self, *given)
+        return message, finish(arriving)
+
+    def start_home(self: gather.Exchange, *given: Any) -> tuple[Tensor, Tensor]:
+        message, arriving = begin_home(self, *given)
+        return message, finish(arriving)
+
+    def exchange(batch: list[dist.P2POp]) -> list[dist.Work]:
+        for work in send(batch):
+            work.wait()
+        return []
+
+    with (
+        mock.patch.object(gather.Exchange, "start", start),
+        mock.patch.object(gather.Exchange, "start_home", start_home),
+        mock.patch.object(dist, "batch_isend_irecv", exchange),
+    ):
+        yield
+
+
+def documents_of(case: Case) -> list[int]:
+    """The lengths of the documents of a case's row."""
+    return lengths(case.length, case.length / 12) if case.documents else [case.length]
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
