@@ -15,7 +15,7 @@ from ._initialize import initialize
 from ._layer_set import LayerSet, layer_set
 from .context.balance import assign
 from .context.context import Context, context_attention
-from .context.cost import AttentionMemory, AttentionShape, memory, work
+from .context.cost import AttentionMemory, AttentionShape, fetch_parts, memory, work
 from .context.mask import Mask
 from .context.tokens import Tokens
 from .layers.parameter import constant, normal, uniform
@@ -82,6 +82,7 @@ __all__ = [
     "costs",
     "cuts",
     "exchange",
+    "fetch_parts",
     "gather_from",
     "initialize",
     "layer_set",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from par_layers import AttentionShape, Mask, Tokens, cost, memory, work
+from par_layers import AttentionShape, Mask, Tokens, cost, fetch_parts, memory, work
 from par_layers.context.balance import cut_tokens
 
 from .dense import LENGTHS, cut_rows, dense, documents, masks
@@ -72,7 +72,7 @@ def test_ranks_that_share_key_heads():
     # Twelve heads, six key heads, four ranks: heads 0 to 2 use key heads 0 and 1, heads 3 to 5 use 1 and 2.
     across = AttentionShape(tokens=M, width=96, key_width=48, heads=12, key_heads=6)
     assert elements("ulysses", 4, across) == Fraction(4 * 3, 16) * M * (96 + 64)
-    assert memory("ulysses", {"sequence": 4}, across).forward == Fraction(2 * M * (96 + 64), 4)
+    assert memory("ulysses", {"sequence": 4}, across).kept == Fraction(2 * M * (96 + 64), 4)
 
 
 def test_where_ulysses_moves_less_than_a_ring():
@@ -108,7 +108,7 @@ def test_rows_counted_one_by_one(of, ranks):
         needed[:, index] = False
         fetched.append(int(needed.sum()) * copies)
     assert elements("gather", ranks, of) == 6 * Fraction(sum(fetched), ranks) * of.key_width
-    assert memory("gather", {"sequence": ranks}, of).forward == 2 * max(fetched) * of.key_width
+    assert memory("gather", {"sequence": ranks}, of).arriving == 2 * max(fetched) * of.key_width
     sent = 0  # messages of a ring that hold one rank's keys and values, or their gradients
     for owner in range(ranks):
         seen = [hop for hop in range(1, ranks) if visible[:, places[(owner + hop) % ranks]][:, :, places[owner]].any()]
@@ -129,16 +129,31 @@ def test_work_is_what_is_seen(row):
     assert sum(work(mask, tokens, rank) for rank in range(tokens.ranks)) == visible.sum()
 
 
+def test_parts_of_what_gather_fetches():
+    million = 1 << 20
+    assert [fetch_parts(elements, 8) for elements in (0, million, 2 * million - 1, 2 * million, 9 * million)] == [
+        1, 1, 1, 2, 2,
+    ]  # fmt: skip
+    assert [fetch_parts(9 * million, key_heads) for key_heads in (1, 3, 6)] == [1, 1, 2]
+    assert [fetch_parts(1, key_heads, 4) for key_heads in (1, 6, 8)] == [1, 3, 4]  # as the topology says
+
+
 def test_memory():
     ranks = {"sequence": 4}
     ring = memory("ring", ranks, shape())
     assert (ring.forward, ring.backward) == (M * K, Fraction(5, 2) * M * K)  # 4 and 10 M k / P
     few = memory("ring", ranks, shape(Mask(causal=True, window=5), "contiguous"))
     assert (few.forward, few.backward) == (M * K, 2 * M * K)  # 4 and 8: keys make one hop
-    for parts in (1, 2):
+    fetched = Fraction(6 * M * K, 4)  # and as much is sent
+    for parts, forward, backward in ((1, 2, 2), (2, 3, 4), (4, 3, 4)):
         gather = memory("gather", ranks, shape(FULL), parts=parts)
-        assert (gather.forward, gather.backward) == (Fraction(6 * M * K, 4 * parts), Fraction(12 * M * K, 4 * parts))
-    assert memory("ulysses", ranks, shape()).forward == Fraction(2 * M * (H + K), 4)
+        assert (gather.forward, gather.backward) == (forward * fetched / parts, backward * fetched / parts)
+        kept = memory("gather", ranks, shape(FULL), parts=parts, keep=True)
+        assert (kept.kept, kept.backward) == (fetched, fetched + 2 * fetched / parts)
+        assert (gather.kept, gather.arriving, kept.arriving) == (0, fetched, fetched)
+    ulysses = memory("ulysses", ranks, shape())
+    assert (ulysses.kept, ulysses.backward) == (Fraction(2 * M * (H + K), 4), M * (H + K))
+    assert ulysses.forward == ulysses.kept + Fraction(M * H, 4)
     both = memory("2d", {"ring": 2, "ulysses": 2}, shape())
     assert both.forward == Fraction(2 * M * (H + K), 4) + 4 * Fraction(M, 2) * Fraction(K, 2)
     assert memory("ring", {"sequence": 1}, shape()).forward == 0

@@ -18,11 +18,11 @@ from par_layers import Context, Mask, Tokens
 from par_layers.context import context as context_module
 from par_layers.context import kernels
 from par_layers.context.balance import cut_tokens
-from par_layers.context.gather import GatherOptions, attend, plan_gather
 from par_layers.context.kernels import CpuFlash, CudaFlash, Kernels, choose
 from par_layers.context.merge import Sum, empty_sum
+from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
+from par_layers.context.modes.ring import plan_ring
 from par_layers.context.pieces import Piece, pieces
-from par_layers.context.ring import plan_ring
 from par_layers.context.steps import Attention, Gradient, Keys, Masks, Queries
 
 from . import flash

@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional
 
 from par_layers import Mask, Tokens
-from par_layers.context.gather import GatherOptions, attend, plan_gather
 from par_layers.context.kernels import choose
 from par_layers.context.merge import spans_in_order
+from par_layers.context.modes.gather import GatherOptions, attend, plan_gather
+from par_layers.context.modes.ring import RingOptions, attend_ring, plan_ring
 from par_layers.context.pieces import Piece
-from par_layers.context.ring import RingOptions, attend_ring, plan_ring
 from par_layers.context.steps import Attention, Masks, halves, make_work
 
 from .reference import attention, numbers
@@ -87,7 +87,7 @@ def test_halves_in_eight_parts_are_about_as_exact_as_torchs_own(dtype):
         for n, buffer in enumerate(steps.buffers)
         for step in buffer
     ]
-    plan = type(plan)((type(steps)((tuple(shifted), ()), steps.unseeing),), plan.fetch, plan.silent)
+    plan = type(plan)((type(steps)((tuple(shifted), ()), steps.unseeing),), plan.fetch, plan.most)
 
     def ours():
         return attend(q, k, v, None, plan=plan, how=how, options=GatherOptions(""))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from par_groups import ProcessGroups, Topology
 from par_layers import PartialGradients, parallel_of
-from par_testing import assert_equal_to_one_device
+from par_testing import assert_equal_to_one_device, once
 
 VOCABULARY = 101  # divides by neither 2 nor 4
 TEXT: dict[str, Any] = {
@@ -153,6 +153,19 @@ def labels(seed: int) -> Tensor:
     return targets
 
 
+SEEDS = (2, 3)
+"""Of the labels of two backwards."""
+
+
+def _two_backwards(whole: Any, **options: Any) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor | None]]:
+    """The losses and logits of a model on one device, and its gradients after both."""
+    outputs = [whole(input_ids=tokens(), labels=labels(seed), **options) for seed in SEEDS]
+    for each in outputs:
+        each.loss.backward()
+    found = [(each.loss.detach(), each.logits.detach()) for each in outputs]
+    return found, [parameter.grad for parameter in whole.parameters()]
+
+
 def assert_steps_equal(whole: Any, cut: Any, groups: ProcessGroups, exact: float = 1e-10, **options: Any) -> None:
     """Logits and losses of two backwards with different labels, the gradients after both, the weights after a step.
 
@@ -165,12 +178,13 @@ def assert_steps_equal(whole: Any, cut: Any, groups: ProcessGroups, exact: float
     """
     known = parallel_of(cut)
     assert known is not None
-    for seed in (2, 3):
-        one = whole(input_ids=tokens(), labels=labels(seed), **options)
+    outputs, gradients = once(_two_backwards, whole, **options)
+    for parameter, gradient in zip(whole.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    for seed, (loss, logits) in zip(SEEDS, outputs, strict=True):
         parallel = cut(input_ids=tokens(), labels=labels(seed), **options)
-        close(parallel.loss, one.loss, exact)
-        close(known.gather(parallel.logits), one.logits, exact)
-        one.loss.backward()
+        close(parallel.loss, loss, exact)
+        close(known.gather(parallel.logits), logits, exact)
         parallel.loss.backward()
     PartialGradients(cut, groups).handle_gradient()
     reason = "fp64 sums in another order"

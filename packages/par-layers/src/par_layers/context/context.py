@@ -15,14 +15,14 @@ from par_groups import Axes, ProcessGroups, agree, check_alike
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
 from .balance import CAUSAL, CUTS, cut_tokens
 from .exchange import all_sum, all_tokens
-from .gather import GatherOptions, GatherPlan, attend, plan_gather
 from .kernels import check_kernel, choose
 from .mask import Mask
-from .ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
+from .modes.gather import GatherOptions, GatherPlan, attend, plan_gather
+from .modes.ring import RingOptions, RingPlan, attend_ring, channels_of, plan_ring
+from .modes.ulysses import HeadShares, to_heads, to_tokens
 from .steps import Attention
 from .tokens import Documents, Tokens
 from .transformers import check_decoder, local_batch, prepare, whole_batch
-from .ulysses import HeadShares, to_heads, to_tokens
 
 PLANS = 32
 """How many plans a context keeps."""
@@ -31,9 +31,6 @@ MODES = ("gather", "ring", "ulysses", "2d")
 
 CPU_BLOCK = 128
 """Most queries of a piece with a mask on a CPU, whose kernel computes what the mask hides, too."""
-
-PARTS = 2
-"""Parts that heads travel in, where the topology does not say."""
 
 M = TypeVar("M", bound=nn.Module)
 Batch = TypeVar("Batch", bound=Mapping[str, Any] | Sequence[Any])
@@ -105,7 +102,7 @@ class Context:
             )
         self._inner_ranks = 1 if groups is None or self._inner is None else groups.size(self._inner)
         outer = self._name(self._outer)
-        self._gather = GatherOptions(outer, options.get("parts") or PARTS, options.get("keep", False))
+        self._gather = GatherOptions(outer, options.get("parts"), options.get("keep", False))
         self._ring = RingOptions(outer, outer)
         if groups is not None and self._between == "ring" and groups.size(self._outer) > 1:
             keys, gradients = channels_of(groups, self._outer)

@@ -6,6 +6,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
 from .balance import CAUSAL, cut_tokens
 from .fetch import Transfers, hops, transfers
 from .mask import Mask
@@ -15,6 +17,9 @@ MODES = {"gather": ("sequence",), "ring": ("sequence",), "ulysses": ("sequence",
 """The modes that cut a sequence, and the axes whose sizes their costs depend on."""
 
 Outer = Literal["ring", "gather"]
+
+PARTS, PART = 2, 1 << 20
+"""Most parts that gather fetches in, where nobody says, and the least elements of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +108,16 @@ class AttentionMemory:
 
     Args:
         forward: Elements in forward.
-        backward: Elements in backward.
+        backward: Elements in backward, before the gradients of q, k and v by tokens are there.
+        kept: Elements that are kept from forward to backward.
+        arriving: Elements of keys and values that arrive at a time, where they travel: around a ring those of one
+            rank, else what is fetched, in all parts.
     """
 
     forward: Fraction
     backward: Fraction
+    kept: Fraction
+    arriving: Fraction
 
 
 def work(mask: Mask, tokens: Tokens, rank: int) -> int:
@@ -167,19 +177,27 @@ def received(
 
 
 def memory(
-    mode: str, sizes: Mapping[str, int], shape: AttentionShape, *, parts: int = 1, outer: Outer = "ring"
+    mode: str,
+    sizes: Mapping[str, int],
+    shape: AttentionShape,
+    *,
+    parts: int = 1,
+    keep: bool = False,
+    outer: Outer = "ring",
 ) -> AttentionMemory:
     """Elements that attention holds beside this rank's own q, k, v, output and log-sum-exp.
 
     A ring holds the keys and values that it computes and those that arrive, and in backward gradients of both, from
-    three hops on also those that are on their way to the next rank; gather what it fetched, and in backward its
-    gradients; ulysses q, k, v and the output by heads, which it keeps for backward, and there their gradients.
+    three hops on also those that are on their way to the next rank. Gather holds what it sends while it fetches, and
+    in backward gradients of what it fetched, and what comes home. Ulysses holds q, k, v and the output by heads, which
+    it keeps for backward, and there their gradients.
 
     Args:
         mode: "gather", "ring", "ulysses" or "2d".
         sizes: Number of ranks on "sequence", or on "ring" and "ulysses".
         shape: The attention.
         parts: Number of groups of key heads that gather fetches one after the other.
+        keep: Whether gather keeps what it fetched until backward.
         outer: The mode between the groups that exchange tokens for heads, in mode "2d".
 
     Raises:
@@ -190,17 +208,63 @@ def memory(
         raise ValueError(f"parts must be 1 at least; it is {parts}")
     tokens, rows = shape.over(outside, inside), shape.rows
     key_width = _key_width(shape, inside)
-    exchanged = Fraction(0)
+    exchanged = home = Fraction(0)
     if inside > 1:
-        exchanged = 2 * tokens.local * rows * (Fraction(shape.width, inside) + key_width)
+        home = tokens.local * rows * Fraction(shape.width, inside)  # the output as it arrives, before it is by tokens
+        exchanged = 2 * home + 2 * tokens.local * rows * key_width
+    if outside == 1:
+        return AttentionMemory(exchanged + home, 2 * exchanged, exchanged, Fraction(0))
     if outer_mode == "gather":
-        most = int(_transfers(shape, outside, inside).received().max()) * (rows // len(tokens.documents))
-        buffers = 2 * most * key_width / parts
+        copies = rows // len(tokens.documents)
+        most = _most(_transfers(shape, outside, inside), parts, several=copies > 1, keep=keep)
+        forward, backward, arriving = (2 * key_width * copies * number for number in most)
+        kept = exchanged + keep * arriving
     else:
-        buffers = 4 * tokens.local * rows * key_width if outside > 1 else Fraction(0)
-        if outside > 1 and hops(_transfers(shape, outside, inside)).steps > 2:
-            return AttentionMemory(exchanged + buffers, 2 * exchanged + buffers * 5 / 2)
-    return AttentionMemory(exchanged + buffers, 2 * exchanged + 2 * buffers)
+        arriving, kept = 2 * tokens.local * rows * key_width, exchanged
+        forward = 2 * arriving
+        backward = 5 * arriving if hops(_transfers(shape, outside, inside)).steps > 2 else 4 * arriving
+    return AttentionMemory(exchanged + max(forward, home), 2 * exchanged + backward, kept, arriving)
+
+
+def _most(table: Transfers, parts: int, *, several: bool, keep: bool) -> tuple[Fraction, Fraction, int]:
+    """Number of keys that gather holds in forward, in backward, and that it fetches, each on the rank with the most.
+
+    A message lives until what it brings has arrived, and a part arrives while the one before is computed. What was
+    fetched is put in the order of tokens where it arrives in another. In backward the gradients of a part are at
+    home before those of the next go.
+
+    Args:
+        table: What ranks fetch.
+        parts: Number of parts.
+        several: Whether there are several rows of the same documents.
+        keep: Whether what was fetched is kept until backward.
+    """
+    received, sent = table.received(), table.sent()
+    also = np.where(table.ordered(several), sent, np.maximum(received, sent))
+    if parts == 1:
+        forward = received + also
+        backward = received + np.maximum(received, sent) + keep * np.minimum(received, sent)
+    else:
+        forward, backward = 2 * received + also, np.maximum(3 * received + sent, 2 * (received + sent))
+        if keep:
+            forward, backward = parts * received + also, (parts + 1) * received + sent
+    return Fraction(int(forward.max()), parts), Fraction(int(backward.max()), parts), int(received.max())
+
+
+def fetch_parts(elements: float, key_heads: int, most: int | None = None) -> int:
+    """Number of parts that gather fetches one after the other, each with some of the key heads. Pure.
+
+    A part travels while another is computed, and less is held at once; but every part calls the kernels again. So,
+    where nobody says how many there may be, there are two, if each of them has a million elements.
+
+    Args:
+        elements: Number of elements of a row's keys and values that the rank which fetches most fetches.
+        key_heads: Number of key heads that a rank computes with, which the parts must divide.
+        most: Most parts.
+    """
+    if most is None:
+        most = min(PARTS, max(1, int(elements // PART)))
+    return next(number for number in range(min(most, key_heads), 0, -1) if key_heads % number == 0)
 
 
 def _factors(mode: str, sizes: Mapping[str, int], outer: Outer) -> tuple[int, int, Outer]:

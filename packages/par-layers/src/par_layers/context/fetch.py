@@ -35,6 +35,23 @@ class Transfers:
         """Number of keys that each rank fetches, int64 [ranks], summed over the rows of documents."""
         return _sums(self.asker, self.stop - self.start, self.tokens.ranks)
 
+    def sent(self) -> Ints:
+        """Number of keys that each rank sends to others, int64 [ranks], summed over the rows of documents."""
+        return _sums(self.owner, self.stop - self.start, self.tokens.ranks)
+
+    def ordered(self, several: bool) -> NDArray[np.bool_]:
+        """Whether what each rank fetches comes rank by rank in the order of rows and tokens, bool [ranks].
+
+        Args:
+            several: Whether there are several rows of the same documents.
+        """
+        result = np.ones(self.tokens.ranks, bool)
+        if several:
+            result[self.needs().sum(1) > 1] = False
+        back = (np.diff(self.asker) == 0) & (np.diff(self.owner) < 0)
+        result[self.asker[1:][back]] = False
+        return result
+
     def needs(self) -> NDArray[np.bool_]:
         """Whether each rank sees any key of each other one in any row, bool [askers, owners]."""
         result = np.zeros((self.tokens.ranks, self.tokens.ranks), bool)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .columns import empty_like
 from .kernels import Documents, Kernels, Visible, wide_dtype
 from .merge import Spans, Sum, runs, spans_in_order
 from .pieces import Lengths, Piece, pieces, seen
@@ -277,10 +278,17 @@ class Saved(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for the gradients of q, k and v, float32 at least."""
-        wide = wide_dtype(self.q.dtype)
-        dq, dk, dv = (torch.empty(x.shape, dtype=wide, device=x.device) for x in (self.q, self.k, self.v))
+    def empty_gradients(self, *, beside: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for the gradients of q, k and v, float32 at least.
+
+        Args:
+            beside: Whether they lie beside each other where q, k and v do, as ulysses sends them.
+        """
+        wide, inputs = wide_dtype(self.q.dtype), (self.q, self.k, self.v)
+        if beside:
+            dq, dk, dv = empty_like(inputs, wide)
+        else:
+            dq, dk, dv = (torch.empty(x.shape, dtype=wide, device=x.device) for x in inputs)
         return dq, dk, dv
 
     def queries(self, dq: Tensor, rows: slice, heads: slice = slice(None)) -> Queries:

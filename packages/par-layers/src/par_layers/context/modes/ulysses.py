@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._collectives import finish
-from .._torch_private import functional_collectives
+from ..._collectives import finish
+from ..._torch_private import functional_collectives
+from ..columns import columns, joined
 
 
 @dataclass(frozen=True)
@@ -121,18 +122,25 @@ class _ToHeads(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         shares, (of_q, of_k, of_v) = ctx.shares, ctx.shapes
         batch, s = of_q[:2]
-        message = _pack(dq.new_empty(dq.numel() + dk.numel() + dv.numel()), dq, dk, dv)  # the tokens of rank 0 first
+        message = joined((dq, dk, dv))  # the tokens of rank 0 first
+        if message is None:
+            message = _pack(dq.new_empty(dq.numel() + dk.numel() + dv.numel()), dq, dk, dv)
         widths = ctx.widths
         received = [s * batch * sum(width) for width in widths]
-        arrived = _all_to_all(message, received, [len(message) // shares.ranks] * shares.ranks, shares.group)
-        queries = dq.new_empty(of_q)
-        keys, values = dk.new_zeros(of_k), dv.new_zeros(of_v)
+        arrived = _all_to_all(
+            message.flatten(), received, [message.numel() // shares.ranks] * shares.ranks, shares.group
+        )
+        queries, keys, values = dq.new_empty(of_q), dk.new_empty(of_k), dv.new_empty(of_v)
+        written = 0  # key heads that have a gradient; of one that ranks share theirs are summed
         for rank, (part, width) in enumerate(zip(arrived.split(received), widths, strict=True)):
             a, b, c = part.view(s, batch, sum(width)).transpose(0, 1).split(width, -1)
             places = shares.keys_of(rank)
+            shared = written - places.start
             queries[:, :, _heads(shares, rank)] = a.unflatten(-1, (-1, of_q[3]))
-            keys[:, :, places.start : places.stop] += b.unflatten(-1, (-1, of_k[3]))
-            values[:, :, places.start : places.stop] += c.unflatten(-1, (-1, of_v[3]))
+            for total, arriving in ((keys, b.unflatten(-1, (-1, of_k[3]))), (values, c.unflatten(-1, (-1, of_v[3])))):
+                total[:, :, places.start : written] += arriving[:, :, :shared]
+                total[:, :, written : places.stop] = arriving[:, :, shared:]
+            written = places.stop
         return queries, keys, values, None
 
 
@@ -159,7 +167,7 @@ def _tokens_of(out: Tensor, shares: HeadShares) -> Tensor:
     batch, whole, mine, head = out.shape
     s = whole // shares.ranks
     sizes = [s * batch * mine * head] * shares.ranks
-    arrived = _all_to_all(_pack(out.new_empty(out.numel()), out), sizes, sizes, shares.group)
+    arrived = _all_to_all(out.transpose(0, 1).reshape(-1), sizes, sizes, shares.group)  # one row is not copied
     by_rank = arrived.view(shares.ranks, s, batch, mine, head)
     return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
@@ -167,9 +175,8 @@ def _tokens_of(out: Tensor, shares: HeadShares) -> Tensor:
 def _pack(message: Tensor, *parts: Tensor) -> Tensor:
     """Fills a flat message with parts [B, tokens, heads, D], beside each other, token by token; returns it."""
     batch, tokens = parts[0].shape[:2]
-    widths = [part.shape[2] * part.shape[3] for part in parts]
-    for place, part in zip(message.view(tokens, batch, -1).split(widths, -1), parts, strict=True):
-        place.unflatten(-1, part.shape[2:]).copy_(part.transpose(0, 1))
+    for place, part in zip(columns(message.view(tokens, batch, -1), parts), parts, strict=True):
+        place.copy_(part)
     return message
 
 

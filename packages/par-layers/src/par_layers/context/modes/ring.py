@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from par_groups import Axes, Channels, ProcessGroups, sendable
 
-from .._torch_private import group_of_name
-from .fetch import Hops, hops, transfers
-from .mask import Mask
-from .merge import Sum, add_sinks_, empty_sum, sinks_gradient
-from .steps import Attention, Keys, Masks, Saved, Work, by_rows, make_work, plain
-from .tokens import Tokens
+from ..._torch_private import group_of_name
+from ..fetch import Hops, hops, transfers
+from ..mask import Mask
+from ..merge import Sum, add_sinks_, empty_sum, sinks_gradient
+from ..steps import Attention, Keys, Masks, Saved, Work, by_rows, make_work, plain
+from ..tokens import Tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._collectives import finish
-from .._torch_private import functional_collectives
-from .fetch import Fetch, transfers
-from .mask import Mask
-from .merge import Sum, add_sinks_, empty_sum, sinks_gradient
-from .steps import Attention, Keys, Masks, Saved, Work, by_rows, halves, make_work, plain
-from .tokens import Ints, Tokens
+from ..._collectives import finish
+from ..._torch_private import functional_collectives
+from ..cost import fetch_parts
+from ..fetch import Fetch, transfers
+from ..mask import Mask
+from ..merge import Sum, add_sinks_, empty_sum, sinks_gradient
+from ..steps import Attention, Keys, Masks, Saved, Work, by_rows, halves, make_work, plain
+from ..tokens import Ints, Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +36,13 @@ class GatherPlan:
     Args:
         works: For each row of documents, what is computed against the local keys (buffer 0) and the fetched ones (1).
         fetch: What is fetched.
-        silent: Whether no rank fetches anything, so that there is no exchange.
+        most: Number of tokens that the rank which fetches most fetches, in all rows of documents; 0: no exchange.
         masks: The additive masks of its pieces.
     """
 
     works: tuple[Work, ...]
     fetch: Fetch
-    silent: bool
+    most: int
     masks: Masks = field(default_factory=Masks)
     _exchanges: dict[tuple[int, torch.device], "Exchange"] = field(default_factory=dict)
 
@@ -70,7 +71,7 @@ def plan_gather(mask: Mask, tokens: Tokens, rank: int, block: int, joins: Collec
         make_work(first[row], last[row], mine, (mine, fetch.keys[row]), block=block, joins=joins)
         for row in range(len(first))
     )
-    return GatherPlan(works, fetch, silent=not table.received().any())
+    return GatherPlan(works, fetch, most=int(table.received().max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ class Exchange:
             None if order is None else torch.from_numpy(order).to(device),
         )
 
-    def start(self, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    def start(self, k: Tensor, v: Tensor, group: str) -> list[Tensor]:
         """Starts to fetch rows of keys and values [B, s, heads, D]; `finish` gives them."""
         flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
         head = k.shape[3]
@@ -112,20 +113,28 @@ class Exchange:
         for place, index in zip(self._places, self.index, strict=True):
             message[place, :, :head] = flat_k[index]
             message[place, :, head:] = flat_v[index]
-        return message, functional_collectives.all_to_all_single.default(message, self.received, self.sent, group)
+        return [message, functional_collectives.all_to_all_single.default(message, self.received, self.sent, group)]
 
-    def finish(self, started: tuple[Tensor, Tensor]) -> Tensor:
-        """The fetched rows in the order of the buffers, [rows, heads, D + D]: keys and values beside each other."""
-        fetched = finish(started[1])
+    def finish(self, started: list[Tensor]) -> Tensor:
+        """The fetched rows in the order of the buffers, [rows, heads, D + D]: keys and values beside each other.
+
+        Takes both tensors out of the list, so that neither lives longer than it is needed.
+        """
+        fetched = finish(started.pop())
+        started.clear()
         return fetched if self.order is None else fetched.index_select(0, self.order)
 
+    def by_rank(self, gradients: Tensor) -> Tensor:
+        """Gradients of the buffers, [rows, heads, D + D], those for each rank together."""
+        if self.order is None:
+            return gradients
+        message = torch.empty_like(gradients)
+        message[self.order] = gradients
+        return message
+
     def start_home(self, gradients: Tensor, group: str) -> tuple[Tensor, Tensor]:
-        """Starts to send gradients of the buffers home, [rows, heads, D + D]."""
-        message = gradients
-        if self.order is not None:
-            message = torch.empty_like(gradients)
-            message[self.order] = gradients
-        return message, functional_collectives.all_to_all_single.default(message, self.sent, self.received, group)
+        """Starts to send gradients home, [rows, heads, D + D], those for each rank together."""
+        return gradients, functional_collectives.all_to_all_single.default(gradients, self.sent, self.received, group)
 
     def add_home(self, started: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> None:
         """Adds what came home to the gradients of local keys and values, [B, s, heads, D], in the order of ranks."""
@@ -178,22 +187,20 @@ class GatherOptions:
 
     Args:
         group: The name of the ranks' group.
-        parts: Most parts that heads travel in.
+        parts: Most parts that heads travel in; None is as `fetch_parts` says.
         keep: Whether what was fetched is kept until backward.
     """
 
     group: str
-    parts: int = 2
+    parts: int | None = None
     keep: bool = False
 
-    def heads(self, q: Tensor, k: Tensor, plan: GatherPlan) -> list[tuple[slice, slice]]:
-        """The heads and the key heads of each part: as many parts as divide the key heads, `parts` at most.
-
-        Where nothing travels it is one part.
-        """
-        if plan.silent:
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan) -> list[tuple[slice, slice]]:
+        """The heads and the key heads of each part, the same on all ranks. Where nothing travels it is one part."""
+        if plan.most == 0:
             return [(slice(None), slice(None))]
-        number = next(number for number in range(min(self.parts, k.shape[2]), 0, -1) if k.shape[2] % number == 0)
+        fetched = plan.most / len(plan.works) * k.shape[2] * (k.shape[3] + v.shape[3])
+        number = fetch_parts(fetched, k.shape[2], self.parts)
         mine, keys = q.shape[2] // number, k.shape[2] // number
         return [
             (slice(part * mine, (part + 1) * mine), slice(part * keys, (part + 1) * keys)) for part in range(number)
@@ -213,11 +220,11 @@ class _Gather(torch.autograd.Function):
         options: GatherOptions,
     ) -> Tensor:
         out, lse = empty_sum(q, v.shape[3])
-        rows, parts, head = by_rows(plan.works, q.shape[0]), options.heads(q, k, plan), k.shape[3]
-        exchange = None if plan.silent else plan.exchange(q.shape[0], q.device)
+        rows, parts, head = by_rows(plan.works, q.shape[0]), options.heads(q, k, v, plan), k.shape[3]
+        exchange = None if plan.most == 0 else plan.exchange(q.shape[0], q.device)
         kept: list[Tensor] = []
 
-        def start(number: int) -> tuple[Tensor, Tensor] | None:
+        def start(number: int) -> list[Tensor] | None:
             """Starts to fetch the heads of a part, if there is one."""
             if exchange is None or number == len(parts):
                 return None
@@ -249,9 +256,9 @@ class _Gather(torch.autograd.Function):
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         plan, how, options = ctx.plan, ctx.how, ctx.options
         head, saved = k.shape[3], Saved(plain(gradient), q, k, v, out, lse)
-        dq, dk, dv = saved.empty_gradients()
-        rows, parts = by_rows(plan.works, q.shape[0]), options.heads(q, k, plan)
-        exchange = None if plan.silent else plan.exchange(q.shape[0], q.device)
+        dq, dk, dv = saved.empty_gradients(beside=plan.most == 0)
+        rows, parts = by_rows(plan.works, q.shape[0]), options.heads(q, k, v, plan)
+        exchange = None if plan.most == 0 else plan.exchange(q.shape[0], q.device)
         queries = [[saved.queries(dq, row, heads) for row, _ in rows] for heads, _ in parts]
         keys = [[saved.keys(dk, dv, row, heads) for row, _ in rows] for _, heads in parts]
 
@@ -260,35 +267,47 @@ class _Gather(torch.autograd.Function):
             for (_, work), of_row, buffer in zip(rows, queries[number], keys[number], strict=True):
                 how.backward(halves(work.buffers[0])[half], of_row, buffer)
 
-        def start(number: int) -> tuple[Tensor, Tensor] | None:
+        def start(number: int) -> list[Tensor] | None:
             """Starts to fetch the heads of a part again, if there is one, unless they were kept."""
             if exchange is None or kept or number == len(parts):
                 return None
             _, heads = parts[number]
-            under_way: tuple[Tensor, Tensor] = exchange.start(k[:, :, heads], v[:, :, heads], options.group)
+            under_way: list[Tensor] = exchange.start(k[:, :, heads], v[:, :, heads], options.group)
             return under_way
 
-        homes, started = [], start(0)
+        def foreign(number: int, exchange: Exchange, fetched: Tensor) -> Tensor:
+            """The gradients of the fetched keys of a part."""
+            gradients = torch.empty(fetched.shape, dtype=dq.dtype, device=fetched.device)
+            buffers = zip(exchange.rows(fetched, plan.works), exchange.rows(gradients, plan.works), strict=True)
+            for (_, work), of_row, (both, of_both) in zip(rows, queries[number], buffers, strict=True):
+                buffer = Keys.beside(both, of_both, head)
+                how.backward(work.buffers[1], of_row, buffer)
+                buffer.finish()
+            return gradients.to(k.dtype)
+
+        def come_home(number: int) -> None:
+            """Adds the gradients of a part's keys that other ranks have computed, after those of this rank."""
+            if exchange is not None and number >= 0:
+                _, heads = parts[number]
+                exchange.add_home(homes.pop(number), dk[:, :, heads], dv[:, :, heads])
+
+        homes: dict[int, tuple[Tensor, Tensor]] = {}
+        started = start(0)
         for number in range(len(parts)):
             local(number, 0)  # while this part's keys are under way
+            come_home(number - 1)
             if exchange is not None:
-                fetched = kept[number] if started is None else exchange.finish(started)
+                fetched = [kept[number] if started is None else exchange.finish(started)]
                 started = start(number + 1)
-                gradients = torch.empty(fetched.shape, dtype=dq.dtype, device=fetched.device)
-                buffers = zip(exchange.rows(fetched, plan.works), exchange.rows(gradients, plan.works), strict=True)
-                for (_, work), of_row, (both, of_both) in zip(rows, queries[number], buffers, strict=True):
-                    buffer = Keys.beside(both, of_both, head)
-                    how.backward(work.buffers[1], of_row, buffer)
-                    buffer.finish()
-                homes.append(exchange.start_home(gradients.to(k.dtype), options.group))
-                del fetched, gradients, buffers, both, of_both, buffer
+                gradients = exchange.by_rank(foreign(number, exchange, fetched.pop()))
+                homes[number] = exchange.start_home(gradients, options.group)
+                del gradients
             local(number, 1)  # while their gradients are
-        for of_row, buffer in zip(chain(*queries), chain(*keys), strict=True):
+            for buffer in keys[number]:
+                buffer.finish()
+        come_home(len(parts) - 1)
+        for of_row in chain(*queries):
             of_row.finish()
-            buffer.finish()
-        for home, (_, heads) in zip(homes, parts, strict=exchange is not None):
-            if exchange is not None:
-                exchange.add_home(home, dk[:, :, heads], dv[:, :, heads])
         of_sinks = None if sinks is None else sinks_gradient(gradient, out, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
 
