@@ -90,6 +90,21 @@ def test_the_least_budget_is_enough_and_a_byte_less_names_it():
     assert saved(model).counted == least
 
 
+def test_a_part_is_shared_out_when_all_layers_have_run():
+    """As on a rank of a pipeline that takes two microbatches through its first stage before its second one runs."""
+    torch.manual_seed(0)
+    embedding = nn.Sequential(nn.Embedding(20, 8), nn.Embedding(1, 1))  # keeps its input alone, so half is too little
+    embedding.forward = embedding[0].forward
+    model = nn.ModuleList([embedding, *(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in "ab")])
+    checkpoint_layers(model, Keep(0.7), layers=list(model))
+    ids = torch.arange(20)
+    for rounds in (2, 1):
+        given = [model[0](ids) for _ in range(rounds)]
+        sum(model[2](model[1](each)).sum() for each in given).backward()
+    assert saved(model).counted <= 0.7 * (20 * 8 + 2 * 20 * 8 * 4 * 3)
+    assert {line.dropped for line in saved(model).lines} != {("",)}
+
+
 def test_larger_inputs_than_were_looked_at_get_a_plan_of_their_own():
     model, inputs = MODELS["gpt"]()
     checkpoint_layers(model, Keep("100KB"), example=inputs[:1])
@@ -119,6 +134,22 @@ def test_modes_are_looked_at_apart():
         again = {line.dropped for line in saved(layers).lines}
     assert again == {("0",)}  # the norm writes its statistics and dropout draws
     assert equal([list(plain.buffers())], [list(layers.buffers())])
+
+
+def test_statistics_of_several_forwards_before_a_backward_are_those_without():
+    """As in a pipeline: a layer runs again with the statistics of then, and those of now stay."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), nn.Linear(8, 1))
+    layers = copy.deepcopy(plain)
+    checkpoint_layers(layers, "layers", layers=[layers[0]])
+    for model in (plain, layers):
+        for _ in range(2):
+            torch.manual_seed(1)
+            losses = [model(torch.randn(4, 8)).sum() for _ in range(3)]
+            for loss in reversed(losses):
+                loss.backward()
+    assert equal([list(plain.buffers())], [list(layers.buffers())])
+    assert equal([[p.grad for p in plain.parameters()]], [[p.grad for p in layers.parameters()]])
 
 
 def test_every_second_of_an_odd_number_of_layers():

@@ -1,6 +1,7 @@
 """Activations that are computed again instead of kept: whole layers, single modules, or what a budget asks for."""
 
 from ._checkpoint import checkpoint_layers
+from ._layers import choose_layers
 from ._policies import Drop, Keep, Layers, Ops
 from ._report import Line, Report, saved
 from .observe.measure import measure
@@ -23,6 +24,7 @@ __all__ = [
     "Saved",
     "Table",
     "checkpoint_layers",
+    "choose_layers",
     "frontier",
     "kept",
     "knapsack",

@@ -10,7 +10,7 @@ LayersOf = str | Callable[[nn.Module], bool] | Iterable[nn.Module]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def choose_layers(root: nn.Module, layers: LayersOf) -> dict[str, nn.Module]:
+def choose_layers(root: nn.Module, layers: LayersOf = "auto") -> dict[str, nn.Module]:
     """The layers by name, in the order in which the model has them.
 
     Args:

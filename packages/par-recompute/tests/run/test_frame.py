@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from par_recompute import Drop, checkpoint_layers, kept, measure, saved
+from par_testing import live_bytes
 
 from ..models import LEAVES, Block
 from ..training import Living, flops, handed_on
@@ -160,11 +161,32 @@ def test_a_graph_that_is_retained_is_gone_through_again():
     layer, given = Block(), torch.randn(2, 4, 32, requires_grad=True)
     dropped(LEAVES, layer, given)
     loss = layer(given).square().sum()
+    before = live_bytes()
     first = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+    gradients = {gradient.untyped_storage().data_ptr(): gradient.untyped_storage().nbytes() for gradient in first}
+    assert live_bytes() == before + sum(gradients.values())  # what was made again is gone with its last use
     partly = torch.autograd.grad(loss, [layer.ln2.weight], retain_graph=True)
     again = torch.autograd.grad(loss, list(layer.parameters()))
     assert same(first, again)
     assert torch.equal(partly[0], first[2 + 4])
+
+
+def test_of_modules_that_give_the_same_output_the_inner_one_is_called_again():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8))
+    given = torch.randn(4, 8)
+    without = flops(lambda: layer(given).sum().backward())
+    checkpoint_layers(layer, Drop(lambda name, module: name in ("1", "1.1")), layers=[layer], example=given)
+    assert flops(lambda: layer(given).sum().backward()) == without  # no product again
+
+
+def test_a_graph_without_backward_is_freed():
+    """Tanh saves its own output, whose graph would hold what stands for it."""
+    layer, given = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(4, 8)
+    checkpoint_layers(layer, Drop(lambda name, module: name == "2"), layers=[layer], example=given)
+    before = live_bytes()
+    layer(given)
+    assert live_bytes() == before
 
 
 def test_gradients_of_gradients_are_those_without():

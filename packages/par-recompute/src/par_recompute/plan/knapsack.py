@@ -53,13 +53,15 @@ def _spend(options: Sequence[Sequence[Choice]], least: Sequence[Choice], rest: i
     seconds = torch.zeros(width, dtype=torch.float64)
     taken = []
     for some, own in zip(options, extras, strict=True):
-        # An infinite number of seconds stands where a choice does not fit.
-        shifted = torch.full((len(some), width), math.inf, dtype=torch.float64)
+        best, rows = torch.full_like(seconds, math.inf), torch.zeros(width, dtype=torch.int64)
         for row, (choice, extra) in enumerate(zip(some, own, strict=True)):
             steps = -(-extra // step)
             if steps < width:
-                shifted[row, steps:] = seconds[: width - steps] + choice.seconds
-        seconds, rows = shifted.min(dim=0)
+                sums = seconds[: width - steps] + choice.seconds
+                less = sums < best[steps:]
+                torch.where(less, sums, best[steps:], out=best[steps:])
+                rows[steps:].masked_fill_(less, row)
+        seconds = best
         taken.append(rows)
     place = width - 1
     chosen: list[Choice] = []

@@ -117,6 +117,7 @@ class Layer:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the layer again, with whatever hooks others have put around it."""
         before, self._again = self._again, True
+        self._planner.in_backward = True
         try:
             return self.known.module(*args, **kwargs)  # type: ignore[no-any-return]
         finally:

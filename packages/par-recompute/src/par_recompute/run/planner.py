@@ -82,12 +82,14 @@ class Planner:
         self.policy = policy
         self.layers = [Known(name, module, number) for number, (name, module) in enumerate(layers.items())]
         self.fake = False
+        self.in_backward = False  # a layer has run again: all that run in a forward have run
 
     def choose(self, layer: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str] | None:
         """Names of the modules that a call drops, "" for the whole layer; None: the call is to be looked at.
 
         A call is looked at if none of its kind was, and, within a budget, if none as large was; but not for its size if
-        the layer calls collectives, which other ranks would not call again with it.
+        the layer calls collectives, which other ranks would not call again with it. A budget is shared out when all
+        layers have run, or the first backward has begun: stages of a pipeline may take several microbatches before.
 
         Raises:
             ValueError: The budget is too small, or the policy has no module that can be called again.
@@ -104,6 +106,8 @@ class Planner:
         if larger and isinstance(self.policy, Keep) and not seen.table.modules[WHOLE].communicates:
             return None
         if seen.dropped is None:
+            if isinstance(self.policy, Keep) and not (self.in_backward or all(each.seen for each in self.layers)):
+                return frozenset({WHOLE})
             self.plan()
         return seen.dropped
 
