@@ -201,6 +201,8 @@ class Topology:
 
     def size(self, axes: Axes) -> int:
         """The number of ranks in each group over `axes`."""
+        if isinstance(axes, str) and axes in self._axes:
+            return self._axes[axes].size
         # A list, since torch.compile does not trace a generator into math.prod.
         return math.prod([axis.size for axis in self._located(axes)])
 
