@@ -1,5 +1,7 @@
 """State on a disk and checkpoints: files do not know of it, and training goes on with it, without it and elsewhere."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,12 +61,17 @@ def test_a_checkpoint_of_state_on_a_disk_is_one_of_state_in_memory(tmp_path):
     assert losses(module, optimizer, world, 2, 3) == expected
     assert files(path) == files(tmp_path / "memory")
 
-    for stage, offload in ((1, disk), (3, disk), (3, None)):
+    late = replace(disk, overlap=True)
+    for stage, offload in ((1, disk), (3, late), (3, None)):
         module, optimizer = sharded(stage, world, offload, seed=1)
         par_checkpoint.load(path, model=module, optimizer=optimizer)
         for tensor in optimizer.param_groups[0]["params"]:
             assert all(optimizer.state[tensor][slot] is view for slot, view in slots_of(tensor).items())
         assert losses(module, optimizer, world, 2, 3) == expected
+        if stage == 3:
+            folder = tmp_path / f"{offload is late}"
+            par_checkpoint.save(folder, model=module, optimizer=optimizer, step=5).wait()  # amid the last step
+    assert files(tmp_path / "True") == files(tmp_path / "False")
 
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     module, optimizer = sharded(2, alone, disk, seed=2)

@@ -110,13 +110,14 @@ def test_state_that_is_elsewhere_is_counted_there_and_nowhere_else(stage):
     for dtypes in ({}, BF16):
         here, host, disk = (memory(stage, 2**20, 4, offload=offload, tier=tier, **dtypes) for tier in TIERS)
         without = memory(stage, 2**20, 4, **dtypes)
-        state = 8 * 2**20 / (4 if stage else 1)
+        slots = 3 if dtypes else 2  # with the copies of parameters
+        state = slots * 4 * 2**20 / (4 if stage else 1)
         assert without.optimizer - here.optimizer == 0.75 * state
         assert (host.optimizer, disk.optimizer) == (0.25 * state, 0.5 * state)
-        assert (host.buffers, disk.buffers, here.buffers) == (2 * 3 * 4096, 0, without.buffers)
+        assert (host.buffers, disk.buffers, here.buffers) == (slots * 3 * 4096, 0, without.buffers)
         assert (here.parameters, here.gradients) == (without.parameters, without.gradients)
-    moved = transfers(stage, 2**20, 4, offload=offload)
-    assert moved.read == moved.written == disk.optimizer
+        moved = transfers(stage, 2**20, 4, offload=offload, **dtypes)
+        assert moved.read == moved.written == disk.optimizer
 
 
 def test_a_tier_that_is_none_is_refused():

@@ -216,7 +216,9 @@ def reset(unit, _):
 def test_drawn_values_are_alike_on_all_ranks_and_tied_parameters_stay_tied(stage):
     torch.manual_seed(dist.get_rank())
     model = on_meta()
+    model.head.weight.role = "table"
     shard(model, adamw(trained(model)), stage=stage, group=dist.group.WORLD, bucket=300, fill=reset)
+    assert model.head.weight.role == "table"
     assert model.head.weight is model.table.weight
     assert model.blocks[2].last.weight is model.blocks[0].last.weight
     theirs = [None] * dist.get_world_size()

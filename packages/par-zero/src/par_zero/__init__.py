@@ -2,25 +2,41 @@
 
 from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
 from ._options import ShardOptions
-from ._shard import no_sync, reset, shard, summon
+from ._shard import no_sync, reset, residency, shard, summon, trace
 from ._tiers import Offload
-from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
+from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors, slots_of_steps
+from .placement.ledger import Ledger, Placement, simulate
+from .placement.moments import Moment, Trace
+from .placement.place import place
+from .placement.policies import register_policy
+from .residency.table import Residency
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ledger",
     "Memory",
+    "Moment",
     "Offload",
+    "Placement",
+    "Residency",
     "ShardOptions",
+    "Trace",
     "Transfers",
     "bucket_bytes",
     "looks_at_all_tensors",
     "looks_at_whole_tensors",
     "memory",
     "no_sync",
+    "place",
+    "register_policy",
     "reset",
+    "residency",
     "shard",
+    "simulate",
+    "slots_of_steps",
     "summon",
+    "trace",
     "traffic",
     "transfers",
 ]

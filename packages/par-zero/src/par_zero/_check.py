@@ -22,6 +22,7 @@ from .layout.units import Place, tensors_of
 from .offload.disk import check_room
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
 from .optimizer.step import is_fresh
+from .placement.policies import POLICIES
 
 ENGINE = "par_zero"
 """The attribute of a sharded module that holds its engine."""
@@ -98,17 +99,29 @@ def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Non
                 )
 
 
-def check_offload(offload: Offload, groups: Sequence[ParamGroup], device: torch.device | None) -> None:
-    """Checks that state can lie elsewhere: it is of a CPU's parameters, each element for itself, and there is room.
+def check_offload(offload: Offload, groups: Sequence[ParamGroup], stage: int, device: torch.device | None) -> None:
+    """Checks a budget, and that state can lie elsewhere: it is of a CPU's parameters, each element for itself.
 
     Args:
         offload: Which part of the state lies where.
         groups: The param groups of all optimizers.
+        stage: The ZeRO stage, as a number.
         device: Where parameters come to lie; None: where they are.
 
     Raises:
         ValueError: It cannot.
     """
+    if offload.overlap is True and stage < 3:
+        raise ValueError(
+            "offload has overlap=True, which needs stage 3, where a unit can wait for its step before it is gathered; "
+            f"this is stage {stage}; leave overlap out"
+        )
+    if offload.budget is not None and not STAGES[stage].shards_parameters:
+        raise ValueError(
+            f"budget={offload.budget!r} needs stage 3, where units are gathered before they run; this is stage "
+            f"{stage}: pass stage=3, or leave budget out"
+        )
+    _ = POLICIES[offload.policy]  # somebody provides it
     if offload.parts["device"] == 1:
         return
     if not groups:

@@ -66,7 +66,7 @@ def memory(
             see whole tensors. A rank steps about as many elements as it has parts of, in tensors of their own.
         inflight: Number of chunks that are reduced at a time, such as the `inflight` of `shard`. By default two, which
             are kept between steps where `shard` was given no number; in backward it is then all that are under way.
-        offload: What of the optimizer's state lies elsewhere, as given to `shard`. Its copies of parameters stay.
+        offload: What of the optimizer's state lies elsewhere, with its copies of parameters, as given to `shard`.
         tier: Which bytes: on the "device"; on its "host", which has the buffers through which a disk's state passes; or
             on the "disk", where each slot of each piece is rounded up to 4096.
 
@@ -82,19 +82,18 @@ def memory(
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
     parts = (offload or Offload()).parts
     own = parameters / (ranks if cuts.shards_state else 1)
-    state = own * dtype.itemsize * slots
+    state = own * dtype.itemsize * copies
     if tier != "device":
         on_disk = own * parts["disk"] * dtype.itemsize
         ring = 0.0
         if offload is not None and tier == "host":
-            ring = slots * min(offload.ahead * min(offload.piece_bytes, on_disk), on_disk)
+            ring = copies * min(offload.ahead * min(offload.piece_bytes, on_disk), on_disk)
         return Memory(parameters=0, gradients=0, optimizer=state * parts[tier], buffers=ring)
     stepped = assembled * dtype.itemsize / (ranks if cuts.shards_state else 1)
     return Memory(
         parameters=parameters * used.itemsize / (ranks if cuts.shards_parameters else 1),
         gradients=parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1) + stepped,
-        optimizer=own * dtype.itemsize * copies
-        - state * (1 - parts["device"])
+        optimizer=state * parts["device"]
         + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
         buffers=chunk * reduced.itemsize * buffers,
     )
@@ -120,11 +119,13 @@ def transfers(
     *,
     offload: Offload,
     dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype | None = None,
     slots: int = 2,
 ) -> Transfers:
     """Bytes that a step moves between tiers, within the rounding of each slot of each piece up to 4096.
 
-    A first step reads nothing, a step that is skipped moves nothing.
+    A first step reads nothing but copies of parameters. A step that is skipped moves nothing; what was read ahead for
+    it serves the next.
 
     Args:
         stage: Stage of `shard`, 0 to 3.
@@ -132,10 +133,13 @@ def transfers(
         ranks: Number of ranks that share.
         offload: What of the optimizer's state lies elsewhere, as given to `shard`.
         dtype: Dtype of the parameters that the optimizer updates.
+        param_dtype: Dtype of the parameters in use. None: `dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
     """
-    state = memory(stage, parameters, ranks, dtype=dtype, slots=slots, offload=offload, tier="disk").optimizer
-    return Transfers(read=state, written=state)
+    on_disk = memory(
+        stage, parameters, ranks, dtype=dtype, param_dtype=param_dtype, slots=slots, offload=offload, tier="disk"
+    )
+    return Transfers(read=on_disk.optimizer, written=on_disk.optimizer)
 
 
 def bucket_bytes(ranks: int, *, latency: float = 8e-6, bandwidth: float = 45e9) -> int:

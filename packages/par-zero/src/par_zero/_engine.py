@@ -21,12 +21,18 @@ from ._stage import Stage
 from ._torch_private import call_first_after_step, has_compiled, without_torch_functions
 from ._unit import Unit
 from .layout.chunk import Chunk
+from .layout.meter import Meter
 from .layout.packed import Packed
 from .layout.units import called
 from .offload.away import Away
 from .offload.stream import Stream
 from .optimizer.assembly import Assembly
 from .optimizer.step import Unmoved, rewire_
+from .placement.moments import Trace
+from .placement.recorder import Recorder
+from .placement.room import Room
+from .residency.count import count
+from .residency.table import Residency
 
 
 class Engine:
@@ -42,6 +48,7 @@ class Engine:
         assemblies: What is put together from parts for an optimizer, by the optimizer's number.
         inflight: Number of chunks whose reductions may be under way in backward; None as in `shard`.
         away: Which state of the optimizers lies elsewhere; None: all of it is where they make it.
+        room: What units that are whole have room for, at stage 3; None: they are freed when the next begins.
     """
 
     def __init__(
@@ -56,11 +63,16 @@ class Engine:
         assemblies: Mapping[int, Assembly],
         inflight: int | None,
         away: Away | None = None,
+        room: Room | None = None,
     ) -> None:
         self._optimizers, self._stage, self._groups, self._chunks = tuple(optimizers), stage, groups, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
         self._stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
-        self._reducer = Reducer(self._trained, groups, inflight)
+        self._module, self._meter = module, Meter()
+        for chunk in chunks:
+            chunk.meter = self._meter
+        self._reducer = Reducer(self._trained, groups, inflight, self._meter)
+        self._reducer.at_end(self._meter.end_pass)
         self._arrivals: Arrivals | None = None
         if stage.shards_state and not stage.shards_parameters:
             self._arrivals = Arrivals(self._trained, groups.shards, self._reducer)
@@ -68,6 +80,11 @@ class Engine:
         if stage.shards_parameters:
             order = Order(units, groups.gathers, groups.device_of_flags(chunks[0].own.device), self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, order)
+        if self._gatherer is not None and room is not None:
+            other = room.other or partial(_other_bytes, units, optimizers, room)
+            sizes = {unit.label: unit.size for unit in units}
+            recorder = Recorder(list(sizes), other)
+            self._gatherer.follow(recorder, partial(room.place, sizes), sum(room.resident.values()))
         self._packed = Packed(module, self._chunks, in_place=not stage.shards_parameters)
         self._unmoved: dict[int, Unmoved] = {}  # by number of the optimizer that is about to step
         self._assemblies = dict(assemblies)
@@ -87,6 +104,15 @@ class Engine:
             zero_grad = partial(self._zero_grad_of_optimizer, number)
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
         self._stream = None if away is None else self._streamed(away)
+        if self._stream is not None:
+            self._reducer.at_start(partial(self._stream.read_ahead, self._optimizers))
+        if self._stream is not None and self._stream.is_late:
+            for unit in units:
+                unit.on_read = self._stream.wait_for
+            for part in module.modules():
+                part.register_state_dict_pre_hook(self._stream.settle)
+                part.register_load_state_dict_pre_hook(self._stream.settle)
+            on_settle([member.parameter for chunk in self._trained for member in chunk.members], self._stream.settle)
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             entry.register_load_state_dict_post_hook(self.refresh)
@@ -103,15 +129,20 @@ class Engine:
         """What steps state on the disk; what the optimizers have made of it already goes there."""
         if away.disk is None:
             return None
-        blocks = iter(away.blocks)
+        blocks = dict(zip(self._chunks, away.blocks, strict=True))
         pieces = {}
         first = 0
         for number, optimizer in enumerate(self._optimizers):
-            parts = [part for chunk in self._stepped[number] for part in chunk.slices if part.tier == "disk"]
-            pieces[number] = [(part, part.group - first, next(blocks)) for part in parts]
+            pieces[number] = [
+                (chunk, part, part.group - first, block)
+                for chunk in self._stepped[number]
+                for part, block in zip(
+                    [part for part in chunk.slices if part.tier == "disk"], blocks[chunk], strict=True
+                )
+            ]
             first += len(optimizer.param_groups)
         groups = [group for group in (self._groups.shards, self._groups.replicas) if group is not None]
-        stream = Stream(away.disk, away.ahead, pieces, groups)
+        stream = Stream(away.disk, away.ahead, pieces, groups, late=away.late)
         for number, optimizer in enumerate(self._optimizers):
             stream.adopt_(number, optimizer)
             on_settle(stream.tensors(number), stream.settle)
@@ -131,26 +162,49 @@ class Engine:
     def summon(self) -> Iterator[None]:
         """See `par_zero.summon`. Where the optimizer has copies of more digits, only what was written is rounded."""
         self._wait_for_parameters()
+        if self._stream is not None:
+            self._stream.finish()
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
         try:
             with nullcontext() if self._gatherer is None else self._gatherer.summon():
                 yield
                 self._packed.check(whole=True)
         finally:
-            for chunk, old in before:
-                chunk.master.copy_(torch.where(chunk.own == old, chunk.master, chunk.own))
+            written = [(chunk, old) for chunk, old in before if not torch.equal(chunk.own, old)]
+            if written and self._stream is not None:
+                self._stream.settle()
+            for chunk, old in written:
+                for part, exact in chunk.copies():
+                    exact.copy_(torch.where(chunk.own[part] == old[part], exact, chunk.own[part]))
+
+    def residency(self) -> Residency:
+        """See `par_zero.residency`."""
+        buffers = self._reducer.buffers
+        return count(self._module, self._optimizers, self._chunks, buffers, self._stream, self._meter)
+
+    @property
+    def trace(self) -> Trace | None:
+        """See `par_zero.trace`."""
+        return None if self._gatherer is None else self._gatherer.trace
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those too that wait under `no_sync`. It is the module's method."""
+        self._finish_with_gradients(set_to_none)
         self._reducer.forget(self._trained)
         for optimizer in self._optimizers:
             type(optimizer).zero_grad(optimizer, set_to_none)
 
     def _zero_grad_of_optimizer(self, number: int, set_to_none: bool = True) -> None:
         """Drops the gradients of what one optimizer steps. It is the optimizer's method."""
+        self._finish_with_gradients(set_to_none)
         self._reducer.forget(self._stepped[number])
         optimizer = self._optimizers[number]
         type(optimizer).zero_grad(optimizer, set_to_none)
+
+    def _finish_with_gradients(self, set_to_none: bool) -> None:
+        """Waits, where gradients are about to be written that a step may still need."""
+        if self._stream is not None and not set_to_none:
+            self._stream.join()
 
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drops the gradients of one of several called modules."""
@@ -166,15 +220,20 @@ class Engine:
         self._reducer.reset()
         if self._gatherer is not None:
             self._gatherer.reset()
+        if self._stream is not None:
+            self._stream.settle()
 
     def refresh(self, *_: Any) -> None:
         """Parameters were written from outside: the optimizer's own copies follow."""
         self._wait_for_parameters()
+        if self._stream is not None:
+            self._stream.settle()
         if self._gatherer is not None:
             self._gatherer.free_hidden()
-        for chunk in self._chunks:
-            if chunk.master is not chunk.own:
-                chunk.master.copy_(chunk.own)
+        with torch.no_grad():
+            for chunk in self._chunks:
+                for part, exact in chunk.copies():
+                    exact.copy_(chunk.own[part])
 
     def _expect_backward(self, module: nn.Module, _: Any, output: Any) -> None:
         """The gradient of the output is where a backward pass begins, unless a submodule was called directly."""
@@ -195,6 +254,8 @@ class Engine:
 
         def prepare() -> None:
             self._wait_for_parameters(chunks)
+            if self._stream is not None:
+                self._stream.before_step(number)
             with without_torch_functions():  # another optimizer's parameters may be on their way still
                 self._packed.look()
             unused = self._reducer.unused(chunks)
@@ -233,13 +294,14 @@ class Engine:
             self._assemblies[number].after_step()
         with torch.no_grad():
             for chunk in self._stepped[number]:
-                if chunk.master is not chunk.own:
-                    chunk.own.copy_(chunk.master)
+                if chunk.master is not chunk.own:  # what lies on a disk is copied when it is stepped
+                    chunk.own[: chunk.master.numel()].copy_(chunk.master)
             if self._arrivals is not None:
                 self._arrivals.begin(self._stepped[number])
         if self._gatherer is not None:
-            self._gatherer.free_all()
-        if self._stream is not None:
+            self._gatherer.end_step()
+        self._meter.end_step()
+        if self._stream is not None and not self._stream.is_late:
             self._stream.raise_problem()
 
     def _wait_if_compiled(self, *_: Any) -> None:
@@ -251,6 +313,17 @@ class Engine:
         """Waits for what the latest steps have begun to gather, of some chunks, or of all."""
         if self._arrivals is not None:
             self._arrivals.wait(self._trained if chunks is None else chunks)
+
+
+def _other_bytes(units: Sequence[Unit], optimizers: Sequence[Optimizer], room: Room) -> int:
+    """Bytes on an accelerator that are neither units, nor shares, nor state; gradients are counted once more."""
+    device = next(unit.device for unit in units if unit.chunks)
+    if device.type == "cpu":
+        return 0
+    there = sum(unit.size for unit in units if not unit.freed) + room.resident["parameters"]
+    if any(optimizer.state for optimizer in optimizers):
+        there += room.resident["optimizer"]
+    return max(0, int(torch.accelerator.memory_allocated(device)) - there)
 
 
 def _override_(target: object, **methods: Callable[..., Any]) -> None:

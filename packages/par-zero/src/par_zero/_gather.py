@@ -24,6 +24,11 @@ from ._order import End, Kind, Order
 from ._reduce import Reducer
 from ._torch_private import tree_leaves
 from ._unit import State, Unit
+from .placement.follow import Follower
+from .placement.ledger import Placement
+from .placement.moments import Kind as PassKind
+from .placement.moments import Trace
+from .placement.recorder import Recorder
 
 _CLOSED = (
     *(str, bytes, int, float, complex, torch.dtype, torch.device),
@@ -53,6 +58,7 @@ class Gatherer:
         self._mark: object = None  # of what the units returned whose backward began last
         self._opaque: set[Unit] = set()  # the units that have returned something in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
+        self._follower: Follower | None = None
         self._dtypes = {(flat.device.type, flat.dtype) for flat in flats}
         reducer.compare_by(partial(order.end, End.BACKWARD))
         reducer.at_end(self._end_backward)
@@ -73,9 +79,40 @@ class Gatherer:
             if others:  # it may be called directly
                 _hook_(module, partial(self._enter_part, others), partial(self._leave_part, others))
 
+    def follow(self, recorder: Recorder, place: Callable[[Trace, int], Placement], resident: int) -> None:
+        """Has each step recorded, and the next ones follow a placement of it.
+
+        Args:
+            recorder: Records what a step needs.
+            place: Makes a placement of that, with bytes that lie on the device throughout.
+            resident: How many these are on this rank.
+        """
+        order = self._order
+        self._follower = Follower(
+            self._units,
+            recorder,
+            place=place,
+            resident=resident,
+            most=order.most,
+            compare=order.compare,
+            busy=self._is_busy,
+        )
+        order.follow(self._follower)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the last whole step has needed, where steps are recorded."""
+        return None if self._follower is None else self._follower.trace
+
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Whatever is gathered inside stays gathered until the end of the first backward pass outside."""
+        """Whatever is gathered inside stays gathered until the end of the first backward pass outside.
+
+        Not so within a budget, where a placement says what stays.
+        """
+        if self._follower is not None:
+            yield
+            return
         self._keepers += 1
         try:
             yield
@@ -85,6 +122,8 @@ class Gatherer:
     @contextmanager
     def summon(self) -> Iterator[None]:
         """Everything is gathered inside, and what is written there is kept."""
+        if not self._summoners:
+            self._leave_placement()
         freed = [unit for unit in self._units if not unit.gathered]  # none within another summon
         hidden = [unit for unit in self._units if unit.state is State.HIDDEN]
         for unit in (*freed, *hidden):
@@ -105,23 +144,75 @@ class Gatherer:
         """Frees everything, and forgets a pass that has failed."""
         self.free_all()
         self._order.forget()
+        if self._follower is not None:
+            self._follower.forget()
+
+    def end_step(self) -> None:
+        """After a step of the optimizer what is gathered is out of date."""
+        self.free_all()
+        if self._follower is not None:
+            self._follower.end_step()
 
     def free_all(self) -> None:
-        """Frees everything, such as after a step, when what is gathered is out of date."""
+        """Frees everything."""
         for unit in self._units:
             unit.free()
         self._forget_pass()
 
     def free_hidden(self) -> None:
         """Frees what does not show, after the parts were written: what was gathered of them before is out of date."""
+        self._leave_placement()
         for unit in self._units:
             if unit.state is not State.SHOWN:
                 unit.free()
+
+    @property
+    def _following(self) -> bool:
+        """Whether a placement says what is gathered and freed."""
+        return self._follower is not None and self._follower.following
+
+    @property
+    def _is_outside(self) -> bool:
+        """Whether neither a forward nor a backward is under way."""
+        return not self._in_backward and not any(unit.running for unit in self._units)
+
+    def _leave_placement(self) -> None:
+        """Between passes, as parameters may be written: frees what is there, and follows no placement in this step."""
+        there = any(not unit.freed for unit in self._units)
+        if self._follower is not None and self._follower.following and there and self._is_outside:
+            self.free_all()
+            self._follower.stop()
+
+    def _leave_if_over(self) -> None:
+        """A forward begins, and the placement has no more passes: the rest of the step follows none."""
+        if self._follower is not None and self._follower.is_over and self._is_outside:
+            self.free_all()
+            self._follower.stop()
+
+    def _is_busy(self, number: int) -> bool:
+        """Whether a unit is in use: it runs, is kept, or gradients of it are still to come."""
+        unit = self._units[number]
+        if unit.running or unit.kept or self._graphed:
+            return True
+        return unit in self._begun and not all(self._reducer.has_all_gradients(chunk) for chunk in unit.chunks)
+
+    def _note(self, unit: Unit, kind: PassKind) -> None:
+        """Records that a unit has begun, with what else is there that must be."""
+        if self._follower is not None and unit.chunks:
+            others = () if self._follower.following else self._units
+            held = [other.number for other in others if other.chunks and other.gathered and other is not unit]
+            self._follower.note(kind, unit.number, held)
 
     def _gather(self, unit: Unit) -> None:
         """Makes a unit's parameters whole. All-gather over the group, unless they are there."""
         if torch.is_grad_enabled():
             self._refuse_autocast()
+        if self._follower is not None and self._follower.following:
+            if unit.chunks:
+                self._follower.meet("backward" if self._in_backward else "forward", unit.number)
+            unit.wait()
+            unit.show()
+            return
         if unit.state is not State.SHOWN or self._order.expects:
             without = "forward" if torch.is_grad_enabled() else "evaluation"
             self._order.gather(unit, Kind("backward" if self._in_backward else without, self._keepers > 0))
@@ -147,12 +238,19 @@ class Gatherer:
 
     def _enter(self, unit: Unit, *_: Any) -> None:
         """A module of a unit begins. The units that ran before are done, unless this is backward."""
-        if unit.chunks and not self._keepers and not self._in_backward:
+        self._leave_if_over()
+        if unit.chunks and not self._keepers and not self._in_backward and self._frees_behind:
             for other in self._units[1:]:
                 if other.gathered and other is not unit and not other.running and not other.kept:
                     other.free()
         unit.running += 1
         self._gather(unit)
+        self._note(unit, "backward" if self._in_backward else "forward")
+
+    @property
+    def _frees_behind(self) -> bool:
+        """Whether what ran before is freed, as no placement says what stays."""
+        return self._follower is None or not self._follower.following or self._follower.alone
 
     def _leave(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         unit.running -= 1
@@ -161,8 +259,13 @@ class Gatherer:
 
     def _enter_part(self, units: Sequence[Unit], *_: Any) -> None:
         """A module within a unit begins, which may have been called directly."""
+        self._leave_if_over()
         for unit in units:
-            self._gather(unit)
+            begins = not unit.running and unit.state is not State.SHOWN
+            if begins or not self._following:
+                self._gather(unit)
+            if begins:
+                self._note(unit, "backward" if self._in_backward else "forward")
 
     def _leave_part(self, units: Sequence[Unit], _: nn.Module, __: Any, output: Any) -> None:
         called = [unit for unit in units if not unit.running]
@@ -172,13 +275,28 @@ class Gatherer:
 
     def _end_evaluation(self, output: Any) -> None:
         """Frees what no backward pass will free: after a forward without gradients, or of a frozen module."""
-        outside = not self._in_backward and not any(unit.running for unit in self._units)
-        if outside and not self._keepers and (not torch.is_grad_enabled() or self._is_frozen(output)):
-            self.free_all()
+        if self._is_outside and not self._keepers and (not torch.is_grad_enabled() or self._is_frozen(output)):
             if output is None and sys.exception() is not None:  # forward has failed
-                self._order.forget()
-            else:
+                self.reset()
+            elif self._following:
                 self._order.end(End.EVALUATION)
+                self._end_followed()
+            else:
+                self.free_all()
+                self._order.end(End.EVALUATION)
+
+    def _end_followed(self) -> None:
+        """A pass of a placement has ended: what stays is hidden, or all is freed if the ranks have left the placement.
+
+        Records of parameters outside of passes are those of parts.
+        """
+        if self._follower is None or not self._follower.following:
+            self.free_all()
+            return
+        for unit in self._units:
+            unit.kept = False
+            unit.hide()
+        self._follower.settle()
 
     def _is_frozen(self, output: Any) -> bool:
         """Whether neither what a module returns nor any parameter wants gradients."""
@@ -230,11 +348,12 @@ class Gatherer:
                 apart = begun is not unit and begun.number and begun.number not in unit.outer
                 if apart and all(self._reducer.has_all_gradients(chunk) for chunk in begun.chunks):
                     self._begun.remove(begun)
-                    if not self._keepers and not self._graphed:
+                    if not self._keepers and not self._graphed and self._frees_behind:
                         begun.free()
         self._mark = mark
         if unit not in self._begun:
             self._begun.append(unit)
+        self._note(unit, "backward")
 
     def _end_backward(self, *, reduced: bool) -> None:
         """A backward pass has ended, with gradients reduced or not."""
@@ -243,6 +362,10 @@ class Gatherer:
         if self._graphed:  # nobody would gather again what a pass through its graph needs
             for unit in self._units:
                 unit.kept |= unit.gathered
+            if self._follower is not None:
+                self._follower.stop()
+        elif self._following:
+            self._end_followed()
         elif not self._keepers:
             self.free_all()
         self._forget_pass()

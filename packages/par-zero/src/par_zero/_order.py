@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ._collectives import all_reduce
 from ._reduce import Reducer
 from ._unit import State, Unit
+from .placement.follow import Follower
 
 Numbers = tuple[int, ...]
 """Units by number, in the order in which they are gathered."""
@@ -83,8 +84,30 @@ class Order:
         self._candidates: dict[tuple[Kind, Numbers], Numbers] = {}  # others, until a second pass confirms them
         self._latest: dict[Kind, Numbers] = {}  # the contracts after a pass that was never seen before
         self._before: Numbers = ()
+        self._follower: Follower | None = None
         self._data_decides = False  # whether the ranks have skipped different units in any pass
         self.forget()
+
+    def follow(self, follower: Follower) -> None:
+        """Has the ranks tell each other at the end of each pass how they follow a placement."""
+        self._follower = follower
+
+    def compare(self, number: int) -> None:
+        """Compares with all ranks that they need a unit which no placement has. An all-reduce of a few numbers.
+
+        Args:
+            number: The unit.
+
+        Raises:
+            RuntimeError: Some need another unit, or end their pass. All of them raise.
+        """
+        self._compare(number)
+
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """The largest that any rank has at each place of a list that is as long on all. An all-reduce."""
+        largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        all_reduce(largest, self._group, dist.ReduceOp.MAX).wait()
+        return [int(number) for number in largest.tolist()]
 
     def forget(self) -> None:
         """Forgets the pass under way."""
@@ -171,8 +194,12 @@ class Order:
         """
         if not self._supervised:
             self._skip(self._contract[len(self._gathered) :])
+        if self._follower is not None:
+            self._follower.before_end()
         skipped = 0 if all(self._needed) else 1 + crc32(bytes(self._needed)) // 4
-        alike, told = self._compare(end, skipped, flags)
+        alike, told, notes = self._compare(end, skipped, flags)
+        if self._follower is not None:
+            self._follower.end_pass(notes)
         if self._kind is not None and self._gathered:
             self._learn(self._kind, alike=alike)
         self.forget()
@@ -202,20 +229,22 @@ class Order:
         self._latest[kind] = self._contracts[key]
         self._before = order
 
-    def _compare(self, what: int, skipped: int = 0, flags: Sequence[bool] = ()) -> tuple[bool, list[bool]]:
+    def _compare(self, what: int, skipped: int = 0, flags: Sequence[bool] = ()) -> tuple[bool, list[bool], list[int]]:
         """Compares with all ranks what this one comes to: a unit by number, or an end.
 
         Returns:
-            Whether all ranks have skipped the same, and for each flag, whether any rank has set it.
+            Whether all ranks have skipped the same; for each flag, whether any rank has set it; and of what each notes
+            of the placement that it follows, the largest.
         """
         room = [False] * (_FLAGS - len(flags))  # as other ranks may come to something else
-        mine = [what, -what, skipped, -skipped, *flags, *room]
+        notes = () if self._follower is None else self._follower.notes()
+        mine = [what, -what, skipped, -skipped, *flags, *room, *notes]
         numbers = torch.tensor(mine, dtype=torch.int32, device=self._device)
         all_reduce(numbers, self._group, dist.ReduceOp.MAX).wait()
         most, least, most_skipped, least_skipped, *told = numbers.tolist()
         if most != -least:
             self._refuse(what)
-        return most_skipped == -least_skipped, [bool(flag) for flag in told[: len(flags)]]
+        return most_skipped == -least_skipped, [bool(flag) for flag in told[: len(flags)]], told[_FLAGS:]
 
     def _refuse(self, what: int) -> NoReturn:
         """Says which rank comes to what, on all of them, when none is left waiting for another."""

@@ -29,6 +29,7 @@ from ._collectives import Flags, Groups, Handle, all_gather, all_reduce, average
 from ._torch_private import call_at_end_of_backward, is_in_backward, without_torch_functions
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
+from .layout.meter import Meter
 
 
 class LearnedOrder:
@@ -76,13 +77,16 @@ class Reducer:
         groups: The ranks that take part.
         inflight: Number of chunks whose reductions may be under way in backward; None: two where a device waits in the
             order of its work, else any number.
+        meter: Counts the bytes of the buffers that it lends.
 
     Attributes:
         begun: How many chunks' reductions have begun in this pass.
         arriving: Numbers of the chunks whose parameters are on their way after a step, and were not read yet.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], groups: Groups, inflight: int | None = None) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], groups: Groups, inflight: int | None = None, meter: Meter | None = None
+    ) -> None:
         self._chunks, self._groups = chunks, groups
         self._deferring = 0  # how many `no_sync` are entered
         self._running = False  # whether a backward pass has begun and not ended
@@ -105,17 +109,27 @@ class Reducer:
             inflight = 2
         self._reductions = Reductions(inflight)
         self._kept = inflight or 2  # buffers between two passes
-        self._gradients, self._received = Buffers(), Buffers()
+        self._gradients, self._received = Buffers(meter), Buffers(meter)
         self._used = [torch.zeros(len(chunk.members), dtype=torch.int32) for chunk in chunks]  # since the last step
         self._unshared: set[int] = set()  # the chunks of which the ranks have not told each other that yet
         self._had_all = False  # whether this rank had gradients of all members in the latest pass that reduced
         self._told: Flags | None = None  # whether any rank had, and whether any asks for an order
         self._compare: Callable[[Sequence[bool]], list[bool]] | None = None
+        self._at_start: list[Callable[[], None]] = []
         self._at_end: list[Callable[..., None]] = []
         for number, chunk in enumerate(chunks):
             chunk.number = number
             for index, member in enumerate(chunk.members):
                 _on_gradient(member.parameter, _weakly(self._gradient_arrived, number, index))
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The buffers that no chunk has borrowed."""
+        return (*self._gradients.free, *self._received.free)
+
+    def at_start(self, call: Callable[[], None]) -> None:
+        """Has a function called when a backward pass begins that will reduce gradients."""
+        self._at_start.append(call)
 
     def at_end(self, call: Callable[..., None]) -> None:
         """Has a function called after each backward pass, with `reduced`: whether gradients were reduced."""
@@ -196,6 +210,8 @@ class Reducer:
             for number in self._frozen:  # or not any more
                 self._awaited[number] = _trainable(self._chunks[number])
             call_at_end_of_backward(self._end)
+            for call in () if self._deferring else self._at_start:
+                call()
 
     def _gradient_arrived(self, number: int, index: int) -> None:
         """Autograd has left a gradient in a member of a chunk."""

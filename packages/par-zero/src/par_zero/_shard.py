@@ -37,9 +37,11 @@ from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
-from .offload.away import Away, plan_away
+from .offload.away import Away, plan_away, plan_room, take_copy_
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
+from .placement.moments import Trace
+from .residency.table import Residency
 
 
 def shard(
@@ -147,7 +149,7 @@ def shard(
         stepped = param_groups(optimizers, options.atomic)
         tiers = offload_of(offload)
         check(module, stepped, stage, tensor, in_pieces=tiers.parts["disk"] > 0)
-        check_offload(tiers, stepped, device)
+        check_offload(tiers, stepped, stage, device)
         check_groups(group, replicas, gathers, tensor)
         check_abstract(module, fill, device, group, replicas)
         if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
@@ -172,7 +174,10 @@ def shard(
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
     to_fill = (list(abstract.values()), filler is None, getattr(device, "type", None))
-    given = (share_of is None, gathers is None, tensor is None, tiers.parts, tiers.piece_bytes)
+    given = (
+        *(share_of is None, gathers is None, tensor is None),
+        *(tiers.parts, tiers.piece_bytes, tiers.overlap, tiers.budget_bytes, tiers.policy),
+    )
     text = f"{described(members, place_of, stage, options)} {given} {to_fill}"
     parameters = [member.parameter for member in members]
     ranks: tuple[int, ...] = ()
@@ -187,12 +192,13 @@ def shard(
         )
         if tiers.parts["device"] < 1:
             with together("shard(offload=...)", *([group] if replicas is None else [group, replicas])):
-                away = plan_away(plans, stepped, STAGES[stage], dist.get_rank(group), tiers)
+                away = plan_away(plans, stepped, STAGES[stage], dist.get_rank(group), tiers, options)
     except Exception as error:  # the ranks of the tensor group wait for this one
         if tensor is None:
             raise
         problem = error
     blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
+    room = plan_room(plans, stepped, options, tiers, [each for each in (group, replicas, tensor) if each is not None])
     place = device_of(module, device)
     first = members[0].parameter
     check_backends((group, replicas), place if first.is_meta else torch.device(device or first.device), stage)
@@ -200,7 +206,9 @@ def shard(
     def pack_(plan: Plan) -> Chunk:
         where = place if plan.members[0].parameter.is_meta else device
         make_alike = partial(_make_alike_, group=group, replicas=replicas)
-        return pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, where, make_alike)
+        chunk = pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, where, make_alike)
+        take_copy_(away, plans.index(plan), chunk)
+        return chunk
 
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, group, replicas)
     _bring_rest_(module, () if filler is not None else abstract, place, device)
@@ -224,7 +232,16 @@ def shard(
         steppers = tuple(dist.get_process_group_ranks(replicas))
     assemblies = assemble(chunks, blocks, tensor, steppers)
     engine = Engine(
-        module, optimizers, chunks, STAGES[stage], groups, gathered, assemblies=assemblies, inflight=inflight, away=away
+        module,
+        optimizers,
+        chunks,
+        STAGES[stage],
+        groups,
+        gathered,
+        assemblies=assemblies,
+        inflight=inflight,
+        away=away,
+        room=room,
     )
     record_(chunks, records, SameShare(group, replicas, share_of))
     on_written(parameters, engine.refresh)
@@ -266,6 +283,36 @@ def summon(module: nn.Module) -> AbstractContextManager[None]:
         RuntimeError: At the end, where a parameter was replaced inside instead of written in place.
     """
     return _engine_of(module).summon()
+
+
+def residency(module: nn.Module) -> Residency:
+    """Where the bytes of a sharded module lie: by tier and kind, now and at the fullest moment of the latest step.
+
+    Printed, it is a table. Nothing waits, and no rank asks another. What autograd keeps of a forward is not counted,
+    nor a copy that `summon` makes of parameters to see which are written.
+
+    Args:
+        module: What was given to `shard`, or an item of it that is called.
+
+    Raises:
+        ValueError: The module is not sharded.
+    """
+    return _engine_of(module).residency()
+
+
+def trace(module: nn.Module) -> Trace | None:
+    """What the last whole step has needed on this rank, for `place`.
+
+    Args:
+        module: What was given to `shard` at stage 3 with a budget, such as offload=Offload(budget="80GB").
+
+    Returns:
+        The trace; None before there was a whole step, and without a budget, where nothing is recorded.
+
+    Raises:
+        ValueError: The module is not sharded.
+    """
+    return _engine_of(module).trace
 
 
 def reset(module: nn.Module) -> None:

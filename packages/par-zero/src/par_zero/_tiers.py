@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
+from typing import Literal
 
 TIERS = ("device", "host", "disk")
 """From the quickest to the largest: what computes, the memory of its host, and a disk of the host."""
@@ -37,6 +38,16 @@ class Offload:
             text such as "16MiB".
         ahead: Number of pieces in memory: one is stepped, others are read or written meanwhile.
         threads: Number of threads that read, and of threads that write.
+        overlap: Whether, at stage 3, a step returns when it has stepped what is in memory, and a thread steps what is
+            on the disk while the next forward runs, in which each unit waits for its own. No gradient is stale and no
+            number changes, but hooks behind a step see the parameters of before. "auto": where computing is not on a
+            CPU, of which the thread would take a part.
+        budget: Bytes of the device that one rank may take at stage 3, such as "80GB", or {"device": "80GB"}; on a CPU,
+            of memory. Each step is recorded, and in the next ones those units stay gathered that `place` has room for.
+            None: a unit is freed when the next begins.
+        policy: The name of the policy of `place` by which they are chosen.
+        other: Tells how many bytes on the device are neither parameters, nor gradients, nor state, such as activations;
+            called at each moment of a step. None: what the allocator says on an accelerator, and 0 on a CPU.
 
     Raises:
         TypeError: A value of another type.
@@ -48,6 +59,10 @@ class Offload:
     piece: int | str = "16MiB"
     ahead: int = 4
     threads: int = 2
+    overlap: bool | Literal["auto"] = "auto"
+    budget: int | str | Mapping[str, int | str] | None = None
+    policy: str = "next_use"
+    other: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
         parts = self.parts
@@ -60,7 +75,13 @@ class Offload:
                 raise TypeError(f"{name} is {value!r}; give a whole number, such as {getattr(Offload, name)}")
             if value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
-        _ = self.piece_bytes
+        if not isinstance(self.overlap, bool) and self.overlap != "auto":
+            raise TypeError(f"overlap is {self.overlap!r}; it can be True, False or 'auto'")
+        _ = self.piece_bytes, self.budget_bytes
+        if not isinstance(self.policy, str):
+            raise TypeError(f"policy is {self.policy!r}; give the name of a policy, such as 'next_use'")
+        if self.other is not None and not callable(self.other):
+            raise TypeError(f"other is {self.other!r}; give a function that returns bytes, or None")
 
     @property
     def parts(self) -> dict[str, float]:
@@ -90,22 +111,60 @@ class Offload:
     @property
     def piece_bytes(self) -> int:
         """Bytes of each slot that are moved as one."""
-        size = self.piece
-        if isinstance(size, bool) or not isinstance(size, int | str):
-            raise TypeError(f"piece is {size!r}; give bytes, such as 16_000_000, or a text such as '16MiB'")
-        if isinstance(size, str):
-            match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", size)
-            if match is None or match[2] not in _UNITS:
-                raise ValueError(f"piece is {size!r}; give a number and one of {', '.join(_UNITS)}, such as '16MiB'")
-            size = int(float(match[1]) * _UNITS[match[2]])
+        size = bytes_of(self.piece, "piece", "16MiB")
         if size < 1:
             raise ValueError(f"piece is {self.piece!r}; give 1 byte or more")
         return size
 
     @property
+    def budget_bytes(self) -> int | None:
+        """Bytes of the device that one rank may take; None: as many as there are."""
+        if self.budget is None:
+            return None
+        given = self.budget if isinstance(self.budget, Mapping) else {"device": self.budget}
+        if set(given) != {"device"}:
+            raise ValueError(
+                f"budget is {self.budget!r}; give that of the device alone, such as '80GB' or {{'device': '80GB'}}, as "
+                "optimizer= says what lies elsewhere"
+            )
+        return bytes_of(given["device"], "budget", "80GB")
+
+    @property
     def folder(self) -> str:
         """The path as a text."""
         return "" if self.path is None else fspath(self.path)
+
+
+def bytes_of(size: object, name: str, example: str) -> int:
+    """A number of bytes, which may be given as a text.
+
+    Args:
+        size: The number, or a text such as "16MiB".
+        name: What it is the size of, for errors.
+        example: A text for errors.
+
+    Raises:
+        TypeError: Neither of them.
+        ValueError: A text without a number or a unit, or fewer than no bytes.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"{name} is {size!r}; give bytes, such as 16_000_000, or a text such as {example!r}")
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", size)
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"{name} is {size!r}; give a number and one of {', '.join(_UNITS)}, such as {example!r}")
+        return int(float(match[1]) * _UNITS[match[2]])
+    if size < 0:
+        raise ValueError(f"{name} is {size} bytes; give 0 or more")
+    return size
+
+
+def text_of(size: int) -> str:
+    """Bytes as errors say them, such as "2.0 GB"."""
+    for name, unit in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} B"
 
 
 def offload_of(given: Offload | Mapping[str, object] | None) -> Offload:

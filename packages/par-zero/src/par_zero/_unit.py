@@ -7,7 +7,7 @@ A freed parameter is not left as a view of memory that is gone: it shows this ra
 keeps views of the gathered buffer, so its memory is given back and taken again under the same storage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -50,6 +50,7 @@ class Unit:
         kept: Whether they stay gathered for later passes too.
         running: Number of calls of forward that are under way.
         outer: Numbers of the units around it.
+        on_read: Called with its chunks before this rank's parts of them are read: a step of them may be under way.
     """
 
     def __init__(
@@ -65,16 +66,43 @@ class Unit:
         self.kept = False
         self.running = 0
         self.outer: frozenset[int] = frozenset()
+        self.on_read: Callable[[Sequence[Chunk]], None] | None = None
         self._group = group
         self._handles: list[Handle] = []
+
+    @property
+    def label(self) -> str:
+        """Its name as a trace has it, such as "blocks.1"."""
+        return self.name.replace("'", "")
+
+    @property
+    def size(self) -> int:
+        """Bytes of whole parameters."""
+        return sum(chunk.layout.size * chunk.own.element_size() for chunk in self.chunks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters lie; the CPU if it has none."""
+        return self.chunks[0].own.device if self.chunks else torch.device("cpu")
 
     @property
     def gathered(self) -> bool:
         """Whether the parameters are there as a whole."""
         return self.state in (State.SHOWN, State.HIDDEN)
 
+    @property
+    def freed(self) -> bool:
+        """Whether nothing of whole parameters is there or on its way."""
+        return self.state is State.FREED
+
+    def await_step(self) -> None:
+        """Waits until this rank's parts are those after the latest step."""
+        if self.on_read is not None:
+            self.on_read(self.chunks)
+
     def begin_gathering(self) -> None:
         """Takes memory for whole parameters of a freed unit, and begins to fill it. All-gather over the group."""
+        self.await_step()
         self.state = State.ARRIVING
         for chunk in self.chunks:
             chunk.resize_(chunk.layout.size)
@@ -83,6 +111,7 @@ class Unit:
 
     def take_part(self) -> None:
         """Gives the other ranks this one's shares, which has no need of theirs. All-gather over the group."""
+        self.await_step()
         for chunk in self.chunks:
             unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.own.device)
             all_gather(unused, chunk.own, self._group).wait()

@@ -2,8 +2,11 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import resource
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +44,38 @@ def test_what_is_written_is_read_by_file_and_by_mapping(direct, tmp_path, monkey
         mapped[5] = -1  # through the cache, and then past it
         disk.read(4096, into.bytes).wait()
         assert into.tensor(0, torch.float32, 6)[5] == -1
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_calls_of_the_kernel_that_move_less_than_they_are_told_to_go_on(name, tmp_path, monkeypatch):
+    original = getattr(os, name)
+    monkeypatch.setattr(os, name, lambda file, parts, start: original(file, [parts[0][:8192]], start))
+    disk = Disk(str(tmp_path), MIB, threads=1)
+    source, into = Buffer(40_960), Buffer(40_960)
+    source.tensor(0, torch.int32, 10_240).copy_(torch.arange(10_240))
+    disk.write(4096, source.bytes).wait()
+    disk.read(4096, into.bytes).wait()
+    assert torch.equal(into.tensor(0, torch.int32, 10_240), torch.arange(10_240))
+
+
+def test_a_file_has_all_of_its_room_from_the_beginning_and_threads_of_others_keep_their_stacks(tmp_path):
+    before = threading.stack_size(MIB)
+    disk = Disk(str(tmp_path), 3 * MIB, threads=1)
+    assert threading.stack_size(before) == MIB
+    own = tmp_path.stat().st_dev
+    sizes = [file.stat() for file in Path("/proc/self/fd").iterdir() if file.exists()]
+    assert any(each.st_size == 3 * MIB <= each.st_blocks * 512 for each in sizes if each.st_dev == own)
+    del disk
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="there, a fork takes nothing from a direct read")
+def test_a_process_that_is_forked_has_no_part_in_buffers():
+    """Else what is read directly while it begins may end in its copy of a page."""
+    buffer = Buffer(2 * MIB)
+    first = f"{buffer.tensor(0, torch.uint8, 1).data_ptr():x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(first))
+    assert "dc" in next(line for line in lines if line.startswith("VmFlags:")).split()
 
 
 def test_nothing_is_read_after_a_write_that_failed(tmp_path, monkeypatch):

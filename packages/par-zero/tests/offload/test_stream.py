@@ -1,18 +1,20 @@
 """State on a disk: the same losses, parameters and moments as without, whatever else is set."""
 
-import errno
 import os
+import time
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_groups import gradients, settle_, slots_of
+from par_groups import settle_, slots_of
 from par_testing import for_each
-from par_zero import Offload, memory, no_sync, shard, transfers
+from par_zero import memory, no_sync, shard, transfers
 
-from ..helpers import OPTIMIZERS, STAGES, adamw, assert_same, batch, loss_of, mlp, sharded, uneven, whole
+from ..helpers import OPTIMIZERS, STAGES, assert_same, batch, loss_of, mlp, sharded, uneven, whole
+from .cases import BF16, Counting, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
 MAKERS = OPTIMIZERS | {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, initial_accumulator_value=0.5),
@@ -25,27 +27,7 @@ MAKERS = OPTIMIZERS | {
 }
 
 PARTS = ("disk", {"host": 0.3, "disk": 0.4})
-
-
-def moments(optimizer):
-    """Copies of all state, put together by param group and slot; of counts, the values that there are."""
-    found = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for tensor in group["params"]:
-            for slot, value in optimizer.state.get(tensor, {}).items():
-                found.setdefault(f"{number}.{slot}", []).append(value.detach().clone().reshape(-1))
-    return {
-        name: torch.cat(parts).unique() if parts[0].numel() == 1 else torch.cat(parts) for name, parts in found.items()
-    }
-
-
-def small(parameters):
-    """AdamW on a disk in eight pieces or more."""
-    return adamw(parameters, fused=True, foreach=None)
-
-
-def on_disk(path, parts="disk", piece=256):
-    return Offload(optimizer=parts, path=path, piece=piece, ahead=3)
+FP32 = {}
 
 
 def trained(stage, make, offload, steps=3):
@@ -97,49 +79,6 @@ def test_every_optimizer_at_every_stage_in_a_world_of_four(name, stage, tmp_path
     compare(name, stage, tmp_path)
 
 
-class Chosen(nn.Module):
-    """A layer that data chooses, one that is frozen at first, and some that always run."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.always, self.chosen, self.thawed = (nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x, *, choose=True):
-        x = self.thawed(self.always(x).tanh())
-        return self.chosen(x) if choose else x
-
-
-def with_everything(stage, offload):
-    """Param groups, an lr schedule, norm clipping, no_sync, a parameter unused on a rank or on all, one that thaws."""
-    module = Chosen()
-    module.thawed.weight.requires_grad_(False)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [each.weight for each in module.children()], "weight_decay": 0.1},
-            {"params": [each.bias for each in module.children()], "lr": 3e-2},
-        ],
-        lr=1e-2,
-        eps=1e-3,
-    )
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1000, offload=offload)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-    for step in range(6):
-        if step == 3:
-            module.thawed.weight.requires_grad_(True)
-        with no_sync(module):
-            module(batch(step, width=24), choose=step != 1).square().mean().backward()
-        chosen = step != 1 and (dist.get_rank() == 0 or step % 2 == 0)
-        module(batch(step, width=24, micro=1), choose=chosen or (stage == 3 and step != 1)).square().mean().backward()
-        squares = sum(float(view.double().square().sum()) for _, _, view in gradients(optimizer))
-        for _, _, view in gradients(optimizer):  # of this rank's share, as nothing else is asked here
-            view.mul_(1 / max(1, squares**0.5 / 0.05))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return whole(module) | moments(optimizer)
-
-
 @for_each(stage=STAGES)
 @pytest.mark.ranks(2)
 def test_groups_schedules_clipping_accumulation_and_what_is_unused_or_frozen(stage, tmp_path):
@@ -156,6 +95,22 @@ def started(tmp_path, make=small, steps=2, **options):
         optimizer.zero_grad()
     loss_of(module, batch(steps, width=8)).backward()
     return module, optimizer
+
+
+@pytest.mark.ranks(1)
+def test_gradients_that_are_dropped_after_a_step_are_gone(tmp_path):
+    module, optimizer = sharded(mlp(), 2, small, offload=on_disk(tmp_path), **BF16)  # which are cast for the optimizer
+    loss_of(module, batch(0, width=8).bfloat16()).backward()
+    optimizer.step()
+    gradients = [ref(tensor.grad) for tensor in optimizer.param_groups[0]["params"] if tensor.grad is not None]
+    optimizer.zero_grad()
+    assert gradients
+    assert not any(gradient() is not None for gradient in gradients)
+
+
+@pytest.mark.ranks(2)
+def test_two_models_adapters_and_two_optimizers_of_one_model(tmp_path):
+    assert_same(two_models(1, on_disk(tmp_path)), two_models(1, None))
 
 
 @pytest.mark.ranks(1)
@@ -201,8 +156,13 @@ def test_hooks_run_once_and_see_and_change_what_they_would_without(tmp_path):
 def test_a_skipped_step_leaves_the_state_as_it_is(tmp_path):
     module, optimizer = started(tmp_path)
     before = whole(module) | moments(optimizer)
+    settle_(optimizer.param_groups[0]["params"])
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
-    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("preadv", "pwritev"):
+            patch.setattr(os, name, lambda *_: pytest.fail("a skipped step moves bytes"))
+        optimizer.step()
+        settle_(optimizer.param_groups[0]["params"])
     assert_same(whole(module) | moments(optimizer), before)
     assert all(tensor.grad is not None for tensor in optimizer.param_groups[0]["params"])
     optimizer.found_inf = torch.tensor(0.0)
@@ -212,27 +172,6 @@ def test_a_skipped_step_leaves_the_state_as_it_is(tmp_path):
     after = moments(optimizer)
     assert not torch.equal(after["0.exp_avg"], before["0.exp_avg"])
     assert after["0.step"] == before["0.step"] + 1
-
-
-class Counting(torch.optim.Optimizer):
-    """Counts its steps in a param group, in an attribute and in its state as a whole, and steps by all of them."""
-
-    def __init__(self, parameters, lr=0.01):
-        super().__init__(parameters, {"lr": lr, "steps": 0})
-        self.rounds = 0
-
-    @torch.no_grad()
-    def step(self):  # takes no closure
-        self.rounds += 1
-        self.state["calls"] = self.state.get("calls", 0) + 1
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
-                    rate = group["lr"] / (group["steps"] + self.rounds + self.state["calls"])
-                    parameter.sub_(state["sum"], alpha=rate)
 
 
 @for_each(parts=PARTS)
@@ -245,7 +184,8 @@ def test_what_an_optimizer_counts_is_counted_once(parts, tmp_path):
             loss_of(module, batch(step, width=8)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert (optimizer.rounds, optimizer.state.pop("calls"), optimizer.param_groups[0]["steps"]) == (3, 3, 3)
+        assert (optimizer.rounds, optimizer.state.pop("calls")) == (3, 3)
+        assert [optimizer.param_groups[0][name] for name in ("steps", "busy", "added")] == [3, 3, 3]
         results.append(whole(module) | moments(optimizer))
     assert_same(*results)
 
@@ -270,19 +210,6 @@ def test_state_is_read_and_written_between_steps_as_ever(tmp_path):
             assert torch.equal(after["0.exp_avg"], before["0.exp_avg"] * 0.5)
         results.append(whole(module) | moments(optimizer))
     assert_same(*results)
-
-
-def failing(monkeypatch, name, call):
-    """Has a call of the kernel fail once, the one with that number from now on."""
-    original, calls = getattr(os, name), []
-
-    def fail(*args):
-        calls.append(args)
-        if len(calls) == call:
-            raise OSError(errno.EIO, "Input/output error")
-        return original(*args)
-
-    monkeypatch.setattr(os, name, fail)
 
 
 @for_each(call=(1, 2, 4))
@@ -331,15 +258,16 @@ def test_a_read_that_fails_raises_on_all_ranks_before_its_piece_is_touched(tmp_p
     assert sum(moved) == (len(tensors) if dist.get_rank() == 0 else 2)
 
 
-@for_each(stage=(0, 2))
+@for_each(case=((0, FP32), (2, BF16), (3, BF16)))
 @pytest.mark.ranks(2)
-def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(stage, tmp_path):
+def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(case, tmp_path):
     """Sizes of which nothing is rounded up: 4 layers of 8192 elements, pieces of 1024 of them."""
+    stage, dtypes = case
     module = nn.Sequential(*(nn.Linear(64, 128, bias=False) for _ in range(4)))
     module.forward = lambda x: sum(layer(x) for layer in module)
     optimizer = small(module.parameters())
     offload = on_disk(tmp_path, {"host": 0.25, "disk": 0.5}, piece=4096)
-    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload)
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload, **dtypes)
     moved = {"preadv": [], "pwritev": []}  # lists, as threads count
 
     def count(name):
@@ -352,23 +280,87 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(stage, tmp_pat
 
         return counted
 
+    tensors = optimizer.param_groups[0]["params"]
     with pytest.MonkeyPatch.context() as patch:
         for name in moved:
             patch.setattr(os, name, count(name))
         for step in range(2):
             optimizer.zero_grad()
-            loss_of(module, batch(step, width=64)).backward()
+            loss_of(module, batch(step, width=64).to(dtypes.get("param_dtype"))).backward()
             optimizer.step()
-            settle_(optimizer.param_groups[0]["params"])
-    expected = transfers(stage, 2**15, 2, offload=offload)
-    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read, 2 * expected.written)
-    on_disk_bytes = sum(view.nbytes for tensor in optimizer.state for view in slots_of(tensor).values())
-    assert on_disk_bytes == memory(stage, 2**15, 2, offload=offload, tier="disk").optimizer
+        settle_(tensors)
+    expected = transfers(stage, 2**15, 2, offload=offload, **dtypes)
+    copies = 1 / 3 if dtypes else 0  # all that the first step reads
+    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read * (1 + copies), 2 * expected.written)
+    stored = [tensor for tensor in tensors if slots_of(tensor)]
+    on_disk_bytes = sum(view.nbytes for tensor in stored for view in slots_of(tensor).values())
+    on_disk_bytes += sum(tensor.nbytes for tensor in stored) if dtypes else 0
+    assert on_disk_bytes == memory(stage, 2**15, 2, offload=offload, tier="disk", **dtypes).optimizer
     elsewhere = [
         slot.nbytes
         for tensor, state in optimizer.state.items()
         for name, slot in state.items()
         if slot.dim() and name not in slots_of(tensor)
     ]
-    tiers = [memory(stage, 2**15, 2, offload=offload, tier=tier).optimizer for tier in ("device", "host")]
+    if dtypes:
+        elsewhere += {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if not slots_of(each)
+        }.values()
+    tiers = [memory(stage, 2**15, 2, offload=offload, tier=tier, **dtypes).optimizer for tier in ("device", "host")]
     assert sum(elsewhere) == sum(tiers)
+
+
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param(STAGES, marks=pytest.mark.storm)], ids=["typical", "all"])
+@pytest.mark.ranks(2)
+def test_copies_of_parameters_lie_on_the_disk_with_every_bit(stages, tmp_path):
+    for stage in stages:
+        compare_copies(stage, tmp_path)
+
+
+def compare_copies(stage, tmp_path):
+    expected = with_copies(stage, None)
+    for parts in PARTS:
+        assert_same(with_copies(stage, on_disk(tmp_path, parts)), expected)
+
+
+@pytest.mark.ranks(1)
+def test_reading_begins_with_backward_and_is_done_again_where_state_was_written_since(tmp_path):
+    calls = []
+    original = os.preadv
+
+    def counted(*args):
+        calls.append(args[2])
+        return original(*args)
+
+    def train(offload, patch):
+        module, optimizer = sharded(mlp(), 2, small, offload=offload)
+        tensors = optimizer.param_groups[0]["params"]
+        patch.setattr(os, "preadv", counted)
+        read = []
+        for step in range(5):
+            settle_(tensors)
+            del calls[:]
+            with no_sync(module):
+                loss_of(module, batch(step, width=8)).backward()
+            assert not calls
+            loss_of(module, batch(step, width=8, micro=1)).backward()
+            while offload is not None and step and len(calls) < 3:  # three buffers, which threads fill
+                time.sleep(0.001)
+            if step == 2:
+                for tensor in tensors:
+                    optimizer.state[tensor]["exp_avg"].mul_(0.5)
+            if step == 3:
+                settle_(tensors)
+            assert len(calls) <= 3
+            optimizer.step()
+            optimizer.zero_grad()
+            read.append(len(calls))
+        return read, whole(module) | moments(optimizer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        _, expected = train(None, patch)
+        read, found = train(on_disk(tmp_path), patch)
+    pieces = read[1]
+    assert_same(found, expected)
+    assert pieces > 3
+    assert read == [0, pieces, pieces + 3, pieces + 3, pieces]

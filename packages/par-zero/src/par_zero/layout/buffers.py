@@ -2,12 +2,24 @@
 
 import torch
 
+from .meter import BUFFERS, Meter
+
 
 class Buffers:
-    """Flat buffers to lend. Fresh memory costs a page fault every 4 KiB, on CPUs up to a tenth of a step."""
+    """Flat buffers to lend. Fresh memory costs a page fault every 4 KiB, on CPUs up to a tenth of a step.
 
-    def __init__(self) -> None:
+    Args:
+        meter: Counts their bytes, lent or free.
+    """
+
+    def __init__(self, meter: Meter | None = None) -> None:
         self._free: list[torch.Tensor] = []  # of bytes
+        self._meter = meter or Meter()
+
+    @property
+    def free(self) -> tuple[torch.Tensor, ...]:
+        """The buffers that nobody has borrowed."""
+        return tuple(self._free)
 
     def take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Lends the smallest free buffer that has room; without one, makes a new one.
@@ -25,7 +37,8 @@ class Buffers:
         chosen = next((buffer for buffer in free if buffer.numel() >= size), None)
         if chosen is None:
             chosen = torch.empty(size, dtype=torch.uint8, device=device)
-            self._forget(free[:1])  # it is replaced, so there are never more than were lent at one time
+            self._meter.add(BUFFERS, size)
+            self._drop(free[:1])  # it is replaced, so there are never more than were lent at one time
         else:
             self._forget([chosen])
         return chosen[:size].view(dtype)
@@ -39,8 +52,13 @@ class Buffers:
         """Gives the memory of free buffers back, but for that many, the largest. Whether there were more."""
         more = len(self._free) > count
         if more:
-            self._free = sorted(self._free, key=torch.Tensor.numel)[-count:]
+            self._drop(sorted(self._free, key=torch.Tensor.numel)[:-count])
         return more
+
+    def _drop(self, buffers: list[torch.Tensor]) -> None:
+        """Gives the memory of free buffers back."""
+        self._forget(buffers)
+        self._meter.add(BUFFERS, -sum(buffer.untyped_storage().nbytes() for buffer in buffers))
 
     def _forget(self, buffers: list[torch.Tensor]) -> None:
         self._free = [free for free in self._free if not any(free is buffer for buffer in buffers)]

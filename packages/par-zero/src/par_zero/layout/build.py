@@ -72,6 +72,16 @@ class Plan:
     place: Place
     layout: Layout
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters, as the optimizer steps them."""
+        return self.members[0].parameter.dtype
+
+    def dtype_in_use(self, options: ShardOptions) -> torch.dtype:
+        """Dtype of the parameters as the module uses them; complex ones keep theirs, and their gradients too."""
+        wanted = options.param_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+
 
 def plan_chunks(
     members: Sequence[Member],
@@ -203,8 +213,7 @@ def pack_chunk_(
                 member.parameter.data = view  # so that its own memory is given back before there is more
     if not abstract:
         make_alike(packed)
-    real = first.is_floating_point()  # complex ones keep their dtype, and their gradients too
-    dtype = options.param_dtype if options.param_dtype is not None and real else first.dtype
+    dtype, real = plan.dtype_in_use(options), first.is_floating_point()
     return Chunk(
         plan.members,
         plan.layout,

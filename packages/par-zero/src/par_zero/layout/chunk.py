@@ -1,6 +1,6 @@
 """A chunk: parameters that lie in one flat buffer, with their gradients, reduced and gathered as one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from .._stage import Stage
 from .._torch_private import foreach_add_, foreach_copy_
 from .buffers import Buffers
+from .meter import BUFFERS, GRADIENTS, UNITS, Meter
 from .packing import Layout
 
 LABEL = "par_label"
@@ -81,11 +82,14 @@ class Chunk:
             while they are used.
         own: The parameters that this rank's optimizer updates, elements `updated` of `flat`: a view of it, or, where
             parameters are sharded, memory of their own.
-        master: The elements as the optimizer holds them: `own` itself, or a copy in another dtype.
+        master: The elements as the optimizer holds them: `own` itself, or a copy in another dtype; the first of them
+            where the copy of the others lies elsewhere.
+        elsewhere: That of the others, by the first element in the chunk: tensors in the dtype of the copy.
         gradient: (size) The gradients of this rank; where gradients are sharded, from the first one to their reduction.
         slices: The tensors of the optimizer that hold `master`.
         wholes: The tensors of the optimizer that parameters of it are put together in, where they are assembled.
         number: Its place in the order in which gradients are expected; -1 if it gets none.
+        meter: Counts the bytes of what comes and goes; that of the engine, when it has one.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Chunk:
         self.members, self.layout, self.stage = tuple(members), layout, stage
         self.rank, self.share = rank, layout.share(rank)
         self.updated = self.share if stage.shards_state else (0, layout.size)
+        self.meter = Meter()
         low, high = self.updated
         if stage.shards_parameters:
             self.own = packed[low:high].to(dtype, copy=True)
@@ -122,6 +127,7 @@ class Chunk:
             self.resize_(0)
         else:
             self.show_whole()
+        self.elsewhere: dict[int, torch.Tensor] = {}
         names = [member.names[0] for member in members]
         self._label = " to ".join(dict.fromkeys((names[0], names[-1])))
         for tensor in (self.flat, self.own):
@@ -136,6 +142,10 @@ class Chunk:
         self._earlier: torch.Tensor | None = None  # this rank's share of what earlier reductions have given
         self._share_of_sum: torch.Tensor | None = None  # memory for it, where it does not lie in `gradient`
         self._reduced: torch.Tensor | None = None  # elements `updated` of the sum, until the optimizer has them
+        self._arriving = (
+            sum(member.shape.numel() for member in members) * dtype.itemsize
+        )  # bytes of autograd's gradients
+        self._cast = 0  # bytes of gradients in the optimizer's dtype
 
     @property
     def owner(self) -> int:
@@ -151,6 +161,34 @@ class Chunk:
     def trained(self) -> bool:
         """Whether its parameters get gradients: an optimizer has them, or none has and they ask for gradients."""
         return any(member.group >= 0 or member.parameter.requires_grad for member in self.members)
+
+    def move_master_(self, places: Mapping[int, torch.Tensor]) -> None:
+        """Moves the last elements of the optimizer's own copy into other memory, such as on a disk.
+
+        Args:
+            places: The memory, by the first element in the chunk. What lies behind the first of these, and in none, is
+                padding.
+        """
+        low, _ = self.updated
+        for start, place in places.items():
+            place.copy_(self.master[start - low : start - low + place.numel()])
+        self.elsewhere = dict(places)
+        if places:
+            self.master = self.master[: min(places) - low].clone()
+
+    def held(self, start: int, stop: int) -> torch.Tensor:
+        """Elements start to stop - 1 as the optimizer holds them."""
+        low, _ = self.updated
+        return self.elsewhere[start] if start in self.elsewhere else self.master[start - low : stop - low]
+
+    def copies(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The optimizer's own copies of parameters, where it has any: of which elements of `own`, and the copy."""
+        if self.master is not self.own:
+            yield slice(self.master.numel()), self.master
+            low, _ = self.updated
+            for part in self.slices:
+                if part.start in self.elsewhere:
+                    yield slice(part.start - low, part.stop - low), part.tensor.detach()
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """The members' places in a buffer of this layout, in their shapes."""
@@ -176,7 +214,22 @@ class Chunk:
         """
         storage = self.flat.untyped_storage()
         if storage.resizable():
+            before = storage.nbytes()
             storage.resize_(count * self.flat.element_size())
+            self.meter.add(UNITS, storage.nbytes() - before)
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What it has memory for now: of which kind, and a tensor in that memory, which may be the same for several."""
+        yield ("units", self.flat) if self.stage.shards_parameters else ("parameters", self.flat)
+        yield "parameters", self.own
+        yield "copies", self.master
+        yield from (("copies", whole) for whole in self.wholes)
+        if self.gradient is not None:
+            yield (BUFFERS if self.stage.shards_gradients else GRADIENTS), self.gradient
+        given = [tensor.grad for tensor in (*(part.tensor for part in self.slices), *self.wholes)]
+        arriving = [member.parameter.grad for member in self.members]
+        kept = [self._share_of_sum, self._earlier, self._reduced]
+        yield from ((GRADIENTS, tensor) for tensor in (*given, *arriving, *kept) if tensor is not None)
 
     # The way of a gradient: autograd leaves it in the parameter, `take_gradients` moves it into the buffer, its sum
     # over the ranks is made in `place_of_sum` and kept by `take_sum`, and `bind_gradients` shows it to the optimizer.
@@ -197,6 +250,8 @@ class Chunk:
         pairs = [
             (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
         ]
+        if pairs:
+            self.meter.touch(GRADIENTS, self._arriving)
         into, given = [place for place, _ in pairs], [gradient for _, gradient in pairs]
         if not self._filled and len(pairs) < len(gradients):
             buffer.zero_()
@@ -215,6 +270,7 @@ class Chunk:
                 self.gradient = buffers.take(size, self.reduce_dtype, device)
             else:
                 self.gradient = torch.empty(size, dtype=self.reduce_dtype, device=device)
+                self.meter.add(GRADIENTS, self.gradient.nbytes)
             setattr(self.gradient, LABEL, self._label)
             for start, stop in self.layout.gaps:  # padding is summed with the rest, whatever was there before
                 self.gradient[start:stop].zero_()
@@ -246,6 +302,7 @@ class Chunk:
         else:
             if self._share_of_sum is None:
                 self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
+                self.meter.add(GRADIENTS, self._share_of_sum.nbytes)
             share = self._share_of_sum
         setattr(share, LABEL, self._label)
         return share
@@ -282,6 +339,8 @@ class Chunk:
         for part in self.slices:
             view = self._reduced[part.start - origin : part.stop - origin].view(part.tensor.shape)
             part.tensor.grad = view if view.dtype == part.tensor.dtype else view.to(part.tensor.dtype)
+        if self.reduce_dtype != self.master.dtype:
+            self._count_cast(sum(part.tensor.nbytes for part in self.slices))
         self._reduced = None  # the optimizer's now, for it to drop
 
     def drop_sum(self) -> torch.Tensor:
@@ -295,6 +354,11 @@ class Chunk:
         total, self._reduced = self._reduced, None
         return total
 
+    def _count_cast(self, size: int) -> None:
+        """Gradients in the optimizer's dtype have that many bytes from now on."""
+        self.meter.add(GRADIENTS, size - self._cast)
+        self._cast = size
+
     def forget_buffer(self) -> None:
         """Lets go of the memory that was lent for its gradients last, and given back."""
         if self.gradient is None:
@@ -303,5 +367,6 @@ class Chunk:
     def forget_gradients(self) -> None:
         """Drops gradients that are not reduced."""
         self._filled, self._earlier = False, None
+        self._count_cast(0)
         for member in self.members:
             member.parameter.grad = None

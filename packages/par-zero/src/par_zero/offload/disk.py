@@ -20,7 +20,7 @@ from weakref import finalize
 
 import torch
 
-from .pieces import PAGE
+from .pieces import PAGE, Block
 
 _CALL = 2**22
 """Bytes of a read or a write; two threads with such calls reach a disk's limit."""
@@ -50,6 +50,10 @@ class Handle:
         error = self.error()
         if error is not None:
             raise error
+
+    def is_over(self) -> bool:
+        """Whether all calls have ended, well or not."""
+        return all(future.done() for future in self._futures)
 
     def error(self) -> BaseException | None:
         """What went wrong, when all calls have ended."""
@@ -85,7 +89,7 @@ class Disk:
             raise _too_small(folder, size) from error
         self._is_direct = _make_direct(self._file)
         self._memory = mmap.mmap(self._file, size)
-        self._readers, self._writers = (_threads(threads) for _ in range(2))
+        self._readers, self._writers = (threads_of(threads) for _ in range(2))
 
     def tensor(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """(count) elements of the file, as a tensor with a storage of its own that lies in the file."""
@@ -127,14 +131,22 @@ class Buffer:
 
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # the kernel looks up each page for each read and write
-            with suppress(OSError):  # it is advice, which not every kernel takes
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        # The kernel looks up each page for each read and write. And where a process forks, as data loaders do, while
+        # one is under way, the bytes may end in the other's copy of a page, on many kernels: see open(2), O_DIRECT.
+        for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, name):
+                with suppress(OSError):  # it is advice, which not every kernel takes
+                    self._memory.madvise(getattr(mmap, name))
         self.bytes = memoryview(self._memory)
 
     def tensor(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """(count) elements from a byte on."""
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
+
+
+def tensors_in(disk: Disk, block: Block) -> dict[str, torch.Tensor]:
+    """By slot of a block, the tensor that lies in the file."""
+    return {slot.name: disk.tensor(block.start + slot.start, slot.dtype, slot.count) for slot in block.slots}
 
 
 def check_room(folder: str, size: int) -> None:
@@ -205,7 +217,7 @@ def _make_direct(file: int) -> bool:
     return bool(direct)
 
 
-def _threads(count: int) -> ThreadPoolExecutor:
+def threads_of(count: int) -> ThreadPoolExecutor:
     """A pool whose threads run already, with small stacks."""
     pool = ThreadPoolExecutor(count, thread_name_prefix="par-zero-disk")
     before = threading.stack_size(_STACK)

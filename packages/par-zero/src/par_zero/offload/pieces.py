@@ -11,8 +11,11 @@ from ..layout.packing import ALIGNMENT, Range
 PAGE = 4096
 """Bytes of which the beginning of every slot in a file is a multiple: what reads past the cache asks for."""
 
+COPY = ""
+"""The name of the slot that has the optimizer's own copy of parameters which are used in another dtype."""
+
 Slots = Mapping[str, torch.dtype]
-"""The state that an optimizer keeps for each element of a tensor: dtypes by name."""
+"""What an optimizer keeps for each element of a tensor: dtypes by name, COPY first."""
 
 
 def cut(chunks: Sequence[Sequence[Range]], parts: Mapping[str, float], limit: int) -> list[list[Range]]:
@@ -81,6 +84,13 @@ class Block:
     start: int
     size: int
     slots: tuple[Slot, ...]
+
+    @property
+    def copy_size(self) -> int:
+        """Number of the bytes, padding included, that the optimizer's own copy of parameters has of it."""
+        if not self.slots or self.slots[0].name != COPY:
+            return 0
+        return self.slots[1].start if len(self.slots) > 1 else self.size
 
 
 def blocks(pieces: Iterable[tuple[int, Slots]]) -> list[Block]:

@@ -3,16 +3,21 @@
 disk     read piece k + 1 ...      write piece k - 1
 memory                step piece k, by a twin
 
-The slots of a piece lie side by side in the file, so a piece is one read and one write, through a ring of buffers.
+Reading begins with backward, as far as there are buffers, and the last writes end in the next forward. The slots of a
+piece lie side by side in the file, so a piece is one read and one write, through a ring of buffers. Where the optimizer
+has a copy of parameters that are used in another dtype, that is the first of them, and a step ends with its rounding.
+
 Between steps `state[slot]` is a tensor that lies in the file, so that checkpoints and users find it as ever. What was
 stepped last may be on its way when a step ends: until its writes are over, that state shows its buffer. Where a write
 fails, it does so for good.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from threading import Condition
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +27,14 @@ from torch.optim import Optimizer
 from par_groups import agree, set_slots
 
 from .._collectives import all_reduce
-from ..layout.chunk import Slice
+from ..layout.chunk import Chunk, Slice
 from ..optimizer.step import Unmoved
-from .disk import Buffer, Disk, Handle
-from .pieces import Block
+from .disk import Buffer, Disk, Handle, tensors_in, threads_of
+from .pieces import COPY, Block
 from .twin import Twins
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 State = dict[str, Any]
 
@@ -36,18 +44,33 @@ class Piece:
     """A slice whose state is on the disk.
 
     Args:
-        tensor: The optimizer's tensor.
+        tensor: The optimizer's tensor. Where it is a copy of parameters in another dtype, it lies on the disk too.
+        chunk: The chunk that it is a slice of.
         group: Number of its param group in its optimizer.
         block: Where its state lies in the file.
-        views: By slot, the tensor that lies in the file.
+        views: By slot, the tensor that lies in the file; under COPY that of the optimizer's copy, if there is one.
+        used: The parameters in use of which the optimizer has a copy; None: they are `tensor`.
         in_memory: Whether its state is in memory for good, as the disk has not taken it.
     """
 
     tensor: nn.Parameter
+    chunk: Chunk
     group: int
     block: Block
     views: Mapping[str, torch.Tensor]
+    used: torch.Tensor | None = None
     in_memory: bool = False
+
+    def stored(self, state: State) -> int:
+        """Number of the first bytes of the block that are in use: without state those of the copy alone."""
+        if any(name in state for name in self.views):
+            return self.block.size
+        return self.block.copy_size
+
+    def versions(self, state: State) -> list[tuple[int, int]]:
+        """What shows whether somebody has changed its state, or its copy of parameters."""
+        slots = [state[name] for name in self.views if name in state]
+        return [(id(tensor), tensor._version) for tensor in (self.tensor, *slots)]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,17 +79,40 @@ class _Writing:
 
     Args:
         piece: The piece.
-        number: Number of its buffer in the ring.
+        buffer: Its buffer of the ring.
         handle: The writes.
         state: Its state, some of which shows the buffer.
         shown: By slot, what shows the buffer, and how often that had been changed when the writes began.
+        taken: Whether another piece is read into the buffer when the writes are over.
     """
 
     piece: Piece
-    number: int
+    buffer: Buffer
     handle: Handle
     state: State
     shown: Mapping[str, tuple[torch.Tensor, int]]
+    taken: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class _Reading:
+    """A piece that is read.
+
+    Args:
+        piece: The piece.
+        buffer: Its buffer of the ring.
+        handle: The reads.
+        state: Its state.
+        versions: What shows whether that was changed since the reads began.
+        behind: The writes of another piece in the same buffer, which the reads wait for.
+    """
+
+    piece: Piece
+    buffer: Buffer
+    handle: Handle
+    state: State
+    versions: Sequence[tuple[int, int]]
+    behind: _Writing | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,13 +121,43 @@ class _Own:
 
     Args:
         pieces: Its pieces, in the order of the file.
+        moved: The pieces that its latest step has moved, in that order.
         gradients: Of pieces, while the optimizer's own step must not see them.
-        twins: What steps the pieces, from the beginning of a step to its end.
+        work: What its step has of pieces, until that is over.
     """
 
     pieces: Sequence[Piece]
+    moved: Sequence[Piece] = ()
     gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
-    twins: Twins | None = None
+    work: "_Work | None" = None
+
+
+@dataclass(eq=False, kw_only=True)
+class _Work:
+    """The pieces of one step, and all that it needs, as it was when the step began.
+
+    Args:
+        twins: What steps the pieces.
+        states: Their states.
+        gradients: Those that are to be stepped still, and their gradients.
+        unmoved: What must stay as it is.
+    """
+
+    twins: Twins
+    states: Mapping[Piece, State]
+    gradients: dict[Piece, torch.Tensor]
+    unmoved: Unmoved
+
+    def step(self, piece: Piece, state: State) -> None:
+        """Steps one piece, whose state is in memory."""
+        kept = self.unmoved.kept(piece.tensor, state)
+        stepped = nn.Parameter(piece.tensor.detach())  # of the same memory, with a gradient that nobody takes away
+        stepped.grad = self.gradients.pop(piece)
+        self.twins.step(stepped, piece.group, state)
+        if kept is not None:
+            kept.restore_(state)
+        if piece.used is not None:
+            piece.used.copy_(piece.tensor)
 
 
 class Stream:
@@ -90,39 +166,77 @@ class Stream:
     Args:
         disk: The file.
         ahead: Number of buffers.
-        pieces: By number of an optimizer, its pieces: slices, their numbers of the param group there, and their blocks.
+        pieces: By number of an optimizer, its pieces: chunks, slices of theirs, their numbers of the param group there,
+            and their blocks.
         groups: The ranks that learn of each other's failures.
+        late: Whether a thread steps the pieces after the optimizer's own step has returned, those of the modules that
+            run first before others.
     """
 
     def __init__(
         self,
         disk: Disk,
         ahead: int,
-        pieces: Mapping[int, Sequence[tuple[Slice, int, Block]]],
+        pieces: Mapping[int, Sequence[tuple[Chunk, Slice, int, Block]]],
         groups: Sequence[dist.ProcessGroup],
+        *,
+        late: bool,
     ) -> None:
         self._disk, self._ahead, self._groups = disk, ahead, tuple(groups)
         self._own = {
-            owner: _Own(pieces=[self._piece(*given) for given in of_owner]) for owner, of_owner in pieces.items()
+            owner: _Own(pieces=[self._piece(*given) for given in (reversed(of_owner) if late else of_owner)])
+            for owner, of_owner in pieces.items()
         }
         self._size = max((piece.block.size for own in self._own.values() for piece in own.pieces), default=0)
-        self._ring: list[Buffer] = []
+        self._buffers = 0  # that were made
+        self._free: list[Buffer] = []
+        self._reading: list[_Reading] = []
         self._writing: list[_Writing] = []
-        self._problem: OSError | None = None
+        self._latest: list[int] = []  # the optimizers that have stepped since the latest pass began
+        self._problem: Exception | None = None
+        self._stopped: Exception | None = None  # why a thread has left a step half-way, until all ranks were told
+        self._worker = threads_of(1) if late else None
+        self._jobs: list[Future[None]] = []
+        self._awaited: Counter[Chunk] = Counter()  # how many pieces of each chunk a thread has to step
+        self._stepped = Condition()
 
-    def _piece(self, part: Slice, group: int, block: Block) -> Piece:
-        views = {slot.name: self._disk.tensor(block.start + slot.start, slot.dtype, slot.count) for slot in block.slots}
-        set_slots(part.tensor, views)
-        return Piece(tensor=part.tensor, group=group, block=block, views=views)
+    def _piece(self, chunk: Chunk, part: Slice, group: int, block: Block) -> Piece:
+        views = tensors_in(self._disk, block)
+        used = None
+        if COPY in views:
+            low, _ = chunk.updated
+            used = chunk.own[part.start - low : part.stop - low]
+        set_slots(part.tensor, {name: view for name, view in views.items() if name != COPY})
+        return Piece(tensor=part.tensor, chunk=chunk, group=group, block=block, views=views, used=used)
 
     def has(self, owner: int) -> bool:
         """Whether an optimizer may have state on the disk of any rank."""
         return owner in self._own
 
     @property
+    def is_late(self) -> bool:
+        """Whether a thread steps the pieces after the optimizer's own step has returned."""
+        return self._worker is not None
+
+    @property
     def ring_bytes(self) -> int:
         """Bytes of the buffers that there are."""
-        return self._size * len(self._ring)
+        return self._size * self._buffers
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the file that have copies of parameters."""
+        return sum(piece.block.copy_size for own in self._own.values() for piece in own.pieces)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the file that have the optimizers' state, or have room for it."""
+        return sum(piece.block.size for own in self._own.values() for piece in own.pieces) - self.copy_bytes
+
+    @property
+    def on_disk(self) -> set[nn.Parameter]:
+        """The optimizers' tensors that have their state on the disk: all, but for what a write that failed has left."""
+        return {piece.tensor for own in self._own.values() for piece in own.pieces if not piece.in_memory}
 
     def tensors(self, owner: int) -> list[nn.Parameter]:
         """The tensors of an optimizer that have their state on the disk."""
@@ -137,8 +251,31 @@ class Stream:
                 _adopt_(piece, optimizer.state[piece.tensor])
 
     @torch.no_grad()
+    def read_ahead(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begins to read what the next step needs first, as far as there are buffers: a backward pass has begun.
+
+        Nothing waits but for a step that is still under way. The optimizer that stepped first last time is expected to
+        do so again, with the same pieces.
+
+        Args:
+            optimizers: All optimizers, by number.
+        """
+        self.join()
+        if self._latest and not self._reading:
+            owner = self._latest[0]
+            self._latest = []
+            while self._writing and self._writing[0].handle.is_over():
+                self._finish(self._writing.pop(0))
+            under_way = {writing.piece for writing in self._writing}
+            for piece in self._own[owner].moved:
+                buffer = None if piece.in_memory or piece in under_way else self._buffer()
+                if buffer is None:
+                    break
+                self._read(piece, optimizers[owner].state[piece.tensor], buffer)
+
+    @torch.no_grad()
     def step(self, owner: int, optimizer: Optimizer, unmoved: Unmoved) -> None:
-        """Steps an optimizer's pieces, and hides their gradients until `end_step`.
+        """Steps an optimizer's pieces, or notes what a thread is to step, and hides their gradients until `end_step`.
 
         A read that fails ends this before its piece is touched; `raise_problem` tells.
 
@@ -147,101 +284,244 @@ class Stream:
             optimizer: The optimizer, whose own step follows.
             unmoved: What must stay as it is.
         """
-        self.settle()
         own = self._own[owner]
-        pieces = [piece for piece in own.pieces if piece.tensor.grad is not None]
         found_inf = getattr(optimizer, "found_inf", None)  # as torch's GradScaler sets it, for kernels that skip
+        gradients = {piece: piece.tensor.grad for piece in own.pieces if piece.tensor.grad is not None}
+        own.gradients = [(piece.tensor, gradient) for piece, gradient in gradients.items()]
         if found_inf is None or not float(found_inf):
-            own.twins = Twins(optimizer)
-            try:
-                self._step(own.twins, optimizer, pieces, unmoved)
-            except OSError as error:
+            states = {piece: optimizer.state[piece.tensor] for piece in gradients}
+            own.work = _Work(twins=Twins(optimizer), states=states, gradients=gradients, unmoved=unmoved)
+            self._latest.append(owner)
+            if self._worker is None:
+                self._run(own, own.work)
+        for tensor, _ in own.gradients:
+            tensor.grad = None
+
+    @torch.no_grad()
+    def _run(self, own: _Own, work: _Work) -> None:
+        """Steps the pieces of an optimizer, on whichever thread."""
+        try:
+            self._finish_writes()
+            self._step(own, work)
+        except Exception as error:
+            if isinstance(error, OSError):
                 text = (
                     f"the optimizer's state on the disk at {self._disk.folder!r} cannot be read ({error}), so this "
                     "step has stopped half-way; load the latest checkpoint, and offload to another disk"
                 )
-                self._problem = OSError(error.errno, text)
-        own.gradients = [(piece.tensor, piece.tensor.grad) for piece in pieces]
-        for piece in pieces:
-            piece.tensor.grad = None
+                error = OSError(error.errno, text)
+            elif self._worker is None:
+                raise
+            self._problem = error
+            if self._worker is not None:
+                self._stopped = error
+        finally:
+            if self._worker is not None:
+                with self._stepped:
+                    for piece in work.states:  # what an error has left out
+                        self._awaited[piece.chunk] = 0
+                    self._stepped.notify_all()
 
-    def _step(self, twins: Twins, optimizer: Optimizer, pieces: Sequence[Piece], unmoved: Unmoved) -> None:
-        states = [optimizer.state[piece.tensor] for piece in pieces]
-        for piece, state in zip(pieces, states, strict=True):
+    def _step(self, own: _Own, work: _Work) -> None:
+        for piece, state in work.states.items():
             _adopt_(piece, state)
             if piece.in_memory:
-                _step_piece(twins, piece, state, unmoved)
-        moved = [pair for pair in zip(pieces, states, strict=True) if not pair[0].in_memory]
-        self._ring += [Buffer(self._size) for _ in range(len(self._ring), min(self._ahead, len(moved)))]
-        size = len(self._ring)
-        reads = [self._read(*pair, number) for number, pair in enumerate(moved[:size])]
+                self._step_piece(work, piece, state)
+        own.moved = [piece for piece in work.states if not piece.in_memory]
+        ahead = [(reading.piece, reading.versions) for reading in self._reading]
+        if ahead != [(piece, piece.versions(work.states[piece])) for piece in own.moved[: len(ahead)]]:
+            self._drop_reads()
+        to_read = ((piece, work.states[piece]) for piece in own.moved[len(self._reading) :])
+        self._fill(to_read)
         try:
-            for number, (piece, state) in enumerate(moved):
-                if number >= size and not self._finish(self._writing.pop(0)):
-                    reads[number] = self._read(piece, state, number % size)  # into another buffer, as that is kept
-                reads[number].wait()
-                buffer = self._ring[number % size]
-                lent = {slot.name: buffer.tensor(slot.start, slot.dtype, slot.count) for slot in piece.block.slots}
-                stepped = state | {name: tensor for name, tensor in lent.items() if name in state}
-                _step_piece(twins, piece, stepped, unmoved)
-                for name, tensor in lent.items():
-                    if name in stepped and stepped[name] is not tensor:  # such as what a first step makes
-                        tensor.copy_(stepped[name].view(-1))
-                        stepped[name] = tensor
-                state.clear()
-                state.update(stepped)
-                write = self._disk.write(piece.block.start, buffer.bytes[: piece.block.size])
-                shown = {name: (tensor, tensor._version) for name, tensor in lent.items() if name in state}
-                self._writing.append(
-                    _Writing(piece=piece, number=number % size, handle=write, state=state, shown=shown)
-                )
-                if number + size < len(moved):
-                    reads.append(self._read(*moved[number + size], number % size, after=write))
-        finally:
-            for read in reads:
-                read.error()  # what is under way uses the buffers
+            for piece in own.moved:
+                if not self._reading:  # all buffers are of writes that were under way
+                    self._finish(self._writing.pop(0))
+                    self._fill(to_read)
+                reading = self._reading[0]
+                if reading.behind is not None and not self._finish_until(reading.behind):
+                    reading.buffer = Buffer(self._size)  # that of a write that has failed is kept
+                    size = reading.piece.stored(reading.state)
+                    reading.handle = self._disk.read(piece.block.start, reading.buffer.bytes[:size])
+                reading.handle.wait()
+                writing = self._step_read(work, reading)
+                self._reading.pop(0)
+                following = next(to_read, None)
+                if following is not None:
+                    writing.taken = True
+                    self._read(*following, writing.buffer, behind=writing)
+        except BaseException:  # that of an optimizer too
+            self._drop_reads()
+            raise
 
-    def _read(self, piece: Piece, state: State, number: int, after: Handle | None = None) -> Handle:
-        """Begins to read a piece into a buffer of the ring, if any of its state lies in the file."""
-        if not any(name in state for name in piece.views):
-            return Handle([])
-        return self._disk.read(piece.block.start, self._ring[number].bytes[: piece.block.size], after)
+    def _step_piece(self, work: _Work, piece: Piece, state: State) -> None:
+        """Steps a piece, and tells those who wait for it."""
+        work.step(piece, state)
+        if self._worker is not None:
+            with self._stepped:
+                self._awaited[piece.chunk] -= 1
+                self._stepped.notify_all()
+
+    def _step_read(self, work: _Work, reading: _Reading) -> _Writing:
+        """Steps a piece that was read, and begins to write it."""
+        piece, state, buffer = reading.piece, reading.state, reading.buffer
+        lent = {slot.name: buffer.tensor(slot.start, slot.dtype, slot.count) for slot in piece.block.slots}
+        copy = lent.pop(COPY, None)
+        if copy is not None:
+            piece.tensor.data = copy
+        stepped = state | {name: tensor for name, tensor in lent.items() if name in state}
+        self._step_piece(work, piece, stepped)
+        for name, tensor in lent.items():
+            if name in stepped and stepped[name] is not tensor:  # such as what a first step makes
+                tensor.copy_(stepped[name].view(-1))
+                stepped[name] = tensor
+        state.clear()
+        state.update(stepped)
+        handle = self._disk.write(piece.block.start, buffer.bytes[: piece.block.size])
+        shown = {name: (tensor, tensor._version) for name, tensor in lent.items() if name in state}
+        if copy is not None:
+            shown[COPY] = (piece.tensor, piece.tensor._version)
+        self._writing.append(_Writing(piece=piece, buffer=buffer, handle=handle, state=state, shown=shown))
+        return self._writing[-1]
+
+    def _buffer(self) -> Buffer | None:
+        """A buffer of the ring that nobody uses, if there is one."""
+        if not self._free and self._buffers < self._ahead:
+            self._free.append(Buffer(self._size))
+            self._buffers += 1
+        return self._free.pop() if self._free else None
+
+    def _fill(self, pieces: Iterator[tuple[Piece, State]]) -> None:
+        """Begins to read pieces into all buffers that nobody uses."""
+        while (buffer := self._buffer()) is not None:
+            following = next(pieces, None)
+            if following is None:
+                self._free.append(buffer)
+                return
+            self._read(*following, buffer)
+
+    def _read(self, piece: Piece, state: State, buffer: Buffer, behind: _Writing | None = None) -> None:
+        """Begins to read what there is of a piece in the file."""
+        after = None if behind is None else behind.handle
+        handle = self._disk.read(piece.block.start, buffer.bytes[: piece.stored(state)], after)
+        reading = _Reading(
+            piece=piece, buffer=buffer, handle=handle, state=state, versions=piece.versions(state), behind=behind
+        )
+        self._reading.append(reading)
+
+    def _drop_reads(self) -> None:
+        """Forgets what was read and not stepped."""
+        for reading in self._reading:
+            reading.handle.error()  # what is under way uses the buffer
+            if COPY in reading.piece.views:
+                reading.piece.tensor.data = reading.piece.views[COPY]
+            if reading.behind is None or self._finish_until(reading.behind):
+                self._free.append(reading.buffer)
+            else:
+                self._free.append(Buffer(self._size))
+        self._reading.clear()
 
     @torch.no_grad()
     def settle(self, *_: Any) -> None:
-        """Waits for what the latest step has begun to write. State lies in the file then, or, if it cannot, stays."""
+        """Waits for what the latest step has begun to write. State lies in the file then, or, if it cannot, stays.
+
+        What was read ahead is forgotten, as somebody may write state now.
+
+        Raises:
+            Exception: A thread has left a step half-way, so that state is no longer whole.
+        """
+        self.join()
+        if self._stopped is not None:
+            raise self._stopped
+        self._drop_reads()
+        self._finish_writes()
+
+    def join(self) -> None:
+        """Waits until a thread has stepped all that it is to step."""
+        for job in self._jobs:
+            job.result()
+        for own in self._own.values() if self._jobs else ():
+            if own.work is not None:
+                own.work.twins.take_over_()
+                own.work = None
+        self._jobs.clear()
+
+    def wait_for(self, chunks: Sequence[Chunk]) -> None:
+        """Waits until a thread has stepped what it is to step of some chunks."""
+        with self._stepped:
+            self._stepped.wait_for(lambda: not any(self._awaited[chunk] for chunk in chunks))
+
+    def before_step(self, owner: int) -> None:
+        """Waits for an optimizer's step before, as far as it is under way.
+
+        Raises:
+            OSError: That has failed, here or on another rank. An all-reduce, where a thread steps.
+        """
+        if self.is_late:
+            if self._own[owner].work is not None:
+                self.join()
+            self.raise_problem()
+
+    def finish(self) -> None:
+        """Waits for the steps of all optimizers, as far as they are under way.
+
+        Raises:
+            OSError: One has failed, here or on another rank. An all-reduce, where a thread steps.
+        """
+        if self.is_late:
+            self.join()
+            self.raise_problem()
+
+    def _finish_writes(self) -> None:
         while self._writing:
             self._finish(self._writing.pop(0))
 
-    def _finish(self, writing: _Writing) -> bool:
-        """Waits for the writes of a piece. Whether its buffer is free."""
+    def _finish_until(self, last: _Writing) -> bool:
+        """Waits for writes up to some. Whether those have gone well."""
+        while last in self._writing:
+            self._finish(self._writing.pop(0))
+        return not last.piece.in_memory
+
+    def _finish(self, writing: _Writing) -> None:
+        """Waits for the writes of a piece."""
         error = writing.handle.error()
         piece = writing.piece
         if error is not None:
             piece.in_memory = True
-            self._ring[writing.number] = Buffer(self._size)
             text = (
                 f"the optimizer's state cannot be written to the disk at {self._disk.folder!r} ({error}). It stays in "
                 "memory, and nothing is lost; save a checkpoint, and offload to another disk"
             )
             self._problem = self._problem or OSError(getattr(error, "errno", None), text)
-            return False
+            if not writing.taken:
+                self._free.append(Buffer(self._size))
+            return
+        if not writing.taken:
+            self._free.append(writing.buffer)
         for name, (tensor, version) in writing.shown.items():
-            if writing.state.get(name) is tensor:
+            if name == COPY or writing.state.get(name) is tensor:
                 if tensor._version != version:  # somebody has written to it since
                     piece.views[name].copy_(tensor)
-                writing.state[name] = piece.views[name]
-        return True
+                if name == COPY:
+                    tensor.data = piece.views[name]
+                else:
+                    writing.state[name] = piece.views[name]
 
     def end_step(self, owner: int) -> None:
-        """After the optimizer's own step: what it must not see comes back."""
+        """After the optimizer's own step: what it must not see comes back, or goes to a thread."""
         own = self._own[owner]
         for tensor, gradient in own.gradients:
             tensor.grad = gradient
         own.gradients = []
-        if own.twins is not None:
-            own.twins.take_over_()
-            own.twins = None
+        if own.work is None:
+            return
+        if self._worker is None:
+            own.work.twins.take_over_()
+            own.work = None
+        else:
+            with self._stepped:
+                self._awaited.update(piece.chunk for piece in own.work.states)
+            self._jobs.append(self._worker.submit(self._run, own, own.work))
 
     def raise_problem(self) -> None:
         """Raises on all ranks, if the disk of any has failed. An all-reduce of an int32 over each group.
@@ -254,7 +534,7 @@ class Stream:
             all_reduce(failed, group, dist.ReduceOp.MAX).wait()
         if not failed:
             return
-        problem, self._problem = self._problem, None
+        problem, self._problem, self._stopped = self._problem, None, None
         try:
             agree(problem, None, *self._groups)
         except ValueError as error:  # of another rank
@@ -264,7 +544,7 @@ class Stream:
 def _adopt_(piece: Piece, state: State) -> None:
     """Brings state of a piece that is in memory to its place in the file."""
     for name, view in () if piece.in_memory else piece.views.items():
-        value = state.get(name)
+        value = state.get(name) if name != COPY else None
         if value is None or value is view:
             continue
         if value.dtype != view.dtype or value.numel() != view.numel():
@@ -274,15 +554,9 @@ def _adopt_(piece: Piece, state: State) -> None:
                 stacklevel=2,
             )
             state.update({other: state[other].clone() for other in piece.views if other in state})
+            if piece.used is not None:
+                piece.tensor.data = piece.tensor.detach().clone()
             piece.in_memory = True
             return
         view.copy_(value.view(-1))
         state[name] = view
-
-
-def _step_piece(twins: Twins, piece: Piece, state: State, unmoved: Unmoved) -> None:
-    """Steps one piece, whose state is in memory."""
-    kept = unmoved.kept(piece.tensor, state)
-    twins.step(piece.tensor, piece.group, state)
-    if kept is not None:
-        kept.restore_(state)

@@ -23,11 +23,13 @@ class Twins:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = bare_step(optimizer)
-        self._shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        self._shared = {key: _own(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         self._settings = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            {key: _own(value) for key, value in group.items() if key not in ("params", "param_names")}
             for group in optimizer.param_groups
         ]
+        self._model = twin_of(optimizer, {})
+        vars(self._model).update({key: _own(value) for key, value in vars(self._model).items()})
         self._counted: dict[int, dict[_Place, tuple[Any, Any]]] = {}  # by param group: before and after a step
 
     def step(self, tensor: nn.Parameter, number: int, state: dict[str, Any]) -> None:
@@ -42,7 +44,7 @@ class Twins:
             RuntimeError: The step changes a setting in a way that depends on the tensor.
         """
         settings = {key: _own(value) for key, value in self._settings[number].items()}
-        twin = twin_of(self._optimizer, {**settings, "params": [tensor]})
+        twin = twin_of(self._model, {**settings, "params": [tensor]})
         attributes = {key: value for key, value in vars(twin).items() if isinstance(value, torch.Tensor)}
         vars(twin).update({key: _own(value) for key, value in attributes.items()})
         cast("dict[object, object]", twin.state).update({key: _own(value) for key, value in self._shared.items()})
@@ -65,7 +67,7 @@ class Twins:
     def _changed(self, twin: Optimizer, number: int) -> list[tuple[_Place, tuple[Any, Any]]]:
         """What a step of the twin has set beside the tensor and its state: places, and values before and after."""
         pairs = [
-            *((("attribute", 0, key), (vars(self._optimizer).get(key), value)) for key, value in vars(twin).items()),
+            *((("attribute", 0, key), (vars(self._model).get(key), value)) for key, value in vars(twin).items()),
             *((("state", 0, str(key)), (self._shared.get(key), value)) for key, value in twin.state.items()),
             *(
                 (("setting", number, key), (self._settings[number].get(key), value))

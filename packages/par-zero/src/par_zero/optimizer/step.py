@@ -52,7 +52,7 @@ def _slices(chunk: Chunk, ranges: Sequence[Range] | None) -> Iterator[Slice]:
     low, high = chunk.updated
     shapes = {slot: member.shape for slot, member in zip(chunk.layout.slots, chunk.members, strict=True)}
     for part in chunk.layout.slices(low, high) if ranges is None else ranges:
-        tensor = chunk.master[part.start - low : part.stop - low]
+        tensor = chunk.held(part.start, part.stop)
         if chunk.layout.atomic:  # optimizers that are not element-wise look at the shape
             tensor = tensor.view(shapes[part.start, part.stop])
         yield Slice(tensor=nn.Parameter(tensor), group=part.group, start=part.start, tier=part.tier)

@@ -1,0 +1,100 @@
+"""`place`: a placement within a budget, checked before anything follows it."""
+
+from collections.abc import Mapping
+
+from .._tiers import TIERS, bytes_of, text_of
+from .ledger import Placement, Sizes, simulate
+from .moments import Trace
+from .policies import POLICIES
+
+Budget = int | str | Mapping[str, int | str]
+"""Bytes of the device, as a number or a text such as "80GB"; or bytes by tier."""
+
+
+def place(trace: Trace, sizes: Sizes, budget: Budget, policy: str = "next_use") -> Placement:
+    """Says which units are whole on the device at which moment of a step, within a budget. Pure arithmetic.
+
+    Args:
+        trace: What the step needs.
+        sizes: Bytes of each unit that is whole, by name.
+        budget: Bytes of the device, as a number or a text such as "80GB"; or bytes by tier, such as {"device": "80GB",
+            "host": "100GB", "disk": "1TB"}. Without other tiers, units are fetched from the host, however many bytes.
+        policy: The name of a policy: "behind" drops a unit as soon as the next begins, "static" keeps the first that
+            fit for the whole step, "next_use" keeps those that are needed soonest; or one that is registered.
+
+    Raises:
+        TypeError: A budget of another type.
+        ValueError: A budget that is too small or of other tiers, a unit without a size, a policy that nobody provides,
+            or one whose placement lacks a unit or takes more than the budget.
+    """
+    tiers = budget_of(budget)
+    for moment in trace.moments:
+        for unit in moment.needs:
+            if unit not in sizes:
+                raise ValueError(f"sizes have no {unit!r}, which the trace needs; give the bytes of every unit")
+    for unit, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"sizes[{unit!r}] is {size} bytes; give 0 or more")
+    check_least(trace, sizes, tiers["device"])
+    placement = POLICIES[policy](trace, sizes, tiers)
+    ledger = simulate(trace, sizes, placement)
+    if ledger.missing:
+        moment = trace.moments[ledger.missing[0]]
+        raise ValueError(
+            f"the policy {policy!r} lacks a unit at moment {ledger.missing[0]}, {moment.kind} of {moment.unit!r}; have "
+            "it fetch what a moment needs, at the latest when that begins"
+        )
+    for tier, bytes_ in tiers.items():
+        if ledger.peak.get(tier, 0) > bytes_:
+            raise ValueError(
+                f"the policy {policy!r} takes {text_of(ledger.peak[tier])} of the {tier}, whose budget is "
+                f"{text_of(bytes_)}; have it keep less"
+            )
+    return placement
+
+
+def budget_of(budget: Budget) -> dict[str, int]:
+    """Bytes by tier, from the quickest to the largest.
+
+    Raises:
+        TypeError: A budget of another type.
+        ValueError: Another tier, or a text that is no size.
+    """
+    given = budget if isinstance(budget, Mapping) else {"device": budget}
+    for tier in given:
+        if tier not in TIERS:
+            raise ValueError(f"budget has the tier {tier!r}; it can have {', '.join(TIERS)}")
+    if "device" not in given:
+        raise ValueError(f"budget is {budget!r}, without the device; give its bytes, such as {{'device': '80GB'}}")
+    return {tier: bytes_of(given[tier], "budget", "80GB") for tier in TIERS if tier in given}
+
+
+def check_least(trace: Trace, sizes: Sizes, device: int, resident: int = 0) -> None:
+    """Checks that each moment by itself fits into the budget of the device.
+
+    Args:
+        trace: What the step needs.
+        sizes: Bytes of each unit.
+        device: Bytes of the device.
+        resident: Bytes that lie there throughout: parts of parameters, gradients and state.
+
+    Raises:
+        ValueError: One does not.
+    """
+    needs = [resident + moment.other + sum(sizes[unit] for unit in moment.needs) for moment in trace.moments]
+    least = max(needs, default=0)
+    if least > device:
+        number = needs.index(least)
+        moment = trace.moments[number]
+        shares = f"shares, gradients and state {text_of(resident)}, " if resident else ""
+        needed = least - moment.other - resident
+        units = f"{_count(len(moment.needs))} {text_of(needed)}, " if moment.needs else ""
+        where = f"moment {number}, {moment.kind}" + (f" of {moment.unit!r}" if moment.unit else "")
+        raise ValueError(
+            f"the budget of the device is {text_of(device)}, and {text_of(least)} are the least: {shares}{units}other "
+            f"{text_of(moment.other)} ({where}); give more, or make units smaller"
+        )
+
+
+def _count(units: int) -> str:
+    return "one unit" if units == 1 else f"{units} units"

@@ -1,0 +1,81 @@
+"""Looking at what a rank has in memory and on a disk: storages, each counted once."""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from par_groups import slots_of
+
+from .._tiers import TIERS
+from ..layout.chunk import Chunk
+from ..layout.meter import BUFFERS, Meter
+from ..offload.stream import Stream
+from .table import KINDS, Residency
+
+
+def count(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    chunks: Sequence[Chunk],
+    buffers: Iterable[torch.Tensor],
+    stream: Stream | None,
+    meter: Meter,
+) -> Residency:
+    """Bytes now, and at the fullest moment of the latest step. Nothing waits, and no rank asks another.
+
+    Args:
+        module: The sharded module.
+        optimizers: The optimizers of its parameters.
+        chunks: All of its chunks.
+        buffers: Buffers that no chunk has borrowed.
+        stream: What steps state on a disk; None: there is none.
+        meter: What has counted what comes and goes.
+    """
+    now = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
+    seen: set[int] = set()
+
+    def add(kind: str, tensor: torch.Tensor, tier: str = "device") -> None:
+        storage = tensor.untyped_storage()
+        if not tensor.is_meta and storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            now[tier][kind] += storage.nbytes()
+
+    on_disk: set[nn.Parameter] = set()
+    if stream is not None:
+        on_disk = stream.on_disk
+        now["host"][BUFFERS] = stream.ring_bytes
+        now["disk"] |= {"optimizer": stream.state_bytes, "copies": stream.copy_bytes}
+    for chunk in chunks:
+        for kind, tensor in chunk.memory():
+            add(kind, tensor)
+        if chunk.master is not chunk.own:  # on a CPU, device and host are one memory
+            away = sum(part.tensor.nbytes for part in chunk.slices if part.tier == "host")
+            now["device"]["copies"] -= away
+            now["host"]["copies"] += away
+        if chunk.slices or chunk.wholes:
+            for each in _of_optimizer(chunk, optimizers[chunk.owner], on_disk):
+                add(*each)
+    for tensor in (*module.parameters(), *module.buffers()):
+        add("parameters", tensor)
+    for buffer in buffers:
+        add(BUFFERS, buffer)
+    fullest = {tier: dict(held) for tier, held in now.items()}
+    fullest["device"] |= meter.fullest
+    return Residency(now=now, fullest=fullest)
+
+
+def _of_optimizer(
+    chunk: Chunk, optimizer: Optimizer, on_disk: Container[nn.Parameter]
+) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """What an optimizer has in memory of a chunk: kinds, tensors and tiers."""
+    tiers = {part.tensor: part.tier for part in chunk.slices} | dict.fromkeys(chunk.wholes, "device")
+    for part in chunk.slices:
+        if part.start in chunk.elsewhere and part.tensor not in on_disk:  # a write has failed
+            yield "copies", part.tensor, "device"
+    for tensor, tier in tiers.items():
+        in_file = (slots_of(tensor) or {}) if tensor in on_disk else {}
+        for name, value in tuple(optimizer.state.get(tensor, {}).items()):  # a thread may step it
+            if isinstance(value, torch.Tensor) and name not in in_file:
+                yield "optimizer", value, "host" if tier == "host" and value.dim() else "device"
