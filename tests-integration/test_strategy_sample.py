@@ -58,10 +58,16 @@ CASES = {
 }
 
 
+SOME = tuple(name for name in CASES if name != "data")
+"""Replicas alone ask for nothing that these do not ask for, too."""
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param(tuple(CASES), marks=pytest.mark.storm)], ids=["some", "all"])
 @pytest.mark.ranks(4, timeout=180)
-def test_every_rank_writes_what_one_device_does():
+def test_every_rank_writes_what_one_device_does(names):
     expected, drawn = once(one_device), None
-    for name, options in CASES.items():
+    for name in names:
+        options = CASES[name]
         with Strategy(**options) as strategy:
             model = make_model()
             model, optimizer = strategy.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))

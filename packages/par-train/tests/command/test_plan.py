@@ -76,6 +76,24 @@ def test_the_configured_one_is_predicted_beside_the_best(config, capsys):
     assert configured.splitlines()[2].split()[:7] == ["1", "4", "1d", "4", "1", "zb_h1", "8"]
 
 
+def test_tiers_are_planned_and_the_one_that_binds_is_named(config, tmp_path, capsys):
+    figures = tmp_path / "tiers.json"
+    flags = ["--world", "1", "--device-memory", "60MB", "--host-memory", "512MB", "--disk", "1GB"]
+    flags += ["--devices-per-node", "1", "--disk-read", "7GB", "--json", str(figures)]
+    assert main(["plan", str(config), "--model.width=256", *flags]) == 0
+    told = capsys.readouterr().out
+    assert "opt " in told
+    assert " host" in told
+    assert "The device binds" in told
+    best = json.loads(figures.read_text())["best"][0]
+    assert best["optimizer"]["host"] > 0
+    assert best["memory"]["host"] > 0
+    assert main(["plan", str(config), "--model.width=256", *flags[:4]]) == 0
+    assert "Nothing fits" in capsys.readouterr().out
+    assert main(["plan", str(config), "--model.width=256", *flags[:4], "--host-memory", "1MB"]) == 0
+    assert "The host binds: take more of it, or more devices." in capsys.readouterr().out
+
+
 def test_figures_for_programs(config, tmp_path, capsys):
     path = tmp_path / "plan.json"
     code, *_ = planned(capsys, config, "--world=16", "--device-memory=80GiB", f"--json={path}", "--flops=1e12")

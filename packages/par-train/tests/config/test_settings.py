@@ -139,6 +139,11 @@ def test_stage_3_under_autocast_is_refused_without_ranks():
         check_config(build(Options, {"zero": 3, "precision": "fp16-amp"}), 2)
 
 
+def test_what_is_computed_again_is_refused_with_what_it_can_be():
+    with pytest.raises(UserError, match=r"recompute is 'lairs'; it can be 'cheap', 'layers'"):
+        check_config(build(Options, {"recompute": "lairs"}), 2)
+
+
 def test_a_whole_number_is_a_number():
     assert isinstance(load(Options, None, {"train.learning_rate": "1"}).train.learning_rate, float)
 
@@ -168,6 +173,10 @@ def test_parallel_is_a_free_dict(flags, parallel):
         ({"train": "5"}, ["train is a table", "train.steps"]),
         ({"train.learning_rate": "9" * 400}, ["train.learning_rate"]),
         ({"xyzzy": "1"}, ["unknown key 'xyzzy'", "train.steps"]),
+        (
+            {"model.gradient_checkpointing": "true"},
+            ["'model.gradient_checkpointing' is no more", "recompute = 'layers'"],
+        ),
         ({"train.steps": "many"}, ["train.steps", "'many'", "a whole number"]),
         ({"train.steps": "0"}, ["train.steps", "0", "at least 1"]),
         ({"train.steps": "1.5"}, ["train.steps", "1.5", "a whole number"]),

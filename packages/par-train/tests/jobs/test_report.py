@@ -78,7 +78,13 @@ def banner(capsys, parallel, world_size, step=0, folder="/texts", **changes):
     schedule = SimpleNamespace(microbatches=4) if "pipeline" in parallel else None
     options, topology = Options(output="runs/x", **changes), Topology.from_config(parallel, world_size)
     about = about_gpt(options, text, 875264, topology.size("data"))
-    trainer = SimpleNamespace(schedule=schedule, device=torch.device("cpu"), step=step, about=lambda _: about)
+    trainer = SimpleNamespace(
+        schedule=schedule,
+        device=torch.device("cpu"),
+        step=step,
+        about=lambda _: about,
+        strategy=SimpleNamespace(spent=None),
+    )
     print_banner(options, topology, trainer)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80, lines

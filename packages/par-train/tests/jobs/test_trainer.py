@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from par_groups import ProcessGroups, Topology
 from par_pipeline.schedules.registry import SCHEDULES
+from par_testing import once
 from par_train import Strategy
 from par_train.jobs.checkpoint import TrainingState, save_checkpoint
 from par_train.jobs.gpt import GPT
@@ -76,6 +77,10 @@ def expected(chosen):
     """The same on one device, in plain torch: model, losses, norms and validation loss."""
     with ProcessGroups(Topology.from_config({}, dist.get_world_size())) as groups:
         data = Trainer(chosen, text_of(chosen), groups, torch.device("cpu"))  # for its samples alone
+    return once(trained_alone, chosen, data)
+
+
+def trained_alone(chosen, data):
     model = GPT(chosen.model, seed=chosen.seed)
     optimizer = make_optimizer(model, chosen.train)
     losses, norms = [], []

@@ -4,7 +4,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,12 +42,16 @@ def text():
 
 
 @contextmanager
-def running(parallel, *, model=MODEL, schedule="1f1b", microbatches=0, **changes) -> Iterator[Run]:
-    """A run on the ranks there are, two steps after its start."""
+def running(parallel, *, model=MODEL, schedule="1f1b", microbatches=0, offload=None, **changes) -> Iterator[Run]:
+    """A run on the ranks there are, two steps after its start; `offload` is par-zero's, as a mapping."""
     topology = Topology.from_config(parallel, dist.get_world_size())
     pipeline = ScheduleOptions(schedule=schedule, microbatches=microbatches)
     options = Options(model=model, train=TrainOptions(batch_size=8), pipeline=pipeline, **changes)
-    made = predict(shape_of(options), topology, configured_job(options, topology), GLOO)
+    job = configured_job(options, topology)
+    if offload is not None:
+        job = replace(job, **offload["optimizer"])
+        options = replace(options, zero={"stage": options.zero, "offload": offload})
+    made = predict(shape_of(options), topology, job, GLOO)
     with ProcessGroups(topology) as groups:
         gc.collect()
         before = live_storages()

@@ -11,7 +11,7 @@ from par_pipeline import simulate
 from par_train.jobs.checks import check_config
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.plan import pipeline, search
-from par_train.plan.inputs import Job, Machine
+from par_train.plan.inputs import RECOMPUTES, Job, Machine
 from par_train.plan.predict import predict
 from par_train.plan.search import configurations, rank, tensor_configs, variants
 from par_train.plan.shape import Shape
@@ -98,8 +98,14 @@ def test_no_topology_is_shown_twice():
 def test_if_nothing_fits_the_smallest_is_given():
     found = rank(SHAPE, 8, JOB, Machine(memory=1e7))
     assert not found.best
-    everything = all_of(SHAPE, 8, JOB)
-    assert found.nearest.memory.total == min(each.memory.total for each in everything)
+    least = min(
+        predict(SHAPE, each.topology, replace(each.job, recompute=recompute)).memory.total
+        for each in all_of(SHAPE, 8, JOB)
+        for recompute in RECOMPUTES
+    )
+    assert found.nearest.memory.total == least
+    assert found.short.tier == "device"
+    assert found.short.missing == pytest.approx(least - 0.9e7)
 
 
 def test_a_batch_that_no_world_divides():
@@ -107,7 +113,7 @@ def test_a_batch_that_no_world_divides():
     assert (found.best, found.nearest, found.frames) == ((), None, 0)
 
 
-@pytest.mark.parametrize("world", [*(pytest.param(each, marks=pytest.mark.storm) for each in (64, 1024)), 102_400])
+@pytest.mark.parametrize("world", [102_400, *(pytest.param(each, marks=pytest.mark.storm) for each in (64, 1024))])
 def test_the_largest_models_are_planned_in_seconds(monkeypatch, world):
     """1T parameters: most configurations are left out by a bound, and no long pipeline is simulated."""
     calls, simulated = [], [0]
@@ -116,7 +122,7 @@ def test_the_largest_models_are_planned_in_seconds(monkeypatch, world):
     shape = Shape(layers=128, width=25600, heads=160, context=4096)
     job, start = Job(batch=12_800, precision="bf16"), time.process_time()
     found = rank(shape, world, job, Machine(memory=80e9))
-    assert time.process_time() - start < 20  # of CPU time; an idle core takes four
+    assert time.process_time() - start < 40  # of CPU time; an idle core takes four, and ten for 1,024 devices
     assert bool(found.best) == (world >= 1024)
     # One for the bound of each, and a few more; with all schedules, stages and modes there are 30 and more.
     assert len(calls) <= 3 * found.frames
@@ -163,7 +169,39 @@ def test_no_mode_that_is_left_out_would_have_won():
 
 
 def test_long_sequences_fit_where_they_are_cut_and_few_rows_keep_many_devices_busy():
-    machine = Machine(memory=0.6e9)
+    machine = Machine(memory=0.33e9)
     assert not rank(LONG, 16, FEW, machine, sequence=1).best
     found = rank(LONG, 16, FEW, machine).best[0]
     assert found.topology.size("sequence") > 1
+
+
+TIERS = {"host_memory": 64e9, "disk": 1e12, "devices_per_node": 1}
+
+
+def test_what_a_device_has_no_room_for_is_computed_again_or_lies_elsewhere_whichever_is_quicker():
+    """The less memory there is, the more is done for it; each tier is filled before the next."""
+    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), Job(batch=8, precision="bf16")
+    done = []
+    for memory in (40e9, 16e9, 13e9, 9e9):
+        found = rank(shape, 1, job, Machine(memory=memory, **TIERS)).best[0]
+        assert found.memory.total <= 0.9 * memory * (1 + 1e-6)
+        done.append((found.seconds, found.job.host))
+        for recompute in RECOMPUTES:  # no way by hand that is as frugal is quicker
+            by_hand = predict(shape, found.topology, replace(found.job, recompute=recompute), Machine(**TIERS))
+            assert by_hand.seconds >= found.seconds or by_hand.memory.total > found.memory.total
+    assert done == sorted(done)
+    assert done[0][1] == 0 < done[-1][1]
+    full = rank(shape, 1, job, Machine(memory=9e9, **{**TIERS, "host_memory": 4e9})).best[0]
+    assert full.memory.host == pytest.approx(0.85 * 4e9)
+    assert full.job.disk > 0
+    assert full.binds(Machine(memory=9e9, host_memory=4e9, disk=1e12)) == "host"
+
+
+def test_a_model_that_fits_nowhere_names_the_tier_that_is_short():
+    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), Job(batch=8, precision="bf16")
+    for tiers, short in (({}, "device"), ({"host_memory": 1e9}, "host"), ({"host_memory": 6e9, "disk": 1e9}, "disk")):
+        found = rank(shape, 1, job, Machine(memory=9e9, devices_per_node=1, **tiers))
+        assert not found.best
+        assert found.short.tier == short, found.short
+        assert found.short.missing > 0
+    assert rank(shape, 1, job, Machine(memory=2e9, **TIERS)).short.tier == "device"

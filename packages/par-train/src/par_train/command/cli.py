@@ -19,7 +19,10 @@ from ..config.kinds import BOOL, BYTES
 from ..config.settings import Setting, load, settings, unknown_key
 from ..jobs.options import Options, PlanOptions
 
-_CONFIG = "tables [data], [model], [adapter], [train], [sample], [pipeline], [parallel]; or a .py file with these names"
+_CONFIG = (
+    "tables [data], [model], [adapter], [train], [sample], [pipeline], [memory], [parallel]; or a .py file with these "
+    "names"
+)
 
 _EPILOG = """parallel:
   --parallel.AXIS N, --parallel.AXIS.KEY VALUE
@@ -151,7 +154,8 @@ def _unknown_argument(argument: str, command: str | None) -> UserError:
     if not name.startswith("--"):
         return UserError(f"unexpected argument {argument!r}; give one config file, and flags as --train.steps 100")
     if command == "plan":
-        near = difflib.get_close_matches(name, [setting.flag for setting in settings(PlanOptions).values()], n=1)
-        if near:
+        own = [setting.flag for setting in settings(PlanOptions).values()]
+        near = difflib.get_close_matches(name, [*own, *(setting.flag for setting in settings(Options).values())], n=1)
+        if near and near[0] in own:
             return UserError(f"unknown flag {name}; did you mean {near[0]}?")
     return unknown_key(Options, name.removeprefix("--"))

@@ -11,7 +11,7 @@ from .._errors import UserError
 from ..jobs.checks import check_config, check_kind
 from ..jobs.existing.folder import read_config, row_length
 from ..jobs.options import Options, PlanOptions
-from ..plan.inputs import PEAKS, Job, Machine
+from ..plan.inputs import PEAKS, RECOMPUTES, Job, Machine
 from ..plan.model import PlannedModel
 from ..plan.predict import predict
 from ..plan.report import Report
@@ -44,7 +44,14 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
         network=plan_options.network,
         latency=plan_options.latency,
         devices_per_node=plan_options.devices_per_node,
+        host_memory=plan_options.host_memory,
+        disk=plan_options.disk,
+        link=plan_options.link,
+        host_step=plan_options.host_step,
+        disk_read=plan_options.disk_read,
+        disk_write=plan_options.disk_write,
     )
+    _check_recompute(options)
     shape = pretrained_shape(options) if options.model.folder else shape_of(options)
     configured = None
     if options.parallel:
@@ -93,9 +100,20 @@ def pretrained_shape(options: Options) -> PlannedModel:
     context = row_length(options, read_config(folder, key))
     try:
         made = make_on_meta(str(folder), torch.float32, model.attention or None)
-        return PretrainedShape(made, context=context, checkpointing=model.gradient_checkpointing, packed=True)
+        return PretrainedShape(made, context=context, packed=True)
     except (ImportError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{key} {str(folder)!r}: {error}") from None
+
+
+def _check_recompute(options: Options) -> None:
+    """Raises UserError if something is computed again that there are no formulas for."""
+    known = ("", "layers") if options.model.folder else RECOMPUTES
+    if options.recompute not in known:
+        allowed = " and ".join(repr(word) for word in known if word)
+        raise UserError(
+            f"recompute is {options.recompute!r}, and par-train plan knows {allowed} of this model; use one of these, "
+            "or leave it out for the plan"
+        )
 
 
 def shape_of(options: Options) -> Shape:
@@ -118,5 +136,6 @@ def configured_job(options: Options, topology: Topology) -> Job:
         zero=options.zero,
         precision=options.precision,
         schedule=options.pipeline.schedule,
+        recompute=options.recompute,
         microbatches=microbatches_of(options.pipeline.microbatches, topology.size("pipeline")),
     )

@@ -177,7 +177,10 @@ def load(options: type[OptionsType], path: Path | None, flags: Mapping[str, Any]
 
 
 def unknown_key(options: type, key: str) -> UserError:
-    """The error for a key that does not exist, or is a table, with the nearest that does exist."""
+    """The error for a key that does not exist any more, does not exist, or is a table, with what to use."""
+    former = getattr(options, "FORMER", {}).get(key)
+    if former is not None:
+        return UserError(f"key {key!r} is no more; use {former}")
     names = list(settings(options))
     tables = [one.name for one in dataclasses.fields(options) if not one.metadata]
     if key in tables:

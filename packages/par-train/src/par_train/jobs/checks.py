@@ -9,9 +9,11 @@ from par_groups import Topology
 from par_pipeline import partition
 
 from .._errors import UserError
+from .._units import format_bytes
+from ..memory.recompute import read_recompute
 from ..plan.schedules import make_schedule, microbatches_of
 from .existing.folder import ModelFolder, read_folder
-from .options import AdapterOptions, Options, SampleOptions
+from .options import AdapterOptions, MemoryOptions, Options, SampleOptions
 from .order import check_size
 from .text import Text, read_text
 
@@ -21,7 +23,7 @@ _OF_GPT = (
 )
 _OF_EXISTING = (
     *("data.path", "data.format", "data.field", "data.template", "data.context"),
-    *("model.attention", "model.dtype", "model.gradient_checkpointing"),
+    *("model.attention", "model.dtype"),
     *(f"adapter.{one.name}" for one in fields(AdapterOptions)),
     *(f"sample.{one.name}" for one in fields(SampleOptions)),
 )
@@ -39,12 +41,15 @@ def check_config(options: Options, world_size: int) -> Topology:
         raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
     _refuse_experts(options)
     check_kind(options)
+    _check_memory(options.memory)
     if options.zero == 3 and options.precision.endswith("-amp"):
         raise UserError(
             f"zero is 3 with precision {options.precision!r}, which would keep a cast copy of every weight until "
             f"backward; use precision {options.precision.removesuffix('-amp')!r}, or zero 2"
         )
     try:
+        if options.recompute:
+            read_recompute(options.recompute)
         topology = Topology.from_config(_with_tensor_size(options.parallel), world_size)
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -227,6 +232,19 @@ def _with_tensor_size(parallel: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(tensor, Mapping) or "size" in tensor or "mode" not in tensor:
         return dict(parallel)
     return {"data": 1, **parallel, "tensor": {**tensor, "size": -1}}
+
+
+def _check_memory(memory: MemoryOptions) -> None:
+    """Checks that where something may lie elsewhere, a device is limited, and a disk has a folder."""
+    if not memory.device and (memory.host or memory.disk or memory.path):
+        raise UserError(
+            "memory.device is 0, so all of the device may be taken and nothing lies elsewhere; give its bytes, such as "
+            "80GB, or leave [memory] out"
+        )
+    if bool(memory.disk) != bool(memory.path):
+        raise UserError(
+            f"memory.disk is {format_bytes(memory.disk)} and memory.path {memory.path!r}; give both, or none of them"
+        )
 
 
 def _refuse_experts(options: Options) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from par_layers import LayerSet, Tokens, initialize, layer_set, normal
 
@@ -112,6 +111,7 @@ class Block(nn.Module):
         self.output = layers.RowLinear(width, width, init=residual)
         self.mlp_norm = layers.LayerNorm(width)
         self.expand = layers.ColumnLinear(width, 4 * width, init=normal(0.02))
+        self.activation = nn.GELU()  # a module, so that `recompute` may call it again
         self.contract = layers.RowLinear(4 * width, width, init=residual)
 
     def forward(self, hidden: Tensor, tokens: Tokens | None = None) -> Tensor:
@@ -119,5 +119,5 @@ class Block(nn.Module):
         query, key, value = self.query_key_value.parts(self.query_key_value(self.attention_norm(hidden)))
         mixed = self.layers.attention(query, key, value, head=self.head, causal=True, tokens=tokens)
         hidden = hidden + self.output(mixed)
-        contracted: Tensor = self.contract(functional.gelu(self.expand(self.mlp_norm(hidden))))
+        contracted: Tensor = self.contract(self.activation(self.expand(self.mlp_norm(hidden))))
         return hidden + contracted

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..config.kinds import BYTES
 from ..config.settings import FlagsAlone, option
@@ -67,7 +67,6 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "with model.path: of the weights before precision; auto: float32, or the folder's if precision has it"
     )
-    gradient_checkpointing: bool = option(False, "with model.path: compute layers again in backward, to save memory")
 
     @property
     def folder(self) -> str:
@@ -94,6 +93,23 @@ class TrainOptions:
     clip_norm: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
     validate_every: int = option(100, "steps between validations; the last step is always one", low=1)
     checkpoint_every: int = option(250, "steps between checkpoints; 0: only at the end", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Bytes of a rank in each tier: what has no room in one lies in the next, and layers keep what still has room."""
+
+    device: float = option(0.0, "bytes of a device that may be taken, such as 80GB; 0: all of it", low=0, kind=BYTES)
+    host: float = option(0.0, "bytes of its host for what the device has no room for; 0: none", low=0, kind=BYTES)
+    disk: float = option(0.0, "bytes of a local disk for what the host has no room for; 0: none", low=0, kind=BYTES)
+    path: str = option("", "folder on that disk; nothing is left in it")
+
+    @property
+    def budget(self) -> dict[str, Any] | None:
+        """What `Strategy(memory=...)` takes; None where no device is limited."""
+        if not self.device:
+            return None
+        return {"device": self.device, "host": self.host, "disk": self.disk, "path": self.path or None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +148,9 @@ class Options:
     `parallel` is the topology's own grammar, and is handed on to `par_groups.Topology.from_config`.
     """
 
+    FORMER: ClassVar[Mapping[str, str]] = {"model.gradient_checkpointing": "recompute = 'layers'"}
+    """Keys that earlier versions had, and what says the same now."""
+
     output: str = option(
         "",
         "folder for checkpoint, metrics and curve; left empty, runs/gpt, or runs/ and the name of the model's folder",
@@ -148,6 +167,11 @@ class Options:
     precision: Literal["fp32", "tf32", "bf16", "bf16-amp", "fp16", "fp16-amp", "bf16-sr", "fp8"] = option(
         "fp32", "of weights and arithmetic; fp16 scales the loss, fp8 multiplies float8 numbers, -sr keeps no fp32 copy"
     )
+    recompute: str = option(
+        "",
+        "what is computed again in backward and not kept: cheap (norms and activations), layers, layers:2 (every "
+        "second), keep:0.4 or keep:6GB (as little as that allows); left empty, nothing",
+    )
     seed: int = option(0, "seed of the weights and of the order of the data", low=0, high=2**63 - 1)
     gradient_handlers: tuple[Mapping[str, Any], ...] = option(
         (), 'what completes gradients before a step, such as [{type = "mine"}]; left empty, the usual ones'
@@ -159,6 +183,7 @@ class Options:
     train: TrainOptions = field(default_factory=TrainOptions)
     sample: SampleOptions = field(default_factory=SampleOptions)
     pipeline: ScheduleOptions = field(default_factory=ScheduleOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -204,6 +229,16 @@ class PlanOptions(FlagsAlone):
     network: float = option(Machine.network, "bytes a second into a device from other nodes", above=0, kind=BYTES)
     latency: float = option(Machine.latency, "seconds that each operation takes before its first byte", above=0)
     devices_per_node: int = option(Machine.devices_per_node, "ranks that follow one another share a node", low=1)
+    host_memory: float = option(
+        Machine.host_memory, "memory of a node's host, for what devices have no room for; 0: none", low=0, kind=BYTES
+    )
+    disk: float = option(Machine.disk, "room on a node's disk, for what the host has no room for", low=0, kind=BYTES)
+    link: float = option(Machine.link, "bytes a second between a device and its host", above=0, kind=BYTES)
+    host_step: float = option(
+        Machine.host_step, "bytes a second that a host reads and writes in an optimizer's step", above=0, kind=BYTES
+    )
+    disk_read: float = option(Machine.disk_read, "bytes a second that a node reads from its disk", above=0, kind=BYTES)
+    disk_write: float = option(Machine.disk_write, "bytes a second that it writes there", above=0, kind=BYTES)
 
 
 def learning_rate(options: Options, step: int) -> float:

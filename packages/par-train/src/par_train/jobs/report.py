@@ -32,6 +32,8 @@ def print_banner(options: Options, topology: Topology, trainer: Training) -> Non
         _row("pipeline", f"{options.pipeline.schedule}, {trainer.schedule.microbatches} microbatches")
     for label in ("data", "batch"):
         _row(label, *about[label])
+    if trainer.strategy.spent is not None:
+        _row("memory", *trainer.strategy.spent.reasons)
     _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
     place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
     _row("output", options.output_folder, f"{place} of {options.train.steps}")

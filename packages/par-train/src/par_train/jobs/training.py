@@ -87,6 +87,8 @@ class Training(ABC):
             gradient_handlers=options.gradient_handlers,
             plugins=options.plugins,
             seed=options.seed,
+            recompute=options.recompute or None,
+            memory=options.memory.budget,
         )
         self.step = self._first = 0
         self.samples = 0

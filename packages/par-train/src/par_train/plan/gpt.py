@@ -5,12 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .inputs import Job, Numbers
+from .inputs import RECOMPUTES, Job, Numbers
 from .memory import Replicas, saved_block, saved_ends
 from .pipeline import Pipe, Place, stage_size
 from .sequence import Attention, SequenceCut, local_tokens, reach
 from .shape import Count, Cut, Part, Shape, count, misfit
 from .traffic import Move, tensor_traffic
+
+FLOPS_A_BYTE = 150
+"""Operations in the time in which a device reads or writes a byte of its memory, by what an H100 reaches of both."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,11 @@ class GPTPlan:
 
     Args:
         shape: Its sizes.
+        recompute: What its blocks compute again in backward, as in `Job`.
     """
 
     shape: Shape
+    recompute: str = ""
 
     @property
     def layers(self) -> int:
@@ -45,8 +50,17 @@ class GPTPlan:
 
     @property
     def checkpointing(self) -> bool:
-        """False: blocks keep what they computed."""
-        return False
+        """Whether blocks keep their inputs alone."""
+        return self.recompute == "layers"
+
+    @property
+    def recomputes(self) -> tuple[str, ...]:
+        """All that there are."""
+        return RECOMPUTES
+
+    def again(self, recompute: str) -> "GPTPlan":
+        """The same sizes, with something that is computed again."""
+        return self if recompute == self.recompute else replace(self, recompute=recompute)
 
     @property
     def sums_losses(self) -> bool:
@@ -115,11 +129,14 @@ class GPTPlan:
         stage = max(stage_size(shape.layers, pipeline.stages, number) for number in place.stages)
         first = saved_ends(shape, cut, numbers, replace(part, last=False), tokens)
         last = saved_ends(shape, cut, numbers, replace(part, first=False), tokens)
-        block, once = saved_block(shape, cut, numbers, tokens), 0
+        block, once = saved_block(shape, cut, numbers, tokens, cheap=self.recompute == "cheap"), 0.0
         if sequence.ranks > 1:
             taken = reach(sequence, self._attention(cut), shape.context, job.documents)
             block += taken.kept * rows / cut.inner_tokens * numbers.product
             once = 8 * tokens // rows if part.first else 0  # the places of tokens, as int64
+        if self.checkpointing:  # of one block at a time the rest is there, when what the loss has kept is gone
+            whole, block = block, tokens / cut.tokens * shape.width / cut.features * numbers.residual
+            once += max(0.0, whole - block - (last if part.last else 0))
         kept = place.kept * (stage * block + first) + place.kept_last * last
         return kept + once, 0.0
 
@@ -146,3 +163,17 @@ class GPTPlan:
     def flops(self, part: Part) -> tuple[float, float]:
         """Floating-point operations for one token in forward and backward: of matrices, and of attention."""
         return self.shape.flops(part)
+
+    def flops_again(self, part: Part) -> tuple[float, float]:
+        """Floating-point operations for one token that backward does again.
+
+        A block runs again up to what its last product needs, so that this one is left out. What norms and the
+        activation read and write counts as the operations that take as long.
+        """
+        shape = self.shape
+        if self.checkpointing:
+            matrices = part.blocks * 2 * (shape.block_matrices - shape.width * shape.mlp)
+            return float(matrices), self.flops(part)[1] / 3
+        if self.recompute == "cheap":
+            return 2.0 * part.blocks * (2 * shape.width + shape.mlp) * 2 * FLOPS_A_BYTE, 0.0
+        return 0.0, 0.0

@@ -4,6 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+RECOMPUTES = ("", "cheap", "layers")
+"""What layers may compute again, in the order of the memory that it takes."""
+
+HOST_MARGIN = 0.15
+"""Part of a host's memory that is left alone: for the system, its caches, and what reads the data."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -19,9 +25,13 @@ class Job:
         microbatches: Number of pieces that each replica's part of the batch is cut into.
         documents: Lengths of the documents that are packed into each row, in their order, of which no token sees
             another document; None: a row is one document.
+        recompute: What layers compute again in backward: "" nothing, "cheap" what needs no product, "layers" all but
+            their inputs.
+        host: Part of the optimizer's state, and of its own copies of parameters, that lies on the host.
+        disk: Part of them that lies on a disk.
 
     Raises:
-        ValueError: There is no such stage or precision.
+        ValueError: There is no such stage, precision or recomputation, or the parts are more than all.
     """
 
     batch: int
@@ -30,12 +40,19 @@ class Job:
     schedule: str = "1f1b"
     microbatches: int = 1
     documents: tuple[int, ...] | None = None
+    recompute: str = ""
+    host: float = 0.0
+    disk: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.zero <= 3:
             raise ValueError(f"zero is {self.zero}; it can be 0, 1, 2 or 3")
         if self.precision not in NUMBERS:
             raise ValueError(f"precision is {self.precision!r}; it can be {', '.join(NUMBERS)}")
+        if self.recompute not in RECOMPUTES:
+            raise ValueError(f"recompute is {self.recompute!r}; it can be {', '.join(map(repr, RECOMPUTES))}")
+        if self.host < 0 or self.disk < 0 or self.host + self.disk > 1 + 1e-9:
+            raise ValueError(f"host is {self.host} and disk {self.disk}; give parts from 0 to 1, together 1 at most")
 
     @property
     def numbers(self) -> "Numbers":
@@ -58,10 +75,16 @@ class Machine:
         network: Bytes a second into one device from other nodes.
         latency: Seconds that an operation takes before its first byte.
         devices_per_node: Number of devices in a node; ranks that follow one another share a node.
+        host_memory: Bytes of memory of a node's host, which its devices share; 0: nothing lies there.
+        disk: Bytes that a node's devices may take of its disk; 0: nothing lies there.
+        link: Bytes a second between a device and its host, each way.
+        host_step: Bytes a second that a node's processors read and write in an optimizer's step.
+        disk_read: Bytes a second that a node reads from its disk.
+        disk_write: Bytes a second that a node writes to its disk.
         gloo: Whether reduce-scatters receive as many bytes as they send, as gloo's do on CPUs.
 
     Raises:
-        ValueError: A number is not above 0.
+        ValueError: A number is not above 0; or, of host_memory and disk, is below it.
     """
 
     memory: float = math.inf
@@ -72,11 +95,35 @@ class Machine:
     latency: float = 10e-6
     devices_per_node: int = 8
     gloo: bool = False
+    host_memory: float = 0.0
+    disk: float = 0.0
+    link: float = 50e9
+    host_step: float = 100e9
+    disk_read: float = 6e9
+    disk_write: float = 3e9
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "gloo" and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0")
+            may_be_0 = name in ("host_memory", "disk")
+            if name != "gloo" and not (value >= 0 if may_be_0 else value > 0):
+                raise ValueError(f"{name} is {value}; it must be {'0 or above' if may_be_0 else 'above 0'}")
+
+    def sharers(self, world: int) -> int:
+        """Number of devices that share a node's host and disk.
+
+        Args:
+            world: Number of ranks.
+        """
+        return min(self.devices_per_node, world)
+
+    def rooms(self, world: int) -> dict[str, float]:
+        """Bytes that a rank may take of its host, of which a margin is left free, and of its disk.
+
+        Args:
+            world: Number of ranks.
+        """
+        sharers = self.sharers(world)
+        return {"host": (1 - HOST_MARGIN) * self.host_memory / sharers, "disk": self.disk / sharers}
 
 
 PEAKS: Mapping[str, float] = {"fp32": 67e12, "tf32": 495e12, "fp8": 1979e12}

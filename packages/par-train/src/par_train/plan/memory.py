@@ -4,12 +4,13 @@ torch is here for its dtypes alone, which `par_zero.memory` takes.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from par_zero import ShardOptions, memory
 
+from ..memory.tiers import Source
 from .inputs import Numbers
 from .shape import Count, Cut, Part, Shape
 
@@ -33,6 +34,9 @@ class Memory:
         attention: Keys and values of other ranks of a sequence, or all tokens of some heads, and their gradients, that
             one attention holds in backward; logits are gone by then.
         step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
+        host: What lies on the host: state of the optimizer, and gradients that it steps by there; not the
+            buffers through which a disk's state passes, of 200 MB at most.
+        disk: What lies on a disk.
     """
 
     parameters: float
@@ -43,6 +47,8 @@ class Memory:
     logits: float = 0.0
     attention: float = 0.0
     step: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
 
     @property
     def state(self) -> float:
@@ -51,7 +57,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes at the fullest moment."""
+        """Bytes of the device at the fullest moment."""
         return self.state + max(self.buffers + self.activations + max(self.logits, self.attention), self.step)
 
 
@@ -123,10 +129,15 @@ def replicas_of(
     )
 
 
-def state_memory(replicas: Replicas, numbers: Numbers) -> Memory:
+def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory:
     """Bytes of parameters, gradients, the state of Adam, and what reducing and gathering them takes.
 
     While gradients accumulate they are whole, at stages 2 and 3 too, and parameters stay gathered.
+
+    Args:
+        replicas: The replicas.
+        numbers: Widths of numbers.
+        slots: Tensors of state for each parameter, each as wide as a master: 2 for Adam.
     """
     zero, ranks, elements = replicas.zero, replicas.ranks, replicas.elements
     state = memory(
@@ -135,7 +146,7 @@ def state_memory(replicas: Replicas, numbers: Numbers) -> Memory:
         ranks,
         dtype=_DTYPES[numbers.master],
         param_dtype=_DTYPES[numbers.weight],
-        slots=2,
+        slots=slots,
     )
     reduced = min(elements, 2 * replicas.chunk)  # two chunks at a time
     received: float = 0
@@ -158,7 +169,50 @@ def state_memory(replicas: Replicas, numbers: Numbers) -> Memory:
     )
 
 
-def saved_block(shape: Shape, cut: Cut, numbers: Numbers, tokens: int) -> float:
+def optimizer_away(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Source:
+    """What may leave the device: the optimizer's state, and its own copies of parameters.
+
+    Off an accelerator its host steps what it has, by gradients that follow, and by copies of parameters in any case.
+    On a CPU, where host and device are one memory, neither is needed. Arguments as those of `state_memory`.
+    """
+    own = replicas.elements / (replicas.ranks if replicas.zero else 1)
+    state = own * numbers.master * (slots + numbers.copied)
+    if replicas.gloo:
+        return Source(name="optimizer", frees=state, takes={"host": state, "disk": state})
+    gradients, away = own * numbers.gradient, own * numbers.master * (slots + 1)
+    return Source(
+        name="optimizer",
+        frees=state + (gradients if replicas.zero >= 2 else 0),
+        takes={"host": away, "disk": away},
+        beside=gradients,
+    )
+
+
+def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, host: float, disk: float) -> Memory:
+    """A rank's memory where parts of its optimizer lie elsewhere.
+
+    Args:
+        memory: Its memory with all of it on the device.
+        replicas: The replicas.
+        numbers: Widths of numbers.
+        host: The part on the host.
+        disk: The part on a disk.
+    """
+    if not host + disk:
+        return memory
+    source, away = optimizer_away(replicas, numbers), host + disk
+    gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * source.beside
+    return replace(
+        memory,
+        optimizer=memory.optimizer - (away * source.frees - gradients),
+        gradients=memory.gradients - gradients,
+        step=memory.step * (1 if replicas.gloo else 1 - away),
+        host=host * source.takes["host"] + away * source.beside,
+        disk=disk * source.takes["disk"],
+    )
+
+
+def saved_block(shape: Shape, cut: Cut, numbers: Numbers, tokens: int, *, cheap: bool = False) -> float:
     """Bytes that autograd keeps of one block for one microbatch.
 
     In the residual layout these are the inputs of both norms and of both column layers, and what the norms know of each
@@ -172,15 +226,20 @@ def saved_block(shape: Shape, cut: Cut, numbers: Numbers, tokens: int) -> float:
         cut: The cut of the tensor mode.
         numbers: Widths of numbers.
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+        cheap: Whether norms and the activation are computed again. What they make is kept nevertheless where a product
+            keeps a copy of another dtype, or where a norm sums over ranks.
     """
     h, own = shape.width, tokens / cut.tokens
     inner = tokens / cut.inner_tokens / cut.inner
     float8 = numbers.saved != numbers.product  # keeps what was gathered, and a copy of what attention gives
     column_input = tokens * h if float8 else own * h / cut.features
-    residual = 2 * own * h / cut.features * numbers.residual + 2 * column_input * numbers.saved
+    norms_again = cheap and cut.features == 1 and numbers.saved == numbers.residual
+    activation_again = cheap and numbers.saved == numbers.product
+    residual = 2 * own * h / cut.features * numbers.residual
+    residual += 0 if norms_again else 2 * column_input * numbers.saved
     statistics = own * 4 * (2 if cut.features > 1 else 4)
     attention = (shape.attended + h) * numbers.product + float8 * h * numbers.saved + shape.heads * 4
-    mlp = shape.mlp * (numbers.product + numbers.saved)
+    mlp = shape.mlp * (numbers.product + (0 if activation_again else numbers.saved))
     casts = numbers.cast * shape.block_matrices / cut.matrix
     return residual + statistics + inner * (attention + mlp) + casts
 

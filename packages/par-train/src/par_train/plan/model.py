@@ -38,6 +38,23 @@ class PlannedModel(Protocol):
         """Whether layers are computed once more in backward."""
 
     @property
+    def recomputes(self) -> tuple[str, ...]:
+        """What there are formulas for of `Job.recompute`; "" among them."""
+
+    def again(self, recompute: str) -> "PlannedModel":
+        """The model as it is when it computes something again in backward.
+
+        Args:
+            recompute: As in `Job`.
+
+        Raises:
+            ValueError: There are no formulas for it.
+        """
+
+    def flops_again(self, part: Part) -> tuple[float, float]:
+        """Floating-point operations for one token that backward does again: of matrices, and of attention."""
+
+    @property
     def sums_losses(self) -> bool:
         """Whether the loss itself adds up what the ranks of a sequence have; else their gradients are weighted."""
 

@@ -2,8 +2,9 @@
 
 memory     of the pipeline's rank that needs most
 traffic    of the rank that is busiest
-time       compute + tensor + sequence (what does not hide behind attention) + pipeline (what this rank waits for
-           messages) + bubble + data (what does not hide)
+time       compute + again (what backward computes once more) + tensor + sequence (what does not hide behind attention)
+           + pipeline (what this rank waits for messages) + bubble + data (what does not hide) + away (what the step of
+           what lies elsewhere takes, as far as it does not hide)
 """
 
 import math
@@ -13,12 +14,13 @@ from functools import lru_cache
 
 from par_groups import Topology
 
+from ..memory.tiers import Source
 from .gpt import GPTPlan
 from .inputs import Job, Machine
-from .memory import Memory, Replicas, replicas_of, state_memory
+from .memory import Memory, Replicas, optimizer_away, replicas_of, state_memory, with_away
 from .model import PlannedModel
 from .pipeline import Pipe, Place, pipe
-from .seconds import seconds_of
+from .seconds import Away, seconds_of, wiring_of
 from .sequence import Attention, SequenceCut, local_tokens, reach, sequence_of, sequence_traffic
 from .shape import Cut, Part, Shape, cut_of
 from .traffic import Move, data_traffic, pipeline_traffic
@@ -38,6 +40,7 @@ class RankPrediction:
         moves: What it receives over each axis.
         seconds: Seconds of a step by the names in `TERMS`.
         numbers: The ranks of the pipeline that it stands for.
+        optimizer: What of its memory may lie elsewhere than on the device; None: it was not looked at.
     """
 
     place: str
@@ -46,6 +49,12 @@ class RankPrediction:
     moves: tuple[Move, ...]
     seconds: Mapping[str, float]
     numbers: tuple[int, ...] = (0,)
+    optimizer: Source | None = None
+
+
+def _rounded_up(room: float) -> float:
+    """A limit that what was cut to it exactly is not above."""
+    return room * (1 + 1e-9) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +101,19 @@ class Prediction:
         return max(seconds, key=lambda term: seconds[term])
 
     def fits(self, machine: Machine) -> bool:
-        """Whether the configuration leaves the margin of a device's memory free."""
-        return self.memory.total <= (1 - MARGIN) * machine.memory
+        """Whether the configuration leaves the margins of a device and of its host free, and the disk has room."""
+        rooms = machine.rooms(self.topology.world_size)
+        return (
+            all(rank.memory.total <= _rounded_up((1 - MARGIN) * machine.memory) for rank in self.ranks)
+            and max(rank.memory.host for rank in self.ranks) <= _rounded_up(rooms["host"])
+            and max(rank.memory.disk for rank in self.ranks) <= _rounded_up(rooms["disk"])
+        )
+
+    def binds(self, machine: Machine) -> str:
+        """The tier for whose sake the step takes longer than it would: "device", "host", or "" for none of them."""
+        if self.job.disk and machine.host_memory:
+            return "host"
+        return "device" if self.job.recompute or self.job.host or self.job.disk else ""
 
 
 def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine | None = None) -> Prediction:
@@ -108,7 +128,7 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
     Raises:
         ValueError: Sizes that do not go together; the message names them.
     """
-    machine, model = machine or Machine(), planned(shape)
+    machine, model = machine or Machine(), planned(shape).again(job.recompute)
     cut, sequence, data = cut_of(topology), sequence_of(topology), topology.size("data")
     pipeline = _check(model, topology, cut, sequence, job)
     numbers, accumulates = job.numbers, job.microbatches > 1 or pipeline.ranks > 1
@@ -117,6 +137,7 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
     pieces = {rows + 1: larger, rows: job.microbatches - larger} if larger else {rows: job.microbatches}
     local = local_tokens(sequence, model.context, job.documents)
     microbatches = {size * local: times for size, times in pieces.items()}
+    wiring = wiring_of(topology, cut, sequence, machine)
     averaged = data * sequence.ranks  # ranks that average gradients: they see other rows, or other tokens of them
     ranks = []
     for place, part, numbers_of_ranks in _kinds_of_places(model, pipeline):
@@ -144,18 +165,33 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
         activations, logits = model.activations(cut, sequence, pipeline, place, job, max(pieces))
         held = max(reach(sequence, each, model.context, job.documents).held for each in attentions)
         memory = replace(
-            state_memory(replicas, numbers),
+            with_away(state_memory(replicas, numbers), replicas, numbers, job.host, job.disk),
             activations=activations,
             logits=logits,
             attention=held * max(pieces) / cut.inner_tokens * numbers.product,
         )
+        optimizer = optimizer_away(replicas, numbers)
         rank = RankPrediction(
             place=place.name,
             parameters=parameters.total,
             memory=memory,
             moves=moves,
-            seconds=seconds_of(model, topology, job, machine, pipeline, part=part, moves=moves, attentions=attentions),
+            seconds=seconds_of(
+                model,
+                wiring,
+                job,
+                machine,
+                pipeline,
+                part=part,
+                moves=moves,
+                attentions=attentions,
+                away=Away(
+                    elements=(job.host + job.disk) * replicas.elements / (replicas.ranks if replicas.zero else 1),
+                    disk=memory.disk,
+                ),
+            ),
             numbers=numbers_of_ranks,
+            optimizer=optimizer,
         )
         ranks.append(rank)
     return Prediction(topology=topology, job=job, bubble=pipeline.bubble(job.microbatches), ranks=tuple(ranks))
@@ -182,7 +218,13 @@ def predict_parameters(
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    replicas = Replicas(
+    replicas = replicas_of_parameters(parameters, largest, ranks=ranks, job=job, gloo=gloo)
+    return state_memory(replicas, job.numbers), data_traffic(replicas, job.numbers)
+
+
+def replicas_of_parameters(parameters: int, largest: int, *, ranks: int, job: Job, gloo: bool = False) -> Replicas:
+    """The replicas of such a module; arguments as those of `predict_parameters`."""
+    return Replicas(
         zero=job.zero,
         ranks=ranks,
         accumulates=job.microbatches > 1,
@@ -193,7 +235,6 @@ def predict_parameters(
         gathered=min(parameters, 2 * largest),
         stays=0,
     )
-    return state_memory(replicas, job.numbers), data_traffic(replicas, job.numbers)
 
 
 def _check(model: PlannedModel, topology: Topology, cut: Cut, sequence: SequenceCut, job: Job) -> Pipe:

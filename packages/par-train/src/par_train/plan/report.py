@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._units import format_bytes, format_seconds
+from ..memory.tiers import AWAY, Shares
 from .inputs import Job, Machine
 from .model import PlannedModel
 from .predict import MARGIN, Prediction, planned
@@ -23,6 +24,11 @@ _TITLES = (
     "schedule",
     "micro",
     "memory",
+    "recompute",
+    "away",
+    "host",
+    "disk",
+    "binds",
     "traffic",
     "bubble",
     "step",
@@ -31,12 +37,17 @@ _TITLES = (
 
 _TERMS_IN_WORDS = {
     "compute": "arithmetic",
+    "again": "what backward computes again",
     "tensor": "what tensor ranks send each other",
     "sequence": "what attention waits for over the sequence's ranks",
     "pipeline": "what pipeline stages send each other",
     "bubble": "waiting in the pipeline",
     "data": "gradients and parameters that replicas exchange",
+    "away": "the step of what lies elsewhere",
 }
+
+
+_RECOMPUTE_IN_WORDS = {"cheap": "norms and activations are computed again", "layers": "layers are computed again"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +91,13 @@ class Report:
                 given.append(f"{what:8} none are planned: {reason}")
         parts = [given]
         if self.configured is not None:
-            parts.append(["Configured", *table([self.configured]), *moves(self.configured)])
+            parts.append(["Configured", *table([self.configured], machine), *moves(self.configured)])
         if ranking.best:
             best = ranking.best
-            parts.append(["Best of each topology", *table(best), "Of these the first", *moves(best[0])])
+            parts.append(["Best of each topology", *table(best, machine), "Of these the first", *moves(best[0])])
         elif ranking.nearest is not None:
             nearest = ranking.nearest
-            parts.append(["Nothing fits; this takes the least memory", *table([nearest]), *moves(nearest)])
+            parts.append(["Nothing fits; this takes the least memory", *table([nearest], machine), *moves(nearest)])
         return "\n\n".join("\n".join(lines) for lines in [*parts, self.reasons()])
 
     def reasons(self) -> list[str]:
@@ -95,11 +106,14 @@ class Report:
         if mine is not None and not mine.fits(self.machine):
             room = format_bytes((1 - MARGIN) * self.machine.memory)
             fits_not = [f"The configured one does not fit into {room}: it needs {_memory_in_words(mine)}."]
+            if mine.memory.host or mine.memory.disk:
+                fits_not += [_elsewhere_in_words(mine)]
         if not self.ranking.best:
             return [*fits_not, *self._remedies()]
         best, *others = self.ranking.best
         step, memory = format_seconds(best.seconds), format_bytes(best.memory.total)
-        sentences = [f"{describe(best)} is fastest: {step} a step in {memory}.", _where_time_goes(best)]
+        sentences = [f"{describe(best)} is fastest: {step} a step in {memory}.", *self._choices(best)]
+        sentences.append(_where_time_goes(best))
         if others:
             sentences.append(f"The next, {describe(others[0])}, {_behind(others[0], best)}")
         if mine is None or fits_not:
@@ -122,6 +136,30 @@ class Report:
             "reasons": self.reasons(),
         }
 
+    def _choices(self, made: Prediction) -> list[str]:
+        """Why something is computed again, or lies elsewhere, and which tier binds."""
+        job, machine = made.job, self.machine
+        binds = made.binds(machine)
+        if not binds:
+            return []
+        room = format_bytes((1 - MARGIN) * machine.memory)
+        words = [
+            f"{_RECOMPUTE_IN_WORDS[job.recompute]}, for {format_seconds(made.busiest.seconds['again'])}"
+            if job.recompute
+            else "",
+            f"{job.host + job.disk:.0%} of the optimizer's state lies elsewhere ({away_in_words(job)}), for "
+            f"{format_seconds(made.busiest.seconds['away'])}"
+            if job.host or job.disk
+            else "",
+        ]
+        chosen = " and ".join(word for word in words if word)
+        sentences = [f"The device binds: to fit into {room}, {chosen}."]
+        if made.memory.host or made.memory.disk:
+            sentences.append(_elsewhere_in_words(made))
+        if binds == "host":
+            sentences.append("The host binds, too: what it has no room for lies on the disk.")
+        return sentences
+
     def _remedies(self) -> list[str]:
         """What to change where nothing fits."""
         nearest, keys = self.ranking.nearest, planned(self.shape).keys
@@ -131,37 +169,57 @@ class Report:
                 f"change train.batch_size, {keys['heads']}, or the number of devices, to multiples of each other."
             ]
         needs = f"{describe(nearest)} comes nearest, with {_memory_in_words(nearest)}."
+        short = self.ranking.short
+        if short is not None and (self.machine.host_memory or self.machine.disk):
+            needs += f" There {short}."
+            if short.tier != "device":
+                return [needs, f"The {short.tier} binds: take more of it, or more devices."]
         if nearest.memory.state > nearest.memory.total / 2:
             remedy = f"take more devices, or fewer {keys['layers']}"
             return [needs, f"Most are parameters and the optimizer's state: {remedy}."]
         return [needs, f"Most are activations: shorten {keys['context']}, or take more devices to cut them over."]
 
 
-def table(predictions: Sequence[Prediction]) -> list[str]:
+def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> list[str]:
     """A line of titles, and one line for each prediction; columns align.
 
-    There is a column for the axis `sequence` where one of them cuts it.
+    There is a column for the axis `sequence` where one of them cuts it, for recomputation where one of them does some,
+    and for host and disk where something lies there.
+
+    Args:
+        predictions: The lines.
+        machine: The machine whose tiers bind, for the columns of tiers; None: without that one.
     """
     sequences = [sequence_of(prediction.topology) for prediction in predictions]
     is_cut = any(sequence.ranks > 1 for sequence in sequences)
-    lines = [tuple(title for title in _TITLES if is_cut or title != "sequence")]
+    left_out = set() if is_cut else {"sequence"}
+    again = any(prediction.job.recompute for prediction in predictions)
+    away = any(prediction.job.host or prediction.job.disk for prediction in predictions)
+    left_out |= (set() if again else {"recompute"}) | (set() if away else {"away", "host", "disk"})
+    left_out |= set() if (again or away) and machine is not None else {"binds"}
+    lines = [tuple(title for title in _TITLES if title not in left_out)]
     for prediction, sequence in zip(predictions, sequences, strict=True):
         topology, job = prediction.topology, prediction.job
         cells = (
             str(topology.size("data")),
             str(topology.size("pipeline")),
-            *([sequence.label] if is_cut else []),
+            sequence.label,
             cut_of(topology).label,
             str(job.zero),
             job.schedule if topology.size("pipeline") > 1 else "-",
             str(job.microbatches),
             format_bytes(prediction.memory.total),
+            job.recompute or "-",
+            away_in_words(job),
+            format_bytes(prediction.memory.host),
+            format_bytes(prediction.memory.disk),
+            (prediction.binds(machine) if machine is not None else "") or "-",
             format_bytes(sum(prediction.traffic.values())),
             f"{prediction.bubble:.1%}",
             format_seconds(prediction.seconds),
             prediction.bound,
         )
-        lines.append(cells)
+        lines.append(tuple(cell for title, cell in zip(_TITLES, cells, strict=True) if title not in left_out))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
@@ -187,6 +245,10 @@ def describe(prediction: Prediction) -> str:
         words.append(job.schedule)
     if job.microbatches > 1:
         words.append(f"{job.microbatches} microbatches")
+    if job.recompute:
+        words.append(f"recompute {job.recompute}")
+    if job.host or job.disk:
+        words.append(away_in_words(job))
     return ", ".join(words)
 
 
@@ -203,12 +265,24 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "zero": job.zero,
         "precision": job.precision,
         "pipeline": {"schedule": job.schedule, "microbatches": job.microbatches},
+        "recompute": job.recompute,
+        "optimizer": {"host": job.host, "disk": job.disk},
         "memory": {**vars(prediction.memory), "total": prediction.memory.total},
         "traffic": [vars(move) for move in busiest.moves],
         "bubble": prediction.bubble,
         "seconds": {**busiest.seconds, "total": prediction.seconds},
         "bound": prediction.bound,
     }
+
+
+def away_in_words(job: Job) -> str:
+    """What of the optimizer lies elsewhere, such as "opt 60% host"; "-" if nothing does."""
+    return Shares(parts={"optimizer": {"host": job.host, "disk": job.disk}}).describe()
+
+
+def _elsewhere_in_words(prediction: Prediction) -> str:
+    tiers = [(format_bytes(getattr(prediction.memory, tier)), tier) for tier in AWAY]
+    return f"Of each device {' and '.join(f'{size} lie on the {tier}' for size, tier in tiers if size != '0 B')}."
 
 
 def _where_time_goes(prediction: Prediction) -> str:

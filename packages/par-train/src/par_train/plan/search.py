@@ -15,12 +15,14 @@ from typing import Any
 
 from par_groups import Topology
 
+from ..memory.tiers import TooSmallError
 from .inputs import NUMBERS, Job, Machine
 from .model import PlannedModel
-from .pipeline import SCHEDULES
+from .pipeline import SCHEDULES, pipe
 from .predict import Prediction, attentions_of, misfit_of_sequence, planned, predict
 from .sequence import sequence_of
 from .shape import Shape, cut_of
+from .tiers import cheapest
 
 LEAST_TOKENS = 2048
 """A rank of a sequence has as many tokens of a row at least: the attention of fewer is too little to cut."""
@@ -35,25 +37,27 @@ class Ranking:
 
     Args:
         best: The best configuration of each topology, of those that fit, the fastest first.
-        nearest: The configuration that takes the least memory, if none fits.
+        nearest: The configuration that takes the least memory of the device, if none fits.
+        short: Why it does not fit: the tier that is too small, and by how much.
         frames: Number of topologies, each counted with each of its numbers of microbatches.
     """
 
     best: tuple[Prediction, ...]
     nearest: Prediction | None
     frames: int
+    short: TooSmallError | None = None
 
 
 def rank(
     shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, top: int = 10, *, sequence: int | None = None
 ) -> Ranking:
-    """Finds the fastest configurations that fit a machine.
+    """Finds the fastest configurations that fit a machine, each with the cheapest of what it may do to fit.
 
     Args:
         shape: The model's sizes.
         world: Number of ranks.
         job: The job, of which batch, precision and documents are kept.
-        machine: What the job runs on.
+        machine: What the job runs on, with what it has beside its devices' memory.
         top: Number of topologies to find, which differ in sizes, or in the tensor mode.
         sequence: Number of ranks that each sequence is cut over; None: whatever is best.
 
@@ -62,45 +66,74 @@ def rank(
     """
     best: dict[str, Prediction] = {}
     nearest: Prediction | None = None
-
-    def consider(topology: Topology, frame: Job) -> None:
-        """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
-        nonlocal nearest
-        name = topology.to_json()
-        for variant, way in product(variants(topology, frame), best_modes(shape, topology, frame, machine)):
-            try:
-                made = predict(shape, way, variant, machine)
-            except ValueError:  # a schedule that does not take these sizes
-                continue
-            if nearest is None or made.memory.total < nearest.memory.total:
-                nearest = made
-            if made.fits(machine) and (name not in best or _order(made) < _order(best[name])):
-                best[name] = made
+    short: TooSmallError | None = None
 
     def found() -> list[Prediction]:
         return sorted(best.values(), key=_order)[:top]
 
-    # The highest useful stage takes the least state, and the mode "gather" keeps least until backward; the time without
-    # sequence, bubble and data is that of every variant.
-    frames: list[tuple[float, float, Topology, Job]] = []
-    for topology, frame in configurations(shape, world, job, sequence):
-        first = predict(shape, topology, replace(frame, zero=_last_stage(topology, frame)), machine)
-        seconds, memory = first.busiest.seconds, first.memory
-        least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1)
-        least_seconds = first.seconds - seconds["bubble"] - seconds["data"] - seconds["sequence"]
-        frames.append((least_seconds, memory.state + least_kept, topology, frame))
+    def consider(least_seconds: float, topology: Topology, frame: Job) -> None:
+        """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
+        nonlocal nearest, short
+        name, ranks = topology.to_json(), topology.size("pipeline")
+        # More than this topology's best, or of a new one more than all that are wanted, is of no use.
+        within = best[name].seconds if name in best else found()[-1].seconds if len(best) >= top else math.inf
+        for variant, way in product(variants(topology, frame), best_modes(shape, topology, frame, machine)):
+            within = min(within, best[name].seconds) if name in best else within
+            try:
+                idle = pipe(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
+                if least_seconds * (1 + idle) > within:
+                    continue
+                made, problem = cheapest(shape, way, variant, machine, within)
+            except ValueError:  # a schedule that does not take these sizes
+                continue
+            if problem is not None and not best and (nearest is None or _lacks(made, problem) < _lacks(nearest, short)):
+                nearest, short = made, problem
+            if problem is None and (name not in best or _order(made) < _order(best[name])):
+                best[name] = made
 
+    frames = _bounds(shape, world, job, machine, sequence)
     for least_seconds, least_memory, topology, frame in sorted(frames, key=lambda one: one[0]):
         if len(best) >= top and least_seconds > found()[-1].seconds:
             break
         if least_memory <= machine.memory:
-            consider(topology, frame)
+            consider(least_seconds, topology, frame)
     if not best:
-        for _, least_memory, topology, frame in sorted(frames, key=lambda one: one[1]):
-            if nearest is not None and least_memory > nearest.memory.total:
+        for least_seconds, least_memory, topology, frame in sorted(frames, key=lambda one: one[1]):
+            if short is not None and least_memory > machine.memory + short.missing * (short.tier == "device"):
                 break
-            consider(topology, frame)
-    return Ranking(best=tuple(found()), nearest=None if best else nearest, frames=len(frames))
+            consider(least_seconds, topology, frame)
+    if best:
+        nearest = short = None
+    return Ranking(best=tuple(found()), nearest=nearest, frames=len(frames), short=short)
+
+
+def _bounds(
+    shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None
+) -> list[tuple[float, float, Topology, Job]]:
+    """Every frame, with seconds and bytes of the device below which no variant of it comes.
+
+    The highest useful stage takes the least state, what computes most again the least activations, and the mode
+    "gather" keeps least until backward; the time of what each variant does alike is that of every variant.
+    """
+    again, elsewhere = planned(shape).recomputes[-1], machine.host_memory or machine.disk
+    frames: list[tuple[float, float, Topology, Job]] = []
+    for topology, frame in configurations(shape, world, job, sequence):
+        first = predict(shape, topology, replace(frame, zero=_last_stage(topology, frame), recompute=again), machine)
+        fullest = max(first.ranks, key=lambda one: one.memory.total)
+        seconds, memory = first.busiest.seconds, fullest.memory
+        least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1)
+        if elsewhere and fullest.optimizer is not None:
+            least_kept -= fullest.optimizer.frees
+        least_seconds = sum(seconds[term] for term in ("compute", "tensor", "pipeline"))
+        frames.append((least_seconds, memory.state + least_kept, topology, frame))
+    return frames
+
+
+def _lacks(made: Prediction, problem: TooSmallError | None) -> tuple[bool, float, float]:
+    """What predictions that do not fit are sorted by: first those that lack no device, then by how much they lack."""
+    if problem is None:
+        return False, 0.0, made.memory.total
+    return problem.tier == "device", problem.missing, made.memory.total
 
 
 def configurations(

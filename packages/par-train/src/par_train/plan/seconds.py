@@ -2,23 +2,92 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from par_groups import Topology
 
 from .inputs import Job, Machine
 from .model import PlannedModel
 from .pipeline import Pipe
-from .sequence import Attention, reach, sequence_of
-from .shape import Part, cut_of
+from .sequence import Attention, SequenceCut, reach
+from .shape import Cut, Part
 from .traffic import Move
 
-TERMS = ("compute", "tensor", "sequence", "pipeline", "bubble", "data")
+TERMS = ("compute", "again", "tensor", "sequence", "pipeline", "bubble", "data", "away")
 """The terms of a step's time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Away:
+    """What of a rank's optimizer lies elsewhere than on its device.
+
+    Args:
+        elements: Number of parameters of which it does.
+        disk: Bytes on the disk.
+    """
+
+    elements: float = 0.0
+    disk: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks of a group.
+
+    Args:
+        rate: Bytes a second into one rank.
+        hops: Latencies that an operation takes: the logarithm to base 2 of the group's size; 1 between two stages.
+    """
+
+    rate: float
+    hops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """A topology as the time of a step depends on it; the same for all of its ranks.
+
+    Args:
+        world: Number of ranks.
+        data: Number of ranks on the axis "data".
+        cut: The cut of the tensor mode.
+        sequence: The cut of a row's tokens.
+        links: What connects the ranks of the axes "data", which are all that average gradients, "pipeline", "tensor",
+            and of a sequence that is cut those of "outer", between which keys and values travel, and "inner".
+    """
+
+    world: int
+    data: int
+    cut: Cut
+    sequence: SequenceCut
+    links: Mapping[str, Link]
+
+
+def wiring_of(topology: Topology, cut: Cut, sequence: SequenceCut, machine: Machine) -> Wiring:
+    """A topology as the time of a step depends on it.
+
+    Args:
+        topology: Sizes and modes of the axes.
+        cut: The cut of its tensor mode.
+        sequence: The cut of its sequences.
+        machine: What it runs on.
+    """
+    groups: dict[str, str | tuple[str, ...]] = {"data": "data", "pipeline": "pipeline", "tensor": "tensor"}
+    if sequence.ranks > 1:
+        outer, inner = ("ring", "ulysses") if sequence.mode == "2d" else ("sequence", "sequence")
+        groups |= {"data": ("data", "sequence"), "outer": outer, "inner": inner}
+    links = {
+        name: Link(
+            _rate_of(topology, axes, machine), 1 if name == "pipeline" else math.log2(max(2, topology.size(axes)))
+        )
+        for name, axes in groups.items()
+    }
+    return Wiring(world=topology.world_size, data=topology.size("data"), cut=cut, sequence=sequence, links=links)
 
 
 def seconds_of(
     model: PlannedModel,
-    topology: Topology,
+    wiring: Wiring,
     job: Job,
     machine: Machine,
     pipeline: Pipe,
@@ -26,30 +95,30 @@ def seconds_of(
     part: Part,
     moves: Sequence[Move],
     attentions: Mapping[Attention, int],
+    away: Away | None = None,
 ) -> dict[str, float]:
     """Seconds of a step on one rank, by the names in `TERMS`.
 
     Args:
         model: The model.
-        topology: Sizes and modes of the axes.
+        wiring: The topology, and what connects its ranks.
         job: The job.
         machine: What it runs on.
         pipeline: The pipeline.
         part: What the rank has of the model.
         moves: What it receives.
         attentions: Its attentions, and how many are alike.
+        away: What lies elsewhere; None: nothing does.
     """
-    cut, sequence = cut_of(topology), sequence_of(topology)
+    cut, sequence, links = wiring.cut, wiring.sequence, wiring.links
 
     def time_of(axis: str, what: str | None = None) -> float:
         """Seconds of what goes over an axis, one operation after the other."""
-        axes = ("data", "sequence") if axis == "data" and sequence.ranks > 1 else axis
-        hops = 1 if axis == "pipeline" else math.log2(max(2, topology.size(axes)))
-        rate = _rate_of(topology, axes, machine)
+        link = links[axis]
         chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
-        return sum(move.bytes / rate + move.operations * machine.latency * hops for move in chosen)
+        return sum(move.bytes / link.rate + move.operations * machine.latency * link.hops for move in chosen)
 
-    rows = job.batch // topology.size("data")
+    rows = job.batch // wiring.data
     peak = machine.flops * machine.efficiency * cut.ranks * sequence.ranks
     found = [
         (reach(sequence, one, model.context, job.documents, again=model.checkpointing), one, number)
@@ -59,12 +128,13 @@ def seconds_of(
     sizes = [one.heads * one.width * number for _, one, number in found]
     attention *= sum(one.work * size for (one, _, _), size in zip(found, sizes, strict=True)) / sum(sizes)
     compute = matrices + attention
+    again_matrices, again_attention = (rows * model.context * flops / peak for flops in model.flops_again(part))
+    again = again_matrices + (attention / 3 if again_attention else 0.0)
     over_sequence = 0.0
     if sequence.ranks > 1:  # keys and values travel while others are computed, exchanges of tokens for heads do not
-        outer, inner = ("ring", "ulysses") if sequence.mode == "2d" else ("sequence", "sequence")
         width = rows / cut.inner_tokens * job.numbers.product
-        keys = sum(one.most_keys * number for one, _, number in found) * width / _rate_of(topology, outer, machine)
-        heads = sum(one.heads * number for one, _, number in found) * width / _rate_of(topology, inner, machine)
+        keys = sum(one.most_keys * number for one, _, number in found) * width / links["outer"].rate
+        heads = sum(one.heads * number for one, _, number in found) * width / links["inner"].rate
         hops = {
             "keys and values": 1 if sequence.outer == "ring" else math.log2(max(2, sequence.groups)),
             "tokens for heads": math.log2(max(2, sequence.inner)),
@@ -73,20 +143,42 @@ def seconds_of(
         starts = sum(hops[move.what] * move.operations for move in moves if move.axis == "sequence")
         over_sequence = max(0.0, keys - attention) + heads + starts * machine.latency
     tensor, pipe_messages = time_of("tensor"), time_of("pipeline")
+    if model.checkpointing:  # layers send each other in the forward that runs again what they sent in the first
+        again += tensor / 2
     one_microbatch = compute / job.microbatches  # two thirds of it backward
     gradients, flags, parameters = (time_of("data", what) for what in ("gradients", "flags", "parameters"))
     if job.zero < 3:  # gradients hide behind the last backward; parameters come when the optimizer has stepped
         exposed = max(0.0, gradients - one_microbatch * 2 / 3) + parameters
     else:  # parameters are gathered while the model computes
         exposed = max(0.0, gradients + parameters - one_microbatch)
+    waits = 0.0 if away is None else _seconds_away(away, job, machine, wiring.world)
+    if job.zero == 3 and not machine.gloo:  # units wait for their step when the next forward comes to them
+        waits = max(0.0, waits - compute / 3)
     return {
         "compute": compute,
+        "again": again,
         "tensor": tensor,
         "sequence": over_sequence,
         "pipeline": pipe_messages,
-        "bubble": (compute + tensor + over_sequence + pipe_messages) / job.microbatches * pipeline.idle,
+        "bubble": (compute + again + tensor + over_sequence + pipe_messages) / job.microbatches * pipeline.idle,
         "data": exposed + flags,
+        "away": waits,
     }
+
+
+def _seconds_away(away: Away, job: Job, machine: Machine, world: int) -> float:
+    """Seconds that the step of what lies elsewhere takes: those of what takes longest, for all of it goes at a time.
+
+    A disk is read and written one after the other. Adam's step reads gradient, parameter and two moments, and writes
+    three of them. On a CPU the device steps what lies on the host, as it would.
+    """
+    sharers, numbers = machine.sharers(world), job.numbers
+    disk = away.disk * sharers * (1 / machine.disk_read + 1 / machine.disk_write)
+    if machine.gloo:
+        return disk
+    host = away.elements * sharers * 7 * numbers.master / machine.host_step
+    link = away.elements * max(numbers.gradient, numbers.weight) / machine.link
+    return max(disk, host, link)
 
 
 def _rate_of(topology: Topology, axes: str | tuple[str, ...], machine: Machine) -> float:

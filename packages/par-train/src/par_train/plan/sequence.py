@@ -8,14 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from par_groups import Topology
-from par_layers import AttentionShape, Mask, cost, memory, work
+from par_layers import AttentionShape, Mask, cost, fetch_parts, memory, work
 
 from .shape import cut_of, sequence_ranks
 from .traffic import Move, all_reduced
-
-PARTS = 2
-"""Parts that heads are fetched in, where the topology does not say."""
-
 
 CAUSAL = Mask(causal=True)
 """A token sees those before it, and itself."""
@@ -31,7 +27,7 @@ class SequenceCut:
         inner: Number of neighbouring ranks that exchange tokens for heads; all in "ulysses", 1 in "gather" and "ring".
         outer: How keys and values travel between groups of these.
         how: Which tokens a rank has, such as "zigzag"; "auto" for what attention is fastest with.
-        parts: Most parts that heads are fetched in.
+        parts: Most parts that heads are fetched in; None is as many as par-layers finds worth it.
         keep: Whether what was fetched is kept until backward.
         multiple: What a rank's runs of tokens are a multiple of, for sequence parallelism, which cuts them further.
     """
@@ -41,7 +37,7 @@ class SequenceCut:
     inner: int = 1
     outer: Literal["ring", "gather"] = "gather"
     how: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
-    parts: int = PARTS
+    parts: int | None = None
     keep: bool = False
     multiple: int = 1
 
@@ -73,7 +69,7 @@ def sequence_of(topology: Topology) -> SequenceCut:
         "mode": mode,
         "ranks": ranks,
         "how": options.get("cut", "auto"),
-        "parts": options.get("parts") or PARTS,
+        "parts": options.get("parts"),
         "keep": options.get("keep", False),
         "multiple": cut.ranks if cut.sequence else 1,
     }
@@ -177,21 +173,22 @@ def reach(
     exchanged = to_heads = 0.0  # held after an exchange of tokens for heads, and received in all of them
     if inner > 1:
         of_group = {"sequence": inner}
-        exchanged = float(memory("ulysses", of_group, shape).forward) / groups
+        exchanged = float(memory("ulysses", of_group, shape).kept) / groups
         to_heads = float(cost("ulysses", of_group, shape, recompute=again).each) / groups
     sizes = {"ring": groups, "ulysses": inner}
     received = float(cost("2d", sizes, shape, keep=sequence.keep, recompute=again, outer=sequence.outer).each)
     taken = memory("2d", sizes, shape, outer=sequence.outer)
-    buffers, held = float(taken.forward) - exchanged, float(taken.backward) - 2 * exchanged
-    keys, most, kept, messages = received - to_heads, received - to_heads, 0.0, 0.0
+    arriving, keys = float(taken.arriving), received - to_heads
+    most, kept, messages = keys, 0.0, 0.0
     if sequence.outer == "ring":
-        messages = keys / (buffers / 2) if buffers else 0.0  # of keys and values, or their gradients, in one
+        messages = keys / arriving if arriving else 0.0  # of keys and values, or their gradients, in one
     elif keys:
-        parts = _parts(attention, sequence)
+        parts = fetch_parts(arriving, max(1, attention.key_heads // inner), sequence.parts)
         fetches, homes = 1 + again + (not sequence.keep), 1
-        most, messages = buffers * (fetches + homes), parts * (fetches + homes)
-        kept = buffers if sequence.keep else 0.0
-        held = buffers * (1 if sequence.keep else 2) / parts
+        most, messages = arriving * (fetches + homes), parts * (fetches + homes)
+        kept = arriving if sequence.keep else 0.0
+        taken = memory("2d", sizes, shape, parts=parts, keep=sequence.keep, outer=sequence.outer)
+    held = float(taken.backward) - 2 * exchanged - kept
     if inner > 1:  # queries, keys, values and outputs by heads; outputs by tokens are what the next layer keeps
         own = (attention.heads * attention.width + 2 * attention.key_heads * attention.key_width) * length
         kept += exchanged - own / sequence.ranks
@@ -250,12 +247,6 @@ def sequence_traffic(
 def _sum_of(found: list[tuple[Reach, int]], name: str) -> float:
     total: float = sum(getattr(one, name) * number for one, number in found)
     return total
-
-
-def _parts(attention: Attention, sequence: SequenceCut) -> int:
-    """Parts that heads are fetched in: as many as divide the heads of keys that a rank computes with."""
-    keys = max(1, attention.key_heads // sequence.inner)
-    return next(parts for parts in range(min(sequence.parts, keys), 0, -1) if keys % parts == 0)
 
 
 def _work(shape: AttentionShape, sequence: SequenceCut) -> float:

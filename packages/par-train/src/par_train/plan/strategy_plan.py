@@ -9,10 +9,11 @@ from par_groups import Topology
 from par_pipeline import Schedule, simulate
 
 from .._units import format_bytes
+from ..memory.budget import Budget, Spent, choose
 from .inputs import Job, Machine
-from .memory import BUCKET, Memory
+from .memory import BUCKET, Memory, optimizer_away, state_memory
 from .model import PlannedModel
-from .predict import predict, predict_parameters
+from .predict import predict, predict_parameters, replicas_of_parameters
 from .shape import sequence_ranks
 from .traffic import Move, over
 
@@ -107,6 +108,28 @@ def plan_of(
         bubble=None if schedule is None else simulate(schedule).bubble,
         topology=topology,
     )
+
+
+def spent_on(sizes: Sizes, budget: Budget, *, frozen: float, slots: int, ranks: int, job: Job, gloo: bool) -> Spent:
+    """What a budget is spent on, of a model of which its parameters alone are known.
+
+    Args:
+        sizes: Its parameters that are trained.
+        budget: Bytes of each tier.
+        frozen: Bytes of its other parameters.
+        slots: Tensors of the optimizer's state for each parameter.
+        ranks: Number of ranks that share.
+        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        gloo: Whether it computes on a CPU.
+
+    Raises:
+        TooSmallError: A tier is too small.
+    """
+    replicas = replicas_of_parameters(sizes.parameters, sizes.largest, ranks=ranks, job=job, gloo=gloo)
+    memory = state_memory(replicas, job.numbers, slots)
+    kinds = {kind: getattr(memory, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}
+    kinds["parameters"] += frozen
+    return choose(kinds, optimizer_away(replicas, job.numbers, slots), budget)
 
 
 def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: int, gloo: bool) -> StrategyPlan:

@@ -6,7 +6,10 @@ from typing import Any
 
 from par_groups import ProcessGroups
 from par_precision import precision_of
+from par_recompute import Keep, Layers
 
+from ..memory.budget import budget_of
+from ..memory.recompute import policy_of
 from .handlers import DATA_PARALLEL, DEFAULT, kinds_of
 from .plugin import Plugin
 
@@ -31,9 +34,13 @@ class StrategyOptions:
     seed: int = 0
     groups: ProcessGroups | None = None
     name: str = ""
+    recompute: Any = None
+    memory: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         precision_of(self.precision)
+        policy_of(self.recompute)
+        budget_of(self.memory)
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero is {self.stage!r}; it can be 0, 1, 2 or 3")
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
@@ -52,6 +59,14 @@ class StrategyOptions:
             raise ValueError(
                 f"zero is {self.stage}, which reduces gradients itself, but gradient_handlers leave out "
                 f"{DATA_PARALLEL!r}; add it, or use zero=0"
+            )
+
+        if self.memory is not None and "offload" in self.zero_keywords:
+            raise ValueError(f"memory is {dict(self.memory)}, and zero has an offload of its own; give one of them")
+        if self.memory is not None and not self.shards:
+            raise ValueError(
+                f"memory is {dict(self.memory)}, but gradient_handlers leave out {DATA_PARALLEL!r}, which keeps "
+                "what lies elsewhere; add it, or leave memory out"
             )
 
     @property
@@ -73,7 +88,9 @@ class StrategyOptions:
     def described(self) -> str:
         """What all ranks must have alike, as text."""
         plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
-        fields = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed, self.name)
+        again = policy_of(self.recompute)
+        fields: tuple[Any, ...] = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed)
+        fields += (self.name, self.memory, repr(again) if isinstance(again, Layers | Keep) else again)
         return repr(_plain((self.parallel, *fields, self.gradient_handlers, plugins)))
 
 

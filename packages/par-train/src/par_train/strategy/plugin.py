@@ -13,9 +13,9 @@ from par_groups import Registry
 class Plugin:
     """One step of wiring; a subclass overrides what it has something to do for.
 
-    A plugin with the name of a built-in one ("tensor", "pipeline", "device", "tied", "zero", "precision") takes its
-    place. Others
-    come after "device", where modules may still be replaced, unless they require one of the later ones.
+    A plugin with the name of a built-in one ("tensor", "pipeline", "device", "recompute", "tied", "zero", "precision")
+    takes its place. Others come after "device", where modules may still be replaced, unless they require one of the
+    later ones.
 
     Attributes:
         name: Unique in a strategy.
@@ -112,7 +112,8 @@ def in_order(built_in: Sequence[Plugin], plugins: Sequence[Plugin]) -> list[Plug
     """All plugins in the order in which they are applied.
 
     Args:
-        built_in: "tensor", "pipeline", "device", "tied", "zero", "precision", or those of them that are wanted.
+        built_in: "tensor", "pipeline", "device", "recompute", "tied", "zero", "precision", or those of them that are
+            wanted.
         plugins: The user's.
 
     Raises:

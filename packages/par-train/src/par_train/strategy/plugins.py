@@ -1,16 +1,25 @@
-"""The built-in plugins, in the order in which they are applied: tensor, pipeline, device, tied, zero, precision."""
+"""The built-in plugins in their order: tensor, pipeline, device, recompute, tied, zero, precision."""
 
+import math
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from par_groups import JointOptimizer, agree
 from par_layers import initialize, parallelize
 from par_precision import mixed, precision_of
-from par_zero import shard
+from par_recompute import Keep, checkpoint_layers, choose_layers
+from par_zero import Offload, shard, slots_of_steps
 
+from ..memory.budget import Budget, Spent, budget_of
+from ..memory.recompute import policy_of
+from ..plan.inputs import Job
+from ..plan.pipeline import pipe
+from ..plan.strategy_plan import Sizes, sizes_of, spent_on
 from .existing import pretrained_of
 from .optimizers import check_partial_sums, check_sees_enough
 from .plugin import Plugin
@@ -98,6 +107,93 @@ class Device(Plugin):
         return dataloader
 
 
+class Recompute(Plugin):
+    """Lets layers of models that are trained keep less for backward, and compute the rest again.
+
+    Where there is a budget of memory it is spent here, where this rank's part of the model is known. It comes after
+    plugins that replace modules, for it puts hooks on those that are there.
+    """
+
+    name = "recompute"
+
+    def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
+        """Modules, parameters and names stay what they are."""
+        policy = policy_of(strategy.options.recompute)
+        budget = budget_of(strategy.options.memory)
+        if optimizer is not None and budget is not None:
+            strategy.spent = _spent(model, optimizer, strategy, budget)
+            if policy is None:
+                parts = model.children() if isinstance(model, nn.ModuleList) else [model]
+                if not any(_layers_of(part) for part in parts):
+                    return model  # which keeps what it keeps
+                policy = Keep(int(strategy.spent.activations / _at_a_time(strategy)))
+        if optimizer is None or policy is None:
+            return model
+        for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
+            if isinstance(each, Stages):
+                layers = _layers_of(each)
+                has_some = agree(None, bool(layers), strategy.groups["pipeline"])
+                if layers or not any(has_some.values()):
+                    checkpoint_layers(each, policy, layers=layers or "auto")
+            else:
+                checkpoint_layers(each, policy)
+        return model
+
+
+def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budget) -> Spent:
+    """What a budget is spent on for this rank's part of a model; the same for all that share it.
+
+    Raises:
+        ValueError: A tier is too small, or the budget was spent on another model.
+    """
+    if strategy.spent is not None:
+        raise ValueError(
+            "memory is one budget, and was spent on another optimizer; give each a Strategy of its own, or say what "
+            "lies where with zero=dict(stage=..., offload=...)"
+        )
+    options = strategy.options
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    frozen = sum(each.nbytes for each in model.parameters() if id(each) not in trained)
+    total = sum(each.numel() for each in model.parameters() if id(each) in trained)
+    widths = [
+        sum(dtype.itemsize for dtype in slots_of_steps(one, group, torch.float32).values())
+        for one in (optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer])
+        for group in one.param_groups
+        if group["params"]
+    ]
+    microbatches = 1 if strategy.schedule is None else strategy.schedule.microbatches
+    return spent_on(
+        Sizes(parameters=total, largest=min(total, sizes_of(model, options.stage).largest)),
+        budget,
+        frozen=frozen,
+        slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
+        ranks=strategy.groups.size(strategy.averaged_over),
+        job=Job(batch=1, zero=options.stage, precision=options.precision, microbatches=microbatches),
+        gloo=strategy.device.type == "cpu",
+    )
+
+
+def _at_a_time(strategy: Setup) -> float:
+    """How many microbatches this rank keeps activations of at a time."""
+    schedule = strategy.schedule
+    if schedule is None:
+        return 1.0
+    name = strategy.options.pipeline.get("schedule", "1f1b")
+    place = pipe(name, len(schedule.ranks), schedule.microbatches).places[strategy.groups.rank("pipeline")]
+    return max(1.0, place.kept / len(place.stages))
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """What are layers of a model; of stages, of the parts that a rank runs, which may have none."""
+    layers: list[nn.Module] = []
+    for part in model.__dict__["parts"].values() if isinstance(model, Stages) else [model]:
+        try:
+            layers += choose_layers(part).values()
+        except ValueError:  # it has none
+            continue
+    return layers
+
+
 class Tied(Plugin):
     """Makes alike, and keeps so, the parameters that stages of several ranks use, once they lie where they stay."""
 
@@ -138,7 +234,11 @@ class Zero(Plugin):
                     tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
         group, share_of = strategy.groups[averaged], partial(strategy.groups.topology.index, averaged)
-        keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **options.zero_keywords}
+        away: dict[str, Any] = {}
+        if strategy.spent is not None and optimizer is not None and strategy.spent.shares.part("optimizer"):
+            parts = strategy.spent.shares.parts["optimizer"]
+            away = {"offload": Offload(optimizer=parts, path=strategy.spent.budget.path)}
+        keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **away, **options.zero_keywords}
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
         if keywords.get("atomic") and strategy.groups.size("tensor") > 1:
@@ -154,7 +254,7 @@ def _is_abstract(model: nn.Module) -> bool:
 
 def _zero_fills(strategy: Setup) -> bool:
     """Whether parameters may stay on the meta device until they are cut: nobody comes between that needs values."""
-    kinds = [type(plugin) for plugin in strategy.plugins]
+    kinds = [type(plugin) for plugin in strategy.plugins if type(plugin) is not Recompute]  # which has hooks alone
     follows = kinds[kinds.index(Device) + 1 :][:2] == [Tied, Zero]
     return follows and strategy.options.stage == 3 and strategy.schedule is None
 

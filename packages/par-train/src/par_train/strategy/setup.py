@@ -13,6 +13,7 @@ from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
 
 from ..data.shares import averaged_over
+from ..memory.budget import Spent
 from ..plan.schedules import make_schedule, microbatches_of
 from .options import StrategyOptions
 from .plugin import Plugin
@@ -50,6 +51,7 @@ class Setup:
     _owns_groups: bool
     _private_groups: dict[Axes, int]
     plans: Mapping[nn.Module, Any]
+    spent: Spent | None
 
     @cached_property
     def layers(self) -> LayerSet:

@@ -33,7 +33,7 @@ from .optimizers import check_sees_enough, joined
 from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
-from .plugins import Adopted, Device, Pipelined, Precision, Tied, Zero
+from .plugins import Adopted, Device, Pipelined, Precision, Recompute, Tied, Zero
 from .pretrained.make import make_part
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
 from .sequence import attend_over_, check_pretrained, cut_by, cut_dict, no_use, reaches_other_tokens
@@ -63,6 +63,14 @@ class Strategy(Setup):
         seed: Seed of weights that are made here, of the order of data, and of torch's generator in each step.
         groups: Live groups to use, instead of making some for `parallel`.
         name: Tells the random numbers of each step apart from those of other strategies with this seed in the program.
+        recompute: What layers compute again in backward instead of keeping it: a policy of `par_recompute`, or a text,
+            such as "cheap", "layers", "layers:2", "keep:0.4" or "keep:6GB"; None: nothing. It is for models that come
+            with an optimizer, and changes no loss.
+        memory: Bytes of a rank in each tier, such as {"device": "80GB", "host": "200GB", "disk": "1TB", "path":
+            "/scratch"}: what of the optimizer's state the device has no room for lies on the host, then on the disk;
+            layers keep for backward what still has room, and compute the rest again, unless `recompute` says what. In
+            the first step they keep their inputs alone. "activations" are the bytes left for them when it is chosen
+            what lies elsewhere, a quarter of the device's without. For one optimizer. None: everything is kept.
 
     Attributes:
         options: The options, as `StrategyOptions`.
@@ -71,6 +79,7 @@ class Strategy(Setup):
         device: The device on which this rank computes.
         schedule: The schedule of pipelines; None without a pipeline axis.
         plugins: All plugins, in the order in which they are applied.
+        spent: What `memory` was spent on, once a model was initialized; printed, with the reason of each choice.
 
     Raises:
         ValueError, TypeError: Options that make no sense together, or that differ between ranks; on every rank.
@@ -101,6 +110,8 @@ class Strategy(Setup):
         seed: int = 0,
         groups: ProcessGroups | None = None,
         name: str = "",
+        recompute: Any = None,
+        memory: Mapping[str, Any] | None = None,
     ) -> None:
         with ExitStack() as started:  # what an error ends again
             self.environment = started.enter_context(launch(device=None if device == "auto" else device))
@@ -120,6 +131,8 @@ class Strategy(Setup):
                     seed=seed,
                     groups=groups,
                     name=name,
+                    recompute=recompute,
+                    memory=memory,
                 )
                 self.plugins = self._find_plugins()
                 parallel = self.options.parallel
@@ -142,13 +155,15 @@ class Strategy(Setup):
         self._hooks: list[RemovableHandle] = []  # on optimizers, which may live longer than this
         self._steps = 0  # optimizer steps, of all optimizers together
         self._closed = False
+        self.spent = None
         self.plans: Mapping[nn.Module, Plan] = {}  # of the models that are initialized now
 
     def _find_plugins(self) -> list[Plugin]:
         options = self.options
         kinds_of(options.gradient_handlers)
-        wired = [Pipelined(), Device(), Tied(), *([Zero()] if options.shards else []), Precision()]
-        built_in: list[Plugin] = [Adopted(), *wired]
+        again = [Recompute()] if options.recompute or options.memory is not None else []
+        zero = [Zero()] if options.shards else []
+        built_in: list[Plugin] = [Adopted(), Pipelined(), Device(), *again, Tied(), *zero, Precision()]
         plugins = in_order(built_in, [find_plugin(each) for each in options.plugins])
         check_support(plugins, self.device.type, options.precision)
         return plugins

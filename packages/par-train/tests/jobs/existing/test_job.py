@@ -152,20 +152,21 @@ def test_stopped_and_gone_on_under_other_axes_it_is_the_run_that_was_never_stopp
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_gradient_checkpointing_dtypes_and_stage_3_train_the_same_model(tiny, tmp_path):
+def test_layers_again_dtypes_and_stage_3_train_the_same_model(tiny, tmp_path):
     """After 2 steps in bf16: 2 % is some 10 roundings."""
     short = TrainOptions(steps=2, batch_size=4, validate_every=2, **RATE)
     found = {}
     for name, changes in {
         "plain": {},
-        "again": {"model": ModelOptions(path=str(tiny[0]), gradient_checkpointing=True), "zero": 3},
+        "again": {"recompute": "layers", "zero": 3},
         "pipeline": {
-            "model": ModelOptions(path=str(tiny[0]), gradient_checkpointing=True, attention="eager"),
+            "model": ModelOptions(path=str(tiny[0]), attention="eager"),
+            "recompute": "layers:2",
             "parallel": {"pipeline": 2},
         },
         "half": {"precision": "bf16", "parallel": TENSOR},
         "cut": {
-            "model": ModelOptions(path=str(tiny[0]), gradient_checkpointing=True),
+            "recompute": "layers",
             "precision": "bf16-amp",
             "parallel": over("ring"),
             "zero": 2,

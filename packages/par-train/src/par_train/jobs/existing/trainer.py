@@ -18,7 +18,6 @@ from par_precision import precision_of
 from ..._errors import UserError
 from ...data.packing import IGNORED
 from ...strategy.pretrained.adapters import write_config
-from ...strategy.stages import Stages
 from ..checkpoint import TrainingState
 from ..options import Options
 from ..order import Windows, spread
@@ -66,17 +65,13 @@ class ModelTrainer(Training):
     def _make_model(self) -> nn.Module:
         """This rank's part of the model, in training mode."""
         options, folder = self.options, self._data.folder
-        model = self.strategy.from_pretrained(
+        return self.strategy.from_pretrained(
             folder.path,
             dtype=weights_dtype(options, folder),
             attention=options.model.attention or None,
             adapter=lora_config(options, folder),
             weights=bool(folder.weights),
         ).train()
-        if options.model.gradient_checkpointing:
-            for part in model.__dict__["parts"].values() if isinstance(model, Stages) else [model]:
-                compute_again_(part)
-        return model
 
     @property
     def context(self) -> int:
@@ -177,21 +172,6 @@ class ModelTrainer(Training):
         except ValueError as error:
             raise UserError(f"train.batch_size {self.options.train.batch_size}: {error}") from None
         load(path, **self._parts())
-
-
-def compute_again_(model: Any) -> None:
-    """Lets a model of transformers compute its layers again in backward, instead of keeping what they compute.
-
-    Raises:
-        UserError: Its code does not do that.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"model.gradient_checkpointing is not for a {type(model).__name__}, whose code has none; drop it"
-        )
-    # The name that it has from version 6 of transformers on, and some before, and the one that all of version 5 have.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def weights_dtype(options: Options, folder: ModelFolder) -> torch.dtype:

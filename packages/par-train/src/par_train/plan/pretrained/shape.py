@@ -7,6 +7,7 @@ Parameters are those that `par_layers.cuts` gives a rank, traffic is what `par_l
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 from torch import nn
@@ -63,9 +64,29 @@ class PretrainedShape:
             checkpointing is None and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
         )
         self.packed = packed
+        self._again: PretrainedShape | None = None
         self._masked = packed and self.model.config._attn_implementation == "sdpa"
         self._ranks: dict[Cut, RankShare | str] = {}
         self._kept: dict[tuple[Numbers, bool], Mapping[int, Kept]] = {}
+
+    @property
+    def recomputes(self) -> tuple[str, ...]:
+        """Nothing or layers; what modules of foreign code make is not looked at one by one."""
+        return ("",) if self.checkpointing else ("", "layers")
+
+    def again(self, recompute: str) -> "PretrainedShape":
+        """The same model, and all that is known of it, with layers that are computed again."""
+        if recompute == "" or (recompute == "layers" and self.checkpointing):
+            return self
+        if recompute != "layers":
+            raise ValueError(
+                f"recompute is {recompute!r}, and of a model of transformers 'layers' is planned alone; use that, or "
+                "leave it out"
+            )
+        if self._again is None:
+            self._again = copy(self)
+            self._again.checkpointing = True
+        return self._again
 
     @property
     def layers(self) -> int:
@@ -275,6 +296,13 @@ class PretrainedShape:
         layers = [times * self._flops_of_layer(kind) for run in part.runs for kind, times in run]
         head = 2 * self.width * self.vocabulary if part.last and self._structure.head is not None else 0
         return 3.0 * (sum(layers) + head), 3.0 * part.blocks * self._flops_of_attention()
+
+    def flops_again(self, part: Part) -> tuple[float, float]:
+        """Floating-point operations for one token that backward does again: those of a forward of the layers."""
+        if not self.checkpointing:
+            return 0.0, 0.0
+        layers = [times * self._flops_of_layer(kind) for run in part.runs for kind, times in run]
+        return float(sum(layers)), self.flops(part)[1] / 3
 
     def _flops_of_layer(self, kind: int) -> float:
         total, structure = 0.0, self._structure

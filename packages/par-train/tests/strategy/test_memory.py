@@ -1,0 +1,155 @@
+"""`Strategy(memory=...)`: one number for each tier, the same bits as without, and what cannot be is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from par_recompute import saved
+from par_train import Strategy
+
+ROWS, WIDTH = 6, 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.act, self.down = nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+ELEMENTS = sum(parameter.numel() for parameter in blocks().parameters())
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def step(strategy, model, optimizer, number):
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+    loss = model(inputs).square().mean()
+    strategy.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def trained(memory, zero, steps=3):
+    """Losses and parameters, with what was spent, and the least and the most that layers kept."""
+    with Strategy(memory=memory, zero=zero) as strategy:
+        model, optimizer = start(strategy)
+        kept, losses = [], []
+        for number in range(steps):
+            losses.append(step(strategy, model, optimizer, number))
+            if memory is not None:
+                kept.append(saved(model).counted)
+        return [*losses, *(each.detach().clone() for each in model.parameters())], strategy.spent, kept
+
+
+def start(strategy):
+    model = blocks()
+    return strategy.initialize(model, adamw(model))
+
+
+STATE = 4 * 4 * ELEMENTS
+"""Bytes at stage 1 on 2 ranks: parameters, gradients, half of two moments, and one buffer to receive into."""
+
+
+@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize(
+    "zero", [1, pytest.param(0, marks=pytest.mark.storm), pytest.param(3, marks=pytest.mark.storm)]
+)
+def test_every_budget_gives_the_same_bits(zero, tmp_path):
+    expected, _, _ = trained(None, zero)
+    room = {"activations": 2**15, "host": 0, "disk": 0, "path": str(tmp_path)}
+    _, spent, kept = trained({**room, "device": 2**30}, zero)
+    assert not spent.shares.part("optimizer")
+    assert kept[0] < kept[1] == kept[2], "inputs alone at first, then all"
+    everything, moments = spent.state, 8 * ELEMENTS / (2 if zero else 1)
+    tight = everything + 2**15 - 0.75 * moments  # so that three quarters of the moments have no room
+    for rooms in ({"host": 2**20}, {"disk": 2**20}, {"host": int(0.25 * moments), "disk": 2**20}):
+        found, spent, kept = trained({**room, "device": tight, **rooms}, zero)
+        assert spent.shares.part("optimizer") == pytest.approx(0.75)
+        assert all(map(torch.equal, found, expected)), rooms
+        assert spent.state + 2**15 == pytest.approx(tight)
+        assert kept[0] <= max(kept) <= spent.activations
+    assert spent.shares.parts["optimizer"] == pytest.approx({"host": 0.25, "disk": 0.5})
+    assert "opt 25% host, 50% disk" in str(spent)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_run_goes_on_without_a_budget_and_with_another_one(tmp_path):
+    expected, *_ = trained(None, 1, steps=6)
+    limit = {"device": STATE, "disk": "1MB", "path": str(tmp_path), "activations": "20kB"}
+    losses = []
+    for number, memory in enumerate((limit, None, {**limit, "host": "1MB"})):
+        with Strategy(memory=memory, zero=1) as strategy:
+            model, optimizer = start(strategy)
+            if number:
+                assert strategy.resume(tmp_path / "run") == 2 * number
+            losses += [step(strategy, model, optimizer, 2 * number + each) for each in range(2)]
+            strategy.checkpoint(tmp_path / "run", step=2 * number + 2)
+            if memory is not None:
+                assert strategy.spent.shares.part("optimizer") > 0.5
+    assert all(map(torch.equal, losses, expected[:6]))
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_tier_that_is_short_is_named_on_all_ranks_and_nothing_is_changed(tmp_path):
+    for memory, words in (
+        ({"device": "1kB"}, "the budget of the device is 1.0 kB, and .* are the least"),
+        ({"device": STATE}, "raise the budget of the host"),
+        ({"device": STATE, "host": "1kB"}, "the host is short of .* raise the budget of the host"),
+        ({"device": STATE, "disk": "1kB", "path": str(tmp_path)}, "raise the budget of the disk"),
+    ):
+        with Strategy(memory=memory, zero=1) as strategy:
+            model = blocks()
+            optimizer = adamw(model)
+            before = copy.deepcopy(model.state_dict())
+            with pytest.raises(ValueError, match=words):
+                strategy.initialize(model, optimizer)
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            assert [len(group["params"]) for group in optimizer.param_groups] == [len(before)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": "80GB"}, "memory is '80GB'; give a mapping of device, host, disk, path, activations, or None"),
+        ({"memory": {"gpu": 1}}, "memory has 'gpu'; it can have device, host, disk"),
+        ({"memory": {"host": 1}}, "without the device's; give its bytes"),
+        ({"memory": {"device": "80 gigs"}}, r"memory\['device'\]: '80 gigs' is no size"),
+        ({"memory": {"device": -1}}, r"memory\['device'\] is -1; give bytes"),
+        ({"memory": {"device": 1, "disk": 1}}, "the disk needs a path"),
+        ({"memory": {"device": 1}, "zero": {"stage": 1, "offload": {}}}, "zero has an offload of its own; give one"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        Strategy(**options)
+
+
+def test_one_budget_is_for_one_optimizer():
+    with Strategy(memory={"device": "1GB"}) as strategy:
+        start(strategy)
+        with pytest.raises(ValueError, match="spent on another optimizer; give each a Strategy of its own"):
+            start(strategy)
+
+
+def test_a_model_without_layers_and_one_that_is_not_trained_are_left():
+    with Strategy(memory={"device": "1GB"}) as strategy:
+        model = nn.Linear(4, 4)
+        model, _, teacher = strategy.initialize(model, adamw(model), blocks())
+        assert strategy.spent is not None
+        for one in (model, teacher):
+            with pytest.raises(ValueError, match="no layer"):
+                saved(one)
