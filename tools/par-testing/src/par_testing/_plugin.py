@@ -3,7 +3,9 @@
 Loaded in every run of pytest, so nothing here imports torch before there is a test that needs it.
 """
 
+import gc
 import os
+from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -79,6 +81,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Refuses what cannot run on ranks."""
     if item.get_closest_marker("ranks") is not None and isinstance(item, TestCaseFunction):
         raise pytest.UsageError(f"{item.nodeid}: unittest runs its methods itself; write a rank test as a function")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Searches for no garbage while modules are imported, nor later among what they hold: a tenth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
