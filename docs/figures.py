@@ -20,6 +20,10 @@ from par_groups import Topology
 from par_layers import TransformerShape, cost
 from par_pipeline import schedule, simulate
 from par_recompute import frontier, measure
+from par_train import Job, Machine, Shape
+from par_train.plan.search import rank
+from par_zero import Moment, Trace, place
+from par_zero import simulate as simulate_placement
 
 HALF_WIDTH, HALF_HEIGHT = 0.95, 0.48
 IMAGES = Path(__file__).parent / "images"
@@ -55,12 +59,40 @@ def main() -> None:
     draw_exposed(IMAGES / "exposed.svg")
     draw_memory(IMAGES / "context-memory.svg")
     draw_kept(IMAGES / "recompute-kept.svg")
+    draw_placements(IMAGES / "placement.svg")
+    draw_tiers(IMAGES / "plan-tiers.svg")
     draw_region(IMAGES / "region.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
     draw_sequences(IMAGES)
     draw_rooms(IMAGES)
     draw_ways(IMAGES)
+
+
+def draw_tiers(path: Path) -> None:
+    """A step of 13e9 parameters on one device, as predicted, against the memory of the device."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    shape, job = Shape(layers=40, width=5120, heads=40, context=2048), Job(batch=4, precision="bf16")
+    sizes = [size * 1e9 for size in range(60, 290, 5)]
+    for label, host, disk, style in (
+        ("the device alone", 0.0, 0.0, "-"),
+        ("and a host of 137 GB", 137e9, 0.0, "--"),
+        ("and a disk of 1 TB", 137e9, 1e12, ":"),
+    ):
+        machines = [Machine(memory=size, devices_per_node=1, host_memory=host, disk=disk) for size in sizes]
+        steps = [rank(shape, 1, job, machine, 1).best for machine in machines]
+        axes.plot(
+            [size / 1e9 for size, best in zip(sizes, steps, strict=True) if best],
+            [best[0].seconds for best in steps if best],
+            style,
+            label=label,
+        )
+    axes.set_xlabel("memory of the device (GB)")
+    axes.set_ylabel("step (s)")
+    axes.set_yscale("log")
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def draw_star(path: Path) -> None:
@@ -140,6 +172,44 @@ def draw_kept(path: Path) -> None:
     axes.set_ylim(0, 18)
     axes.set_xlim(right=1.25 * again[-1])
     axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def draw_placements(path: Path) -> None:
+    """Which of 12 units is on the device at which moment of a step of two microbatches, with room for 5."""
+    units = [f"unit {number}" for number in range(12)]
+    forward = [Moment(kind="forward", unit=unit) for unit in units]
+    backward = [Moment(kind="backward", unit=unit) for unit in reversed(units)]
+    trace = Trace((*forward, *backward, *forward, *backward, Moment(kind="step")))
+    sizes = dict.fromkeys(units, 1)
+    policies = {"behind": "behind", "static": "static", "next_use": "next use"}
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    panels = figure.subplots(len(policies), sharex=True)
+    for axes, (policy, title) in zip(panels, policies.items(), strict=True):
+        placement = place(trace, sizes, 5, policy)
+        since: dict[str, int] = {}
+        fetches = []
+        for number, (moment, moves) in enumerate(zip(trace.moments, placement.moves, strict=True)):
+            for unit, tier in moves:
+                row = units.index(unit)
+                if tier == "device":
+                    since[unit] = number
+                    fetches.append((number, row + 0.5))
+                else:
+                    start = since.pop(unit)
+                    axes.broken_barh([(start, number - start)], (row + 0.1, 0.8), color="#bcd2e8")
+            if moment.unit is not None:
+                axes.broken_barh([(number, 1)], (units.index(moment.unit) + 0.1, 0.8), color="#2b6cb0", zorder=2)
+        axes.plot(*zip(*fetches, strict=True), "o", color="#c05621", markersize=3, zorder=3)
+        count = sum(simulate_placement(trace, sizes, placement).fetched.values())
+        axes.set_title(f"{title}: {count} fetches", fontsize=10, loc="left")
+        axes.set_ylim(len(units), 0)
+        axes.set_ylabel("unit")
+        for x in range(0, len(trace.moments), len(units)):
+            axes.axvline(x, color="#888888", linewidth=0.5)
+    passes = ["forward", "backward", "forward", "backward"]
+    panels[-1].set_xticks([len(units) * (number + 0.5) for number in range(len(passes))], passes)
+    panels[-1].set_xlim(0, len(trace.moments) - 1)
     figure.savefig(path)
 
 

@@ -115,6 +115,7 @@ def test_two_ranks(tmp_path):
             assert_as_on_one_device(strategy, train(strategy, make_model()), expected, tmp_path / name, name)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120)
 def test_four_ranks(tmp_path):
     expected = one_device(tie_word_embeddings=True)

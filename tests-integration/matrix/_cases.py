@@ -63,6 +63,7 @@ def case(
     tied: bool = False,
     model: str = "GPT",
     muon: bool = False,
+    recompute: str | None = None,
 ) -> Case:
     """One configuration.
 
@@ -75,11 +76,13 @@ def case(
         tied: Whether the logits share the embedding's table.
         model: What is trained.
         muon: Whether matrices are stepped as wholes.
+        recompute: What is computed again in backward.
     """
     mode, ranks = TENSOR.get(tensor or "", {}), 1 if pipeline is None else 2
     cut = SEQUENCE.get(sequence or "", {})
     axes = [f"DP{data}" if data > 1 else "", "PP2" if pipeline else "", sequence or "", tensor or ""]
     further = [pipeline or "", f"ZeRO {zero}" if zero else "", "tied" if tied else "", "Muon" if muon else ""]
+    further += [f"{recompute} again" if recompute else ""]
     options: dict[str, Any] = {
         "parallel": {
             "data": data,
@@ -89,6 +92,7 @@ def case(
         },
         "zero": {"stage": zero, "bucket": BUCKET, **({"atomic": is_of_matrices} if muon else {})},
         "pipeline": {"schedule": pipeline, "microbatches": MICROBATCHES} if pipeline else {},
+        "recompute": recompute,
     }
     first = [model if model != "GPT" else "", " x ".join(filter(None, axes)) or "one rank"]
     name = ", ".join(filter(None, [*first, *further]))
@@ -135,6 +139,10 @@ def every_cell() -> list[Cell]:
         case(pipeline="1f1b", sequence="Ring2", model="Llama"),
     ]
     matrices = [case(2, zero=3, muon=True), case(2, tensor="SP2", zero=2, muon=True), case(tensor="2D4", muon=True)]
+    again = [case(2, zero=3, recompute="layers"), case(tensor="SP2", recompute="cheap")]
+    again += [case(2, "1f1b", "TP2", zero=1, recompute="layers:2"), case(pipeline="zb_v", recompute="keep:0.5")]
+    again += [case(sequence="Ring2", recompute="layers"), case(2, sequence="Gather2", zero=3, recompute="keep:0.5")]
+    again += [case(pipeline="1f1b", tensor="SP2", model="Llama", recompute="layers")]
     return [
         *_in(plain, PRECISIONS),
         *_in(zero, ("fp32", "bf16", "fp16")),
@@ -143,6 +151,7 @@ def every_cell() -> list[Cell]:
         *_in(existing, PRECISIONS),
         *_in(sharded, ("fp32", "bf16", "fp16")),
         *_in(matrices, ("fp32",)),
+        *_in(again, ("fp32", "bf16", "fp16")),
     ]
 
 
@@ -166,6 +175,7 @@ def cover() -> list[Cell]:
         (case(2, "1f1b", zero=1), "fp16"),
         (case(tensor="2D4"), "bf16-amp"),
         (case(pipeline="zb_v"), "fp16-amp"),
+        (case(tensor="SP2", recompute="cheap"), "bf16-amp"),
     ]
 
 

@@ -32,9 +32,9 @@ from tqdm import tqdm
 from par_groups import ProcessGroups, Topology
 from par_layers import AttentionShape, Context, Mask, Tokens, cost
 from par_layers._collectives import finish
-from par_layers.context import gather, ring
 from par_layers.context.context import CPU_BLOCK
 from par_layers.context.kernels import choose
+from par_layers.context.modes import gather, ring
 from par_layers.context.steps import Step
 
 CORES, HEADS, HEAD = 2, 8, 64
@@ -56,6 +56,7 @@ class Case:
         ranks: Number of ranks.
         ours: Modes and cuts that are compared.
         theirs: Whether the other library computes it too.
+        dense: The window, if one process computes it with the dense mask too, whose memory the others would feel.
         at_once: Whether gather and ring are also measured when they wait for each message as soon as it has begun.
     """
 
@@ -66,6 +67,7 @@ class Case:
     ranks: int = 2
     ours: tuple[tuple[str, str], ...] = (("gather", "auto"), ("ring", "auto"), ("ulysses", "auto"))
     theirs: bool = False
+    dense: int | None = None
     at_once: bool = False
 
 
@@ -76,6 +78,7 @@ CASES = {
     "full, 4096": Case(length=4096, key_heads=8, mask=FULL, theirs=True),
     "causal, 8192, 2 key heads": Case(length=8192, key_heads=2, mask=CAUSAL),
     "window 512 of 8192, 2 key heads": Case(length=8192, key_heads=2, mask=Mask(causal=True, window=512)),
+    "window 512 of 8192, dense": Case(length=8192, key_heads=2, mask=Mask(causal=True, window=512), ours=(), dense=512),
     "packed, 8192, 2 key heads": Case(
         length=8192,
         key_heads=2,
@@ -306,9 +309,10 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
         steps[REFERENCE] = on_one(lambda q, k, v: by_document(q, k, v, documents, causal=case.mask.causal), whole)
     else:
         steps[REFERENCE] = on_one(ours(here, here.tokens(case.length), case.mask), whole)
+    if case.dense is not None:
         place = torch.arange(case.length)
         far = place[:, None] - place
-        visible = (far >= 0) & (far < case.mask.window)
+        visible = (far >= 0) & (far < case.dense)
         steps[DENSE] = on_one(lambda q, k, v: attend(q, k, v, attn_mask=visible), whole)
     for mode, cut in case.ours:
         context = Context(groups, mode=mode, cut=cut)

@@ -2,9 +2,11 @@
 
 One process, so that nothing but the disk and the arithmetic takes part. Contenders take turns. Run as
 `python tools/bench/offload.py [parameters] [rounds]`; writes docs/benchmarks/offload.md and .json. It needs a folder on
-a disk with room for three times the state, by default the current one; `OFFLOAD_PATH` names another.
+a disk with room for six times the state, by default the current one; `OFFLOAD_PATH` names another. DeepSpeed takes part
+where it is installed (`pip install deepspeed`, with libaio-dev and a compiler for its extensions).
 """
 
+import importlib.util
 import mmap
 import os
 import sys
@@ -27,6 +29,9 @@ from par_zero.offload.pieces import Block, blocks
 
 PIECE, AHEAD, THREADS = 2**24, 4, 2
 
+IN_MEMORY, ON_DISK, BARE = "state in memory", "state on the disk", "the same reads and writes alone"
+RETURNS = "state on the disk, a half read ahead, until it returns"
+
 Contender = tuple[Callable[[], None], Callable[[], None]]
 """What comes before a step, and the step, which is measured."""
 
@@ -34,15 +39,20 @@ Contender = tuple[Callable[[], None], Callable[[], None]]
 def main(parameters: int = 200_000_000, rounds: int = 7) -> None:
     """Measures all contenders, in turns."""
     torch.manual_seed(0)
+    pieces = -(-parameters // (PIECE // 4))
     with launch(), tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_PATH", ".")) as folder:
         contenders: dict[str, Contender] = {
-            "state in memory": training(parameters, None),
-            "state on the disk": training(
-                parameters, Offload(optimizer="disk", path=folder, piece=PIECE, ahead=AHEAD, threads=THREADS)
-            ),
-            "the same reads and writes alone": moving(parameters, folder),
+            IN_MEMORY: training(parameters, None),
+            "state on the host": training(parameters, Offload(optimizer="host")),
+            ON_DISK: training(parameters, on_disk(folder, AHEAD)),
+            BARE: moving(parameters, folder),
             "memory-mapped state, not cached": mapped(parameters, folder),
+            RETURNS: training(parameters, on_disk(folder, pieces // 2), waits=False),
         }
+        if importlib.util.find_spec("deepspeed") is None:
+            print("DeepSpeed's ZeRO-Infinity is left out: deepspeed is not installed")
+        else:
+            contenders["DeepSpeed's ZeRO-Infinity"] = infinity(parameters, folder)
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(rounds + 1):
             for name in shuffled(list(contenders), turn):
@@ -52,14 +62,17 @@ def main(parameters: int = 200_000_000, rounds: int = 7) -> None:
                 step()
                 if turn:  # the first one makes state, buffers and pages
                     times[name].append(time.perf_counter() - start)
-    bare = times["the same reads and writes alone"]
-    on_disk = times["state on the disk"]
+    bare, stepped = times[BARE], times[ON_DISK]
+    left = 1 - (pieces // 2) / pieces
+    # What it may take: what the arithmetic takes, and the disk for the part that is not read ahead.
+    allowed = [own + left * moved for own, moved in zip(times[IN_MEMORY], bare, strict=True)]
     rows = [
         {
             "contender": name,
             "seconds a step": f"{median(own):.2f}",
             "by the same reads and writes": f"{ratio(own, bare):.2f}",
-            "state on the disk by it": f"{ratio(on_disk, own):.2f}",
+            "by state in memory": f"{ratio(own, times[IN_MEMORY]):.2f}",
+            "state on the disk by it": f"{ratio(stepped, own):.2f}",
         }
         for name, own in times.items()
     ]
@@ -68,7 +81,10 @@ def main(parameters: int = 200_000_000, rounds: int = 7) -> None:
         f"is written: {8 * parameters / 1e9:.1f} GB are read and as much is written. Pieces of {PIECE >> 20} MiB a "
         f"slot, {AHEAD} ahead, {THREADS} threads to read and {THREADS} to write. Medians of {rounds} rounds and of the "
         "ratios within a round; contenders take turns. Mapped state is stepped by the same call, and the kernel's copy "
-        "of it is given up before each, as it is where there is no room for it."
+        "of it is given up before each, as it is where there is no room for it. The row of a half that is read ahead "
+        "is the time until `step()` returns, when backward was long enough to read it: "
+        f"{ratio(times[RETURNS], allowed):.2f} of the arithmetic and of the disk's time for the other half. "
+        "ZeRO-Infinity keeps parameters in fp32 on the disk too, and so moves half as much again."
     )
     write("offload", "State on a disk", rows, note)
 
@@ -85,8 +101,20 @@ class Weight(nn.Module):
         return self.weight.sum() * factor
 
 
-def training(parameters: int, offload: Offload | None) -> Contender:
-    """A step of a sharded module, and the backward pass before it."""
+def on_disk(folder: str, ahead: int) -> Offload:
+    """All state on the disk."""
+    return Offload(optimizer="disk", path=folder, piece=PIECE, ahead=ahead, threads=THREADS)
+
+
+def training(parameters: int, offload: Offload | None, *, waits: bool = True) -> Contender:
+    """A step of a sharded module, and the backward pass before it.
+
+    Args:
+        parameters: Number of elements.
+        offload: Where state lies.
+        waits: Whether the step is measured until everything is written, and nothing is read before it. Else until it
+            returns, after a backward pass that leaves time to read ahead.
+    """
     module = Weight(parameters)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     group = dist.new_group([0])
@@ -95,13 +123,48 @@ def training(parameters: int, offload: Offload | None) -> Contender:
 
     def prepare() -> None:
         optimizer.zero_grad()
+        settle_(optimizer.param_groups[0]["params"])
         module(0.5).backward()
+        if waits:
+            settle_(optimizer.param_groups[0]["params"])  # forgets what was read ahead
+        else:
+            time.sleep(8 * parameters / 5e8)
 
     def step() -> None:
         optimizer.step()
-        settle_(optimizer.param_groups[0]["params"])
+        if waits:
+            settle_(optimizer.param_groups[0]["params"])
 
     return prepare, step
+
+
+def infinity(parameters: int, folder: str) -> Contender:
+    """A step of DeepSpeed at stage 3 with the optimizer on the disk, reads and writes pipelined, on a CPU."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+    import deepspeed  # noqa: PLC0415 - an optional contender
+
+    class Weights(nn.Module):
+        """Parameters of as many elements as a piece has."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            count = PIECE // 4
+            sizes = [min(count, parameters - start) for start in range(0, parameters, count)]
+            self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
+
+        def forward(self, factor: float) -> torch.Tensor:
+            """A number that each element takes part in."""
+            return torch.stack([weight.sum() for weight in self.weights]).sum() * factor
+
+    on_nvme = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "sub_group_size": PIECE, "offload_optimizer": on_nvme},
+        "aio": {"block_size": 2**22, "queue_depth": 8, "thread_count": THREADS, "overlap_events": True},
+    }
+    engine, *_ = deepspeed.initialize(model=Weights(), config=config, dist_init_required=False)
+    return lambda: engine.backward(engine(0.5)), engine.step
 
 
 def moving(parameters: int, folder: str) -> Contender:
