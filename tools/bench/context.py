@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="case", help=f"cases: {'; '.join(names)}")
     parser.add_argument("--turns", type=int, default=9, metavar="NUMBER", help="how often every contender runs")
     given = parser.parse_args()
+    if given.turns < 2:
+        parser.error(f"--turns is {given.turns}; quartiles need 2 or more")
     unknown = [name for name in given.cases if name not in names]
     if unknown:
         parser.error(f"there is no case {unknown[0]!r}; there are {'; '.join(names)}")
@@ -399,9 +401,9 @@ def waits_at_once() -> Iterator[None]:
     """Gather and ring wait for each message as soon as it has begun."""
     begin, begin_home, send = gather.Exchange.start, gather.Exchange.start_home, dist.batch_isend_irecv
 
-    def start(self: gather.Exchange, *given: Any) -> tuple[Tensor, Tensor]:
+    def start(self: gather.Exchange, *given: Any) -> list[Tensor]:
         message, arriving = begin(self, *given)
-        return message, finish(arriving)
+        return [message, finish(arriving)]
 
     def start_home(self: gather.Exchange, *given: Any) -> tuple[Tensor, Tensor]:
         message, arriving = begin_home(self, *given)

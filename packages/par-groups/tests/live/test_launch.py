@@ -1,4 +1,6 @@
+import errno
 import os
+import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -112,8 +114,17 @@ def start_without_torchrun(port):
 
 @pytest.fixture
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port that nobody listens at, below those that a kernel gives to whoever connects to somebody else."""
+    ports = range(10_000, 32_768)
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
+    raise AssertionError(f"every port of {ports} is in use")
 
 
 @pytest.mark.ranks(3, init=False, timeout=30)
@@ -153,6 +164,16 @@ def test_ranks_that_were_started_by_hand_meet_again_and_again(free_port):
             value = torch.ones(1)
             dist.all_reduce(value)
             assert value.item() == 2
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_port_that_somebody_else_has_is_named(free_port):
+    start_without_torchrun(free_port)
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        pytest.raises(OSError, match=rf"rank 0 cannot listen at port {free_port}, .*; set MASTER_PORT on every"),
+    ):
+        launch("gloo", rank=0, world_size=2, timeout=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL has a GPU here")

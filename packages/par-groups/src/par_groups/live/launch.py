@@ -102,6 +102,7 @@ def launch(
     Raises:
         ValueError: A variable is missing or malformed (the message names it), the local rank has no device, the backend
             is NCCL where there is no GPU, or the address is no host's.
+        OSError: Rank 0 cannot listen at the port.
         TimeoutError: Other ranks do not come to the meeting; every rank that has come names them, or rank 0.
 
     Example:
@@ -205,6 +206,7 @@ def _connected(place: Launch, timeout: timedelta, *, listens: bool) -> Any:
 
     Raises:
         ValueError: The address is no host's.
+        OSError: This rank should listen at a port that somebody else has.
         TimeoutError: Nobody answers there.
     """
     where = f"{place.address}:{place.port}"
@@ -221,7 +223,11 @@ def _connected(place: Launch, timeout: timedelta, *, listens: bool) -> Any:
         )
     except RuntimeError as error:
         if listens:
-            raise
+            raise OSError(
+                f"rank {place.rank} cannot listen at port {place.port}, where all ranks should meet ({error}); set "
+                "MASTER_PORT on every rank to a port that nobody uses on the machine of rank 0, best one below those "
+                "that the kernel gives away by itself (net.ipv4.ip_local_port_range)"
+            ) from error
         raise TimeoutError(
             f"rank {place.rank} of {place.world_size} has found nobody at {where} within {timeout.total_seconds():g} "
             "s, where rank 0 should listen; look at its log, or set MASTER_ADDR and MASTER_PORT"
