@@ -1,5 +1,6 @@
 """What a rank keeps: no output that is sent, and no more bytes than an offload allows."""
 
+import gc
 import math
 import weakref
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from par_pipeline import Offload, gpipe, one_f_one_b, zb_v
-from par_pipeline.runtime.offload import HostCopies
+from par_pipeline.runtime.offload import Activations, HostCopies
 from par_testing import for_each
 
 from ..runtime_helpers import (
@@ -124,6 +125,28 @@ def test_offload_bounds_what_waits_and_changes_no_gradient(name, tmp_path):
 def test_tensors_of_the_cpu_stay():
     tensor, copies = torch.ones(3), HostCopies()
     assert copies.load(copies.store(tensor)) is tensor
+
+
+class Metadata:
+    """Something that a node of a graph holds, and that can be watched."""
+
+
+def graph_without_backward(offload):
+    """What dies with the graph of a forward that nobody goes back through, as of one that failed or was evaluated."""
+    saving = Activations(offload, ()).saving((0, 0))
+    with saving:
+        out = torch.ones(3, requires_grad=True).tanh()  # which saves its own output
+    out.grad_fn.metadata["watched"] = watched = Metadata()
+    return weakref.ref(watched)
+
+
+def test_a_graph_without_backward_is_free_as_soon_as_nobody_has_it():
+    gc.disable()
+    try:
+        for offload in (Offload(), Offload(resident=10**6), Offload(store=lambda tensor: tensor, load=lambda it: it)):
+            assert graph_without_backward(offload)() is None, offload
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

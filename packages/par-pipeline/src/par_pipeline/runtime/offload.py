@@ -181,7 +181,9 @@ class Activations:
         mine = resident[key] = {}
         stored = self._stored[key] = []
 
-        def pack(tensor: Tensor) -> Any:
+        def pack(saved: Tensor) -> Any:
+            # An output that is kept itself would hold its own node, which holds this: a cycle that nobody collects.
+            tensor = saved.detach()
             address = _address(tensor)
             size = tensor.untyped_storage().nbytes()
             if address in fixed or address in mine:
