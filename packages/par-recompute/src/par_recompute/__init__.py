@@ -1,9 +1,10 @@
-"""Activations that are computed again instead of kept: whole layers, single modules, or what a budget asks for."""
+"""Activations that are computed again, or wait in host memory: layers, single modules, or what a budget asks for."""
 
 from ._checkpoint import checkpoint_layers
 from ._layers import choose_layers
 from ._policies import Drop, Keep, Layers, Ops
 from ._report import Line, Report, saved
+from ._to_host import ToHost
 from .observe.measure import measure
 from .plan.frontier import Choice, frontier
 from .plan.knapsack import knapsack
@@ -23,6 +24,7 @@ __all__ = [
     "Report",
     "Saved",
     "Table",
+    "ToHost",
     "checkpoint_layers",
     "choose_layers",
     "frontier",

@@ -6,15 +6,24 @@ from torch import nn
 
 from ._layers import LayersOf, choose_layers
 from ._policies import Layers, Ops, Policy, checked
+from ._to_host import ToHost
 from ._torch_private import is_compiled
 from .observe.measure import ATTRIBUTE, on_fakes
+from .run.away import Away
 from .run.layer import Layer
 from .run.planner import Planner
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def checkpoint_layers(model: Model, policy: Policy | None, *, layers: LayersOf = "auto", example: Any = None) -> Model:
+def checkpoint_layers(
+    model: Model,
+    policy: Policy | None,
+    *,
+    layers: LayersOf = "auto",
+    example: Any = None,
+    to_host: ToHost | None = None,
+) -> Model:
     """Lets the layers of a model keep less for backward, and compute the rest again.
 
     Modules, parameters, names and state dict stay what they are: there are hooks on the layers, and on those of their
@@ -26,28 +35,32 @@ def checkpoint_layers(model: Model, policy: Policy | None, *, layers: LayersOf =
 
     Args:
         model: The model. Call this before `par_zero.shard` and other wrappers; torch.compile is not for such models.
-        policy: What is kept. None: everything, and nothing is changed. "cheap": all but what modules without a product
-            make, such as norms and activation functions. "layers": the inputs of layers alone, as `Layers()`.
-            `Layers(every=2)`: of every second layer. `Drop(which)`: all but what these modules make. `Keep("6GB")`: as
-            much as a budget allows. `Ops(save)`: the inputs of layers, and results of some operations.
+        policy: What is kept. None: everything; without `to_host` nothing is changed. "cheap": all but what modules
+            without a product make, such as norms and activation functions. "layers": the inputs of layers alone, as
+            `Layers()`. `Layers(every=2)`: of every second layer. `Drop(which)`: all but what these modules make.
+            `Keep("6GB")`: as much as a budget allows. `Ops(save)`: the inputs of layers, and some operations' results.
         layers: Which modules are layers. "auto": the items of every ModuleList, ModuleDict and Sequential that have
             modules and parameters of their own, but no items of items. Or a function that is True of a layer, or the
             layers. They may not lie within each other.
         example: What the model is called with, to look at its layers now: a tuple of positional arguments, a dict of
             keyword arguments, or one argument. The sizes, dtypes and devices of its tensors count, no element is read.
             "layers", Layers and Ops need none.
+        to_host: Lets what is kept wait in host memory; None: it stays where it is. Under Ops the inputs of layers do,
+            and results of operations stay.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: `layers` is neither a word, nor a function, nor modules.
+        TypeError: `layers` is neither a word, nor a function, nor modules, or `to_host` is no ToHost.
         ValueError: The policy or `layers` is none of these; there is no layer; a layer is compiled or drops activations
             already; or, with an example, the budget is too small or no module can be called again. The model is
             what it was. Without an example the last two come in the second forward.
     """
     chosen = checked(policy)
-    if chosen is None:
+    if to_host is not None and not isinstance(to_host, ToHost):
+        raise TypeError(f"to_host is {to_host!r}; give a ToHost, such as ToHost(ahead=2), or None")
+    if chosen is None and to_host is None:
         return model
     named = choose_layers(model, layers)
     for name, layer in named.items():
@@ -56,10 +69,11 @@ def checkpoint_layers(model: Model, policy: Policy | None, *, layers: LayersOf =
         if hasattr(layer, ATTRIBUTE):
             raise ValueError(f"layer {name!r} drops activations already; call checkpoint_layers once for each layer")
     planner = Planner(chosen, named)
-    hooked = [Layer(known, planner) for known in planner.layers]
+    away = None if to_host is None else Away(to_host)
+    hooked = [Layer(known, planner, away) for known in planner.layers]
     for each in hooked:
         each.known.module.__dict__[ATTRIBUTE] = each
-    if example is not None and not isinstance(chosen, Layers | Ops):
+    if example is not None and not isinstance(chosen, Layers | Ops | None):
         try:
             _look(model, planner, example)
         except BaseException:

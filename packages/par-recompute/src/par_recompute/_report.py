@@ -1,5 +1,6 @@
 """What the layers of a model keep after a forward: as predicted, and as counted."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,12 +20,14 @@ class Line:
         dropped: Names of the modules that are called again, relative to the layer; "" is the whole layer.
         predicted: Bytes that the plan says; None if no call of these sizes was looked at, as under Layers and Ops.
         counted: Bytes that the latest forward kept for its backward; None under Ops, which keeps results unseen.
+        on_host: Bytes of these that it has put away into host memory.
     """
 
     layer: str
     dropped: tuple[str, ...]
     predicted: int | None
     counted: int | None
+    on_host: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +38,12 @@ class Report:
         lines: A line for each layer that has run with gradients.
         counted: Bytes of all layers; None under Ops. A tensor that several of them keep counts once here, and in each
             of their lines.
+        on_host: Bytes that they have put away into host memory, counted once alike.
     """
 
     lines: tuple[Line, ...]
     counted: int | None
+    on_host: int = 0
 
     @property
     def predicted(self) -> int | None:
@@ -48,13 +53,15 @@ class Report:
 
     def __str__(self) -> str:
         """A table of the layers, and the sum."""
-        rows = [("layer", "predicted", "counted", "again")]
+        rows: list[tuple[str, ...]] = [("layer", "predicted", "counted", "on host", "again")]
         rows += [
-            (line.layer or "(model)", _text(line.predicted), _text(line.counted), _names(line.dropped))
+            (line.layer or "(model)", *map(_text, (line.predicted, line.counted, line.on_host)), _names(line.dropped))
             for line in self.lines
         ]
-        rows.append(("all", _text(self.predicted), _text(self.counted), ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        rows.append(("all", *map(_text, (self.predicted, self.counted, self.on_host)), ""))
+        if not self.on_host:
+            rows = [(*row[:3], row[4]) for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
@@ -73,12 +80,14 @@ def saved(model: nn.Module) -> Report:
     if not layers:
         raise ValueError(f"no layer of this {type(model).__name__} drops activations; call checkpoint_layers first")
     lines = tuple(_line(layer) for layer in layers if layer.dropped is not None)
-    if any(line.counted is None for line in lines):
-        return Report(lines=lines, counted=None)
-    together: dict[int, int] = {}
-    for layer in layers:
-        together.update(layer.counted or {})
-    return Report(lines=lines, counted=sum(together.values()))
+    known = all(line.counted is not None for line in lines)
+    counted, on_host = _together(layer.counted or {} for layer in layers), _together(layer.on_host for layer in layers)
+    return Report(lines=lines, counted=counted if known else None, on_host=on_host)
+
+
+def _together(sizes: Iterable[dict[int, int]]) -> int:
+    """The sum over storages, those that several layers have counted once."""
+    return sum({identity: size for each in sizes for identity, size in each.items()}.values())
 
 
 def _line(layer: Layer) -> Line:
@@ -88,6 +97,7 @@ def _line(layer: Layer) -> Line:
         dropped=tuple(sorted(dropped)),
         predicted=layer.known.predict(dropped),
         counted=None if layer.counted is None else sum(layer.counted.values()),
+        on_host=sum(layer.on_host.values()),
     )
 
 

@@ -8,7 +8,7 @@ note itself. What was made again stays until its last use.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,56 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_private import StorageWeakRef, identity_of, outer_hooks, version_of
 from ..observe.observer import is_plain
-
-
-class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int | torch.SymInt, ...]
-    offset: int | torch.SymInt
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Geometry":
-        """How this one does."""
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-class Kept:
-    """A saved tensor that is kept, here or by the hooks around the layer.
-
-    Args:
-        value: The tensor, or what the hooks around the layer have made of it.
-        unpack: Gets the tensor back from them; None if it is kept here.
-        version: The tensor's version when it was saved.
-        layer: Name of the layer, for errors.
-    """
-
-    __slots__ = ("_layer", "_left", "_loaded", "_unpack", "_value", "_version", "uses")
-
-    def __init__(self, value: Any, unpack: Callable[[Any], Tensor] | None, version: int, layer: str) -> None:
-        self._value, self._unpack, self._version, self._layer = value, unpack, version, layer
-        self.uses = self._left = 0
-        self._loaded: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """The tensor. What hooks bring back is asked for once, and stays until the last of its uses.
-
-        Raises:
-            RuntimeError: It was changed in place since.
-        """
-        if self._unpack is None:
-            tensor: Tensor = self._value
-            if version_of(tensor) != self._version:
-                _changed(tensor, self._version, f"layer {self._layer!r}")
-            return tensor
-        if self._loaded is None:
-            self._loaded, self._left = self._unpack(self._value), self.uses
-        tensor, self._left = self._loaded, self._left - 1
-        if self._left <= 0:
-            self._loaded = None
-        return tensor
+from .packed import Geometry, Kept, Packed, Part, changed_since, take, use
 
 
 class Note:
@@ -94,7 +45,7 @@ class Note:
         "version",
     )
 
-    def __init__(self, name: str, module: nn.Module, source: "Kept | Part", input_: Tensor, output: Tensor) -> None:
+    def __init__(self, name: str, module: nn.Module, source: Packed, input_: Tensor, output: Tensor) -> None:
         self._name, self._module, self.source = name, module, source
         self._requires_grad = input_.requires_grad
         self._geometry, self.version, self.dtype = Geometry.of(output), version_of(output), output.dtype
@@ -121,7 +72,7 @@ class Note:
         source = self.source.take().detach().requires_grad_(self._requires_grad)
         for parameter, version in zip(self._module.parameters(), self._state, strict=True):
             if version_of(parameter) != version:
-                _changed(parameter, version, f"module {self._name!r}")
+                changed_since(parameter, version, f"module {self._name!r}")
         # The graph of this call is never used, so what it would save is thrown away at once.
         with torch.enable_grad(), self._autocast(), saved_tensors_hooks(_nothing, _never):
             made: Tensor = self._module.forward(source).detach()
@@ -131,25 +82,6 @@ class Note:
                 "again; drop only modules that give the same for the same input"
             )
         return made
-
-
-class Part:
-    """A tensor in the storage of an output that is not kept.
-
-    Args:
-        note: How the output is made again.
-        geometry: How the tensor lies in it.
-    """
-
-    __slots__ = ("_geometry", "note")
-
-    def __init__(self, note: Note, geometry: Geometry) -> None:
-        self.note, self._geometry = note, geometry
-
-    def take(self) -> Tensor:
-        """The tensor, as it was."""
-        _, size, stride, offset = self._geometry
-        return self.note.take().as_strided(size, stride, offset)
 
 
 class Frame:
@@ -171,7 +103,7 @@ class Frame:
 
     def open(self) -> None:
         """Begins to decide what becomes of saved tensors."""
-        self._hooks = saved_tensors_hooks(self._pack_use, _take)
+        self._hooks = saved_tensors_hooks(self._pack_use, take)
         self._hooks.__enter__()
 
     def close(self) -> dict[int, int]:
@@ -180,9 +112,10 @@ class Frame:
         Notes that nobody has used are forgotten, and the inputs that they alone would have needed.
         """
         self._hooks.__exit__()
+        del self._hooks  # which would hold the call that holds it
         for note in reversed(self._all):
             if note.uses == 0:
-                _release(note.source)
+                use(note.source, -1)
         kept = {identity for kept, identity in self._kept.values() if kept.uses > 0}
         fixed = {
             identity_of(tensor.untyped_storage())
@@ -214,19 +147,17 @@ class Frame:
         if before is not None and (before.version, before.dtype) == (version_of(output), output.dtype):
             return  # an inner module made it
         note = Note(name, module, self._pack(source), source, output)
-        _use(note.source)
+        use(note.source)
         self._alive.append(StorageWeakRef(storage))
         self._notes[identity] = note
         self._all.append(note)
 
-    def _pack_use(self, tensor: Tensor) -> "Kept | Part":
-        if not is_plain(tensor):
-            return self._foreign(tensor)
-        packed = self._pack(tensor)
-        _use(packed)
-        return packed
+    def _pack_use(self, tensor: Tensor) -> Packed:
+        if not is_plain(tensor):  # its elements are not looked for
+            return use(self._keep(tensor, version_of(tensor)))
+        return use(self._pack(tensor))
 
-    def _pack(self, tensor: Tensor) -> "Kept | Part":
+    def _pack(self, tensor: Tensor) -> Packed:
         """What stands for a tensor: a part of an output that is made again, or the tensor itself, kept."""
         storage = tensor.untyped_storage()
         identity, geometry, version = identity_of(storage), Geometry.of(tensor), version_of(tensor)
@@ -247,24 +178,6 @@ class Frame:
             return Kept(pack(tensor), unpack, version, self._layer)
         # A tensor whose graph would hold this one would never be freed, and a leaf may get its elements elsewhere.
         return Kept(tensor if tensor.grad_fn is None else tensor.detach(), None, version, self._layer)
-
-    def _foreign(self, tensor: Tensor) -> Kept:
-        """What stands for a tensor of a subclass, whose elements are not looked for."""
-        kept = self._keep(tensor, version_of(tensor))
-        _use(kept)
-        return kept
-
-
-def _take(packed: "Kept | Part") -> Tensor:
-    return packed.take()
-
-
-def _use(packed: "Kept | Part") -> None:
-    (packed.note if isinstance(packed, Part) else packed).uses += 1
-
-
-def _release(packed: "Kept | Part") -> None:
-    (packed.note if isinstance(packed, Part) else packed).uses -= 1
 
 
 def _nothing(tensor: Tensor) -> None:
@@ -287,12 +200,3 @@ def _autocast(device_type: str) -> Callable[[], AbstractContextManager[object]]:
     enabled = torch.is_autocast_enabled(device_type)
     dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=cache)
-
-
-def _changed(tensor: Tensor, version: int, where: str) -> NoReturn:
-    """Raises what autograd raises, with the place."""
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{list(tensor.shape)}, saved in {where}, is at version {version_of(tensor)}; expected version {version} "
-        "instead. Change it before it is used, or change a copy"
-    )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..observe.observer import Observer, is_plain
 from ..plan.table import WHOLE, Table
+from .away import Away, Call
 from .frame import Frame
 from .planner import Known, Planner, joined
 from .whole import Whole, Written
@@ -44,17 +45,20 @@ class Layer:
     Args:
         known: The layer, and what is known of it.
         planner: Decides what it drops.
+        away: Where what it keeps is put away; None: it stays.
 
     Attributes:
         dropped: What the latest call dropped; None before the first.
         counted: Bytes of each storage that it kept, by the storage's identity; None before the first, and under Ops.
+        on_host: Bytes of each storage of these that was put away.
     """
 
-    def __init__(self, known: Known, planner: Planner) -> None:
-        self.known, self._planner = known, planner
+    def __init__(self, known: Known, planner: Planner, away: Away | None = None) -> None:
+        self.known, self._planner, self._away = known, planner, away
         self.dropped: frozenset[str] | None = None
         self.counted: dict[int, int] | None = None
-        self._runs: list[Frame | Whole | Watched | None] = []
+        self.on_host: dict[int, int] = {}
+        self._runs: list[tuple[Frame | Whole | Watched, Call | None] | None] = []
         self._again = False
         self._written = Written()
         self._hooked: frozenset[str] = frozenset()
@@ -73,6 +77,7 @@ class Layer:
     def forget(self) -> None:
         """Forgets the latest call."""
         self.dropped = self.counted = None
+        self.on_host = {}
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins a call."""
@@ -85,6 +90,8 @@ class Layer:
                 "without it, with torch.utils.checkpoint or torch's activation_memory_budget"
             )
         dropped = self._planner.choose(self.known, args, kwargs)
+        away = None if self._planner.fake else self._away
+        call = None if away is None else away.begin(self.known.name, self.known.module)
         run: Frame | Whole | Watched
         if dropped is None:
             module = self.known.module
@@ -95,22 +102,25 @@ class Layer:
             self._hook(dropped)
             run = Frame(self.known.name, self.known.module)
         run.open()
-        self._runs[-1] = run
+        self._runs[-1] = run, call
         self.dropped = frozenset({WHOLE}) if dropped is None else dropped
 
     def end(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Ends a call, also one that has raised, whose output is None."""
-        run = self._runs.pop() if self._runs else None
-        if run is None:
+        both = self._runs.pop() if self._runs else None
+        if both is None:
             return
+        run, call = both
         sizes = run.close()
+        self.on_host = {} if call is None else call.close()
         self.counted = None if self._planner.contexts() else sizes
         if isinstance(run, Watched) and run.table is not None and output is not None:
             self._planner.record(self.known, args, kwargs, run.table)
 
     def note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Takes down what a dropped module has made, unless it was called in another way than when it was looked at."""
-        run = self._runs[-1] if self._runs else None
+        both = self._runs[-1] if self._runs else None
+        run = None if both is None else both[0]
         if isinstance(run, Frame) and len(args) == 1 and not kwargs and is_plain(args[0]) and is_plain(output):
             run.note(joined(self.known.name, name), module, args[0], output)
 

@@ -74,11 +74,11 @@ class Planner:
     """Decides what the layers of one model drop.
 
     Args:
-        policy: The policy.
+        policy: The policy; None: nothing is dropped.
         layers: The layers by name.
     """
 
-    def __init__(self, policy: Cheap | Layers | Drop | Keep | Ops, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, policy: Cheap | Layers | Drop | Keep | Ops | None, layers: dict[str, nn.Module]) -> None:
         self.policy = policy
         self.layers = [Known(name, module, number) for number, (name, module) in enumerate(layers.items())]
         self.fake = False
@@ -94,6 +94,8 @@ class Planner:
         Raises:
             ValueError: The budget is too small, or the policy has no module that can be called again.
         """
+        if self.policy is None:
+            return frozenset()
         if isinstance(self.policy, Ops):
             return frozenset({WHOLE})
         if isinstance(self.policy, Layers):

@@ -1,0 +1,231 @@
+"""What layers keep for backward, put away into host memory.
+
+Each call of a layer offers the storages of what autograd, or a policy, keeps. What has no room is stored, once for all
+tensors that lie in a storage; a later call lets the copied memory go, `ahead` layers on. When backward first asks for
+something of a call, what the `ahead` calls before it have stored begins to come back.
+"""
+
+from typing import Any
+from weakref import WeakValueDictionary, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._to_host import ToHost
+from .._torch_private import StorageWeakRef, identity_of, outer_hooks, version_of
+from ..observe.observer import is_plain
+from .copies import HostCopies
+from .packed import Geometry, Kept, Packed, Part, changed_since, take, use
+
+Key = tuple[int, int, torch.dtype]  # identity of a storage, version, and how its elements are read
+
+
+class Elements(Kept):
+    """The elements of a storage, put away or within what may stay.
+
+    Args:
+        storage: The storage.
+        held: The elements, as long as they are there though they were put away: a copy out is under way, and nothing
+            needs to come back.
+        args: What a `Kept` is made of.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_storage", "is_stored", "size")
+
+    def __init__(self, storage: Any, held: Tensor | None, *args: Any, is_stored: bool) -> None:
+        super().__init__(*args)
+        self._held, self._storage, self.size, self.is_stored = (
+            held,
+            StorageWeakRef(storage),
+            storage.nbytes(),
+            is_stored,
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the storage is there still, so that its identity is no other's."""
+        return not self._storage.expired()
+
+    def take(self) -> Tensor:
+        """The elements.
+
+        Raises:
+            RuntimeError: They were changed in place since, or while they were copied out.
+        """
+        if self._held is None:
+            return super().take()
+        if version_of(self._held) != self._version:
+            changed_since(self._held, self._version, f"layer {self._layer!r}")
+        return self._held
+
+    def fetch(self, copies: Any) -> None:
+        """Begins to bring them back, if they are not there."""
+        if self._held is None and self._loaded is None:
+            copies.fetch(self._value)
+
+    def let_go(self, copies: HostCopies) -> None:
+        """Lets them go once they are copied out; written into before, they may have been copied so, and stay."""
+        if self._held is not None and version_of(self._held) == self._version:
+            copies.wait(self._value)
+            self._held = None
+
+
+class Call:
+    """One call of a layer, between `open` and `close`.
+
+    Args:
+        away: Where what it keeps is put away.
+        number: How many calls of all layers came before.
+        layer: Name of the layer, for errors.
+        module: The layer.
+
+    Attributes:
+        stored: What it has put away; it dies with the graph.
+        is_approached: Whether its backward has begun.
+    """
+
+    def __init__(self, away: "Away", number: int, layer: str, module: nn.Module) -> None:
+        self._away, self.number, self._layer, self._module = away, number, layer, module
+        self.stored: list[ref[Elements]] = []
+        self.is_approached = False
+        self._sizes: dict[int, int] = {}
+
+    def open(self) -> None:
+        """Begins to put away what is saved."""
+        self._outer = outer_hooks()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def close(self) -> dict[int, int]:
+        """Ends it: bytes of each storage that was put away, by its identity."""
+        self._hooks.__exit__()
+        del self._hooks  # which would hold the call that holds it
+        return self._sizes
+
+    def _pack(self, tensor: Tensor) -> "tuple[Call, Packed]":
+        elements = self._elements(tensor)
+        return self, self._stay(tensor) if elements is None else use(Part(elements, Geometry.of(tensor)))
+
+    def _unpack(self, packed: "tuple[Call, Packed]") -> Tensor:
+        self._away.approach(self)
+        return take(packed[1])
+
+    def _elements(self, tensor: Tensor) -> Elements | None:
+        """What stands for the storage of a tensor; None for parameters, buffers and what is on the CPU, which stay."""
+        if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg() or not self._away.takes(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        key = identity_of(storage), version_of(tensor), tensor.dtype
+        elements = self._away.known(key)
+        if elements is None and not isinstance(tensor, nn.Parameter) and key[0] not in self._fixed():
+            flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            if self._away.has_room(storage.nbytes()):
+                elements = Elements(storage, None, *self._staying(flat), is_stored=False)
+            else:
+                elements = self._away.store(storage, flat, self._layer)
+                self.stored.append(ref(elements))
+            self._away.note(key, elements)
+        if elements is not None and elements.is_stored:
+            self._sizes[key[0]] = elements.size
+        return elements
+
+    def _fixed(self) -> set[int]:
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        return {identity_of(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
+
+    def _stay(self, tensor: Tensor) -> Kept:
+        return Kept(*self._staying(tensor))
+
+    def _staying(self, tensor: Tensor) -> tuple[Any, Any, int, str]:
+        """What a `Kept` is made of, for a tensor that stays here or goes on to the hooks around the layer."""
+        version = version_of(tensor)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return pack(tensor), unpack, version, self._layer
+        # A tensor whose graph would hold this one would never be freed, and a leaf may get its elements elsewhere.
+        return tensor if tensor.grad_fn is None else tensor.detach(), None, version, self._layer
+
+
+class Away:
+    """Where the layers of one model put away what they keep, and in which order their calls came.
+
+    Args:
+        to_host: The options.
+        copies: What copies into host memory unless the options say what does.
+    """
+
+    def __init__(self, to_host: ToHost, copies: HostCopies | None = None) -> None:
+        self._to_host, self._copies = to_host, copies or HostCopies()
+        self._limit, self._resident = to_host.bytes, 0
+        self._elements: WeakValueDictionary[Key, Elements] = WeakValueDictionary()
+        self._calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+        self._count = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have the options alone."""
+        return type(self), (self._to_host,)
+
+    def begin(self, layer: str, module: nn.Module) -> Call:
+        """Begins a call of a layer, and lets go what was copied out in calls that are `ahead` calls back.
+
+        Args:
+            layer: Its name, for errors.
+            module: The layer.
+        """
+        call = Call(self, self._count, layer, module)
+        for number, earlier in list(self._calls.items()):
+            if self._to_host.store is None and number < call.number - self._to_host.ahead:
+                for elements in _alive(earlier):
+                    elements.let_go(self._copies)
+        self._calls[call.number] = call
+        self._count += 1
+        call.open()
+        return call
+
+    def approach(self, call: Call) -> None:
+        """Begins to bring back what the `ahead` calls before one have put away, when backward first comes to it."""
+        copies = self._copies if self._to_host.store is None else self._to_host
+        if call.is_approached or copies.fetch is None:
+            return
+        call.is_approached = True
+        numbers = sorted((number for number in list(self._calls) if number < call.number), reverse=True)
+        for number in numbers[: self._to_host.ahead]:
+            for elements in _alive(self._calls.get(number)):
+                elements.fetch(copies)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is put away at all."""
+        return self._to_host.store is not None or self._copies.takes(tensor)
+
+    def known(self, key: Key) -> Elements | None:
+        """The elements of a storage that was seen before and is there still."""
+        elements = self._elements.get(key)
+        return elements if elements is not None and elements.is_current else None
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes more may stay."""
+        return self._resident + size <= self._limit
+
+    def store(self, storage: Any, flat: Tensor, layer: str) -> Elements:
+        """Puts the elements of a storage away."""
+        store, load = self._to_host.store, self._to_host.load
+        if store is not None and load is not None:
+            return Elements(storage, None, store(flat), load, version_of(flat), layer, is_stored=True)
+        copies = self._copies
+        return Elements(storage, flat, copies.store(flat), copies.load, version_of(flat), layer, is_stored=True)
+
+    def note(self, key: Key, elements: Elements) -> None:
+        """Notes elements, and those that stay as long as they are there."""
+        self._elements[key] = elements
+        if not elements.is_stored:
+            self._resident += elements.size
+            finalize(elements, self._free, elements.size).atexit = False
+
+    def _free(self, size: int) -> None:
+        self._resident -= size
+
+
+def _alive(call: Call | None) -> list[Elements]:
+    """What a call has put away that somebody still needs."""
+    return [] if call is None else [elements for each in call.stored if (elements := each()) is not None]
