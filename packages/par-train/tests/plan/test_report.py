@@ -20,8 +20,8 @@ JOB = Job(batch=64, precision="bf16")
 search = cache(rank)  # the same for several tests
 
 
-def report(world=16, memory=80e9, job=JOB, configured=None, shape=SHAPE):
-    machine = Machine(memory=memory)
+def report(world=16, memory=80e9, job=JOB, configured=None, shape=SHAPE, **tiers):
+    machine = Machine(memory=memory, **tiers)
     made = None
     if configured is not None:
         parallel, changes = configured
@@ -84,10 +84,17 @@ def test_if_nothing_fits_the_nearest_is_named_and_what_to_change():
     assert "Nothing fits" in said.text()
     nearest, advice = said.reasons()
     assert describe(said.ranking.nearest) in nearest
-    assert "take more devices, or fewer model.layers" in advice
+    assert "take more devices, say with --host-memory what the host has, or fewer model.layers" in advice
+    assert "host-memory" not in report(memory=10e6, host_memory=1e15).reasons()[-1]
     made = predict(replace(SHAPE, context=65536), said.ranking.nearest.topology, JOB)
     of_activations = replace(said, ranking=replace(said.ranking, nearest=made))
     assert "shorten model.context" in of_activations.reasons()[-1]
+
+
+def test_one_device_sends_nothing():
+    said = report(world=1, memory=1e12).text()
+    assert "world    1 device of 1.0 TB" in said
+    assert "Of these the first" not in said
 
 
 def test_if_nothing_divides_it_is_said():

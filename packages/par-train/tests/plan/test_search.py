@@ -205,3 +205,26 @@ def test_a_model_that_fits_nowhere_names_the_tier_that_is_short():
         assert found.short.tier == short, found.short
         assert found.short.missing > 0
     assert rank(shape, 1, job, Machine(memory=2e9, **TIERS)).short.tier == "device"
+
+
+def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to_the_host():
+    """208e9 bytes of state; the device has 149e9, of which a tenth stays free, the host 137e9, of which 0.15 do."""
+    shape, job = Shape(layers=41, width=5120, heads=40, context=2048), Job(batch=8, precision="bf16")
+    assert shape.parameters == pytest.approx(13e9, rel=0.01)
+    both = Machine(memory=149e9, host_memory=137e9, devices_per_node=1)
+    assert not rank(shape, 1, job, Machine(memory=149e9, devices_per_node=1)).best
+    found = rank(shape, 1, job, both).best[0]
+    assert 0.47 < found.job.host < 0.64
+    assert (found.job.recompute, found.job.disk, found.binds(both)) == ("", 0, "device")
+    for host in (0.0, 1.0):  # all of the optimizer's state on the device, or all of it on the host
+        assert not predict(shape, found.topology, replace(found.job, host=host), both).fits(both)
+
+
+def test_a_trillion_parameters_on_256_devices_take_both():
+    """Norms and activations again cost less than layers, and a part of the state less than either."""
+    shape = Shape(layers=128, width=25600, heads=160, context=2048)
+    assert shape.parameters == pytest.approx(1e12, rel=0.01)
+    machine = Machine(memory=80e9, host_memory=1e12, disk=16e12)
+    found = rank(shape, 256, Job(batch=2048, precision="bf16"), machine, top=1).best[0]
+    assert (found.job.recompute, found.job.disk, found.binds(machine)) == ("cheap", 0, "device")
+    assert 0 < found.job.host < 1

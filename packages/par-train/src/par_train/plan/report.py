@@ -76,7 +76,7 @@ class Report:
         given = [
             f"model    {planned(self.shape).describe()}",
             f"job      batch {self.job.batch:,} windows, precision {self.job.precision}, AdamW",
-            f"world    {self.world:,} devices of {format_bytes(machine.memory)}, of which {MARGIN:.0%} is left free, "
+            f"world    {self.world:,} device{'s' * (self.world > 1)} of {format_bytes(machine.memory)}, of which {MARGIN:.0%} is left free, "
             f"{machine.devices_per_node} a node; {ranking.frames:,} ways to divide it",
             f"machine  {machine.flops:.4g} FLOP/s x {machine.efficiency:g}; {format_bytes(machine.bandwidth)}/s within "
             f"a node, {format_bytes(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
@@ -94,7 +94,8 @@ class Report:
             parts.append(["Configured", *table([self.configured], machine), *moves(self.configured)])
         if ranking.best:
             best = ranking.best
-            parts.append(["Best of each topology", *table(best, machine), "Of these the first", *moves(best[0])])
+            of_first = ["Of these the first", *sent] if (sent := moves(best[0])) else []
+            parts.append(["Best of each topology", *table(best, machine), *of_first])
         elif ranking.nearest is not None:
             nearest = ranking.nearest
             parts.append(["Nothing fits; this takes the least memory", *table([nearest], machine), *moves(nearest)])
@@ -175,7 +176,8 @@ class Report:
             if short.tier != "device":
                 return [needs, f"The {short.tier} binds: take more of it, or more devices."]
         if nearest.memory.state > nearest.memory.total / 2:
-            remedy = f"take more devices, or fewer {keys['layers']}"
+            more = "" if self.machine.host_memory or self.machine.disk else ", say with --host-memory what the host has"
+            remedy = f"take more devices{more}, or fewer {keys['layers']}"
             return [needs, f"Most are parameters and the optimizer's state: {remedy}."]
         return [needs, f"Most are activations: shorten {keys['context']}, or take more devices to cut them over."]
 
