@@ -76,8 +76,8 @@ class Report:
         given = [
             f"model    {planned(self.shape).describe()}",
             f"job      batch {self.job.batch:,} windows, precision {self.job.precision}, AdamW",
-            f"world    {self.world:,} device{'s' * (self.world > 1)} of {format_bytes(machine.memory)}, of which {MARGIN:.0%} is left free, "
-            f"{machine.devices_per_node} a node; {ranking.frames:,} ways to divide it",
+            f"world    {self.world:,} device{'s' * (self.world > 1)} of {format_bytes(machine.memory)}, of which "
+            f"{MARGIN:.0%} is left free, {machine.devices_per_node} a node; {ranking.frames:,} ways to divide it",
             f"machine  {machine.flops:.4g} FLOP/s x {machine.efficiency:g}; {format_bytes(machine.bandwidth)}/s within "
             f"a node, {format_bytes(machine.network)}/s between nodes; {machine.latency * 1e6:g} us an operation",
         ]
