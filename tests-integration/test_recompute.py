@@ -8,7 +8,7 @@ from torch import nn
 from par_groups import ProcessGroups, Topology
 from par_layers import layer_set
 from par_pipeline import Offload, Pipeline, one_f_one_b, zb_h1
-from par_recompute import Drop, Keep, checkpoint_layers, saved
+from par_recompute import Drop, Keep, ToHost, checkpoint_layers, saved
 from par_zero import shard
 
 POLICIES = {
@@ -57,6 +57,44 @@ def test_every_stage_of_zero_has_the_same_bits(stage):
         model = checkpoint_layers(blocks(), policy, example=inputs if name == "Keep" else None)
         assert all(map(torch.equal, trained(model, inputs, stage), expected))
         assert all(line.predicted in {None, line.counted} for line in saved(model).lines)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_layers_keep_waits_elsewhere_and_parameters_do_not(stage):
+    inputs = torch.randn(5, 15, generator=torch.Generator().manual_seed(dist.get_rank()))
+    expected, weight = trained(blocks(), inputs, stage), 15 * 45
+    for policy in (None, *POLICIES.values()):
+        stored = []
+
+        def store(tensor, stored=stored):
+            stored.append(tensor.numel())
+            return tensor.clone()
+
+        model = checkpoint_layers(blocks(), policy, to_host=ToHost(store=store, load=torch.clone))
+        assert all(map(torch.equal, trained(model, inputs, stage), expected)), policy
+        assert 0 < max(stored) < weight
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
+def test_pipelines_have_the_same_gradients_from_elsewhere(schedule):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(8, 15), torch.randn(8, 15)
+
+    def gradients(policy, to_host):
+        stage = blocks(4)[2 * dist.get_rank() :][:2]
+        checkpoint_layers(stage, policy, to_host=to_host)
+        run = Pipeline(stage, schedule(2, 4), dist.group.WORLD, loss_fn=nn.functional.mse_loss)
+        for _ in range(2):
+            stage.zero_grad()
+            run.step(inputs, target=targets)
+        return [parameter.grad for parameter in stage.parameters()]
+
+    expected = gradients(None, None)
+    for policy in (None, *POLICIES.values()):
+        away = ToHost(resident=500, ahead=1, store=torch.clone, load=torch.clone, fetch=id)
+        assert all(map(torch.equal, gradients(policy, away), expected)), policy
 
 
 @pytest.mark.ranks(2)
