@@ -31,21 +31,13 @@ class Elements(Kept):
         args: What a `Kept` is made of.
     """
 
-    __slots__ = ("__weakref__", "_held", "_storage", "is_stored", "size")
+    __slots__ = ("__weakref__", "_held", "_is_fetched", "_storage", "is_stored", "size")
 
     def __init__(self, storage: Any, held: Tensor | None, *args: Any, is_stored: bool) -> None:
         super().__init__(*args)
-        self._held, self._storage, self.size, self.is_stored = (
-            held,
-            StorageWeakRef(storage),
-            storage.nbytes(),
-            is_stored,
-        )
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the storage is there still, so that its identity is no other's."""
-        return not self._storage.expired()
+        self._held, self.is_stored, self._is_fetched = held, is_stored, False
+        self._storage = StorageWeakRef(storage)  # whose identity is given to no other meanwhile
+        self.size: int = storage.nbytes()
 
     def take(self) -> Tensor:
         """The elements.
@@ -60,8 +52,9 @@ class Elements(Kept):
         return self._held
 
     def fetch(self, copies: Any) -> None:
-        """Begins to bring them back, if they are not there."""
-        if self._held is None and self._loaded is None:
+        """Begins to bring them back, unless they are there or that has begun."""
+        if self._held is None and self._loaded is None and not self._is_fetched:
+            self._is_fetched = True
             copies.fetch(self._value)
 
     def let_go(self, copies: HostCopies) -> None:
@@ -199,9 +192,8 @@ class Away:
         return self._to_host.store is not None or self._copies.takes(tensor)
 
     def known(self, key: Key) -> Elements | None:
-        """The elements of a storage that was seen before and is there still."""
-        elements = self._elements.get(key)
-        return elements if elements is not None and elements.is_current else None
+        """The elements of a storage that was seen before."""
+        return self._elements.get(key)
 
     def has_room(self, size: int) -> bool:
         """Whether so many bytes more may stay."""
