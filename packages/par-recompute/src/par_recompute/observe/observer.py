@@ -131,6 +131,7 @@ class Observer(TorchDispatchMode):
         """Ends looking on, without a result."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(None, None, None)
+        del self._hooks  # which would hold what holds it
         for handle in self._handles:
             handle.remove()
 
