@@ -133,8 +133,9 @@ def main() -> None:
         "1.00 is the ideal; a share of its CPU time is that of a rank. Times are those of the slowest rank, medians of "
         f"{given.turns} turns; ratios are medians of the ratios within a turn. Bare is the limit of a mode on this "
         "machine, measured in the same turns: as many elements in as few messages, then the calls of the same kernels, "
-        "on all ranks at once; nothing is added up or copied. Waits is the share of its time in which "
-        f"the rank that waits most computes nothing. {THEIRS} is version 0.5.20."
+        "on all ranks at once; nothing is added up or copied, but for one copy of each message of ulysses, from the "
+        "order of tokens to that of heads or back. Waits is the share of its time in which the rank that waits most "
+        f"computes nothing. {THEIRS} is version 0.5.20."
     )
     of_memory = (
         f"A step of {BLOCKS} blocks of width {WIDTH} with 4 heads and 2 key heads, fp32, causal, of one row over all "
@@ -350,7 +351,8 @@ def shape(case: Case, cut: str) -> AttentionShape:
 def bare(mode: str, case: Case, tokens: Tokens, received: Fraction) -> Callable[[], None]:
     """The limit of a mode: its elements in as few messages as it has, then the calls of its kernels; nothing else.
 
-    No partial result is added up, nothing is copied, and autograd takes no part.
+    No partial result is added up, nothing is copied, and autograd takes no part. With ulysses what is sent or has
+    arrived is copied once, between the order of tokens and that of heads, into memory that is there.
     """
     rank, inner = (0, case.ranks) if mode == "ulysses" else (dist.get_rank(), 1)
     heads, key_heads = HEADS // inner, max(1, case.key_heads // inner)
@@ -376,9 +378,14 @@ def bare(mode: str, case: Case, tokens: Tokens, received: Fraction) -> Callable[
         else:
             kernel.backward(upstream[:, rows], *given, out[:, rows], lse[:, :, rows], **options)
 
+    by_token = torch.ones(case.length // case.ranks, case.ranks, arrived.numel() // case.length)
+    by_head = torch.empty_like(by_token.transpose(0, 1).contiguous())
+
     def run() -> None:
         for _ in range(number):
             dist.all_to_all_single(arrived, message)
+            if mode == "ulysses":
+                by_head.copy_(by_token.transpose(0, 1))
         for forward in (True, False):
             for told in calls:
                 call(told, forward=forward)

@@ -5,17 +5,21 @@ and their gradients are summed. Between both exchanges stands attention of anoth
 all of its ranks take part (ulysses), or over a longer one that is cut over groups of them (2d).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..._collectives import finish
-from ..._torch_private import functional_collectives
+from ..._collectives import finish, may_overwrite
+from ..._torch_private import functional_collectives, group_of_name
 from ..columns import columns, joined
+from ..room import Room
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class HeadShares:
         rank: This rank's number in the group.
         heads: Number of query heads; they divide by the ranks.
         key_heads: Number of key heads; the query heads divide by them.
+        room: Memory for messages, which attention after attention uses.
     """
 
     group: str
@@ -35,6 +40,7 @@ class HeadShares:
     rank: int
     heads: int
     key_heads: int
+    room: Room = field(default_factory=Room, compare=False, repr=False)
 
     @property
     def mine(self) -> int:
@@ -104,12 +110,12 @@ class _ToHeads(torch.autograd.Function):
         widths = [_widths(shares, rank, q, k, v) for rank in range(shares.ranks)]
         ctx.widths = widths
         sent, sizes = [batch * s * sum(width) for width in widths], widths[shares.rank]
-        message = q.new_empty(sum(sent))
-        for rank, part in enumerate(message.split(sent)):
-            keys = shares.keys_of(rank)
-            key_heads = slice(keys.start, keys.stop)
-            _pack(part, q[:, :, _heads(shares, rank)], k[:, :, key_heads], v[:, :, key_heads])
-        arrived = _all_to_all(message, [s * batch * sum(sizes)] * shares.ranks, sent, shares.group)
+        with shares.room.of(sum(sent), q) as message:
+            for rank, part in enumerate(message.split(sent)):
+                keys = shares.keys_of(rank)
+                key_heads = slice(keys.start, keys.stop)
+                _pack(part, q[:, :, _heads(shares, rank)], k[:, :, key_heads], v[:, :, key_heads])
+            arrived = _all_to_all(message, [s * batch * sum(sizes)] * shares.ranks, sent, shares.group)
         queries, keys, values = arrived.view(shares.ranks * s, batch, sum(sizes)).split(sizes, -1)
         return (
             queries.unflatten(-1, (-1, q.shape[3])).transpose(0, 1),
@@ -127,20 +133,20 @@ class _ToHeads(torch.autograd.Function):
             message = _pack(dq.new_empty(dq.numel() + dk.numel() + dv.numel()), dq, dk, dv)
         widths = ctx.widths
         received = [s * batch * sum(width) for width in widths]
-        arrived = _all_to_all(
-            message.flatten(), received, [message.numel() // shares.ranks] * shares.ranks, shares.group
-        )
+        sent = [message.numel() // shares.ranks] * shares.ranks
         queries, keys, values = dq.new_empty(of_q), dk.new_empty(of_k), dv.new_empty(of_v)
         written = 0  # key heads that have a gradient; of one that ranks share theirs are summed
-        for rank, (part, width) in enumerate(zip(arrived.split(received), widths, strict=True)):
-            a, b, c = part.view(s, batch, sum(width)).transpose(0, 1).split(width, -1)
-            places = shares.keys_of(rank)
-            shared = written - places.start
-            queries[:, :, _heads(shares, rank)] = a.unflatten(-1, (-1, of_q[3]))
-            for total, arriving in ((keys, b.unflatten(-1, (-1, of_k[3]))), (values, c.unflatten(-1, (-1, of_v[3])))):
-                total[:, :, places.start : written] += arriving[:, :, :shared]
-                total[:, :, written : places.stop] = arriving[:, :, shared:]
-            written = places.stop
+        with _arrived(message.flatten(), received, sent, shares) as arrived:
+            for rank, (part, width) in enumerate(zip(arrived.split(received), widths, strict=True)):
+                a, b, c = part.view(s, batch, sum(width)).transpose(0, 1).split(width, -1)
+                places = shares.keys_of(rank)
+                shared = written - places.start
+                queries[:, :, _heads(shares, rank)] = a.unflatten(-1, (-1, of_q[3]))
+                arriving_keys, arriving_values = b.unflatten(-1, (-1, of_k[3])), c.unflatten(-1, (-1, of_v[3]))
+                for total, arriving in ((keys, arriving_keys), (values, arriving_values)):
+                    total[:, :, places.start : written] += arriving[:, :, :shared]
+                    total[:, :, written : places.stop] = arriving[:, :, shared:]
+                written = places.stop
         return queries, keys, values, None
 
 
@@ -156,10 +162,10 @@ class _ToTokens(torch.autograd.Function):
         shares = ctx.shares
         batch, s, _, head = gradient.shape
         sizes = [s * batch * shares.mine * head] * shares.ranks
-        message = gradient.new_empty(sum(sizes))
-        for rank, part in enumerate(message.split(sizes)):
-            _pack(part, gradient[:, :, _heads(shares, rank)])
-        arrived = _all_to_all(message, sizes, sizes, shares.group)
+        with shares.room.of(sum(sizes), gradient) as message:
+            for rank, part in enumerate(message.split(sizes)):
+                _pack(part, gradient[:, :, _heads(shares, rank)])
+            arrived = _all_to_all(message, sizes, sizes, shares.group)
         return arrived.view(shares.ranks * s, batch, shares.mine, head).transpose(0, 1), None
 
 
@@ -167,9 +173,10 @@ def _tokens_of(out: Tensor, shares: HeadShares) -> Tensor:
     batch, whole, mine, head = out.shape
     s = whole // shares.ranks
     sizes = [s * batch * mine * head] * shares.ranks
-    arrived = _all_to_all(out.transpose(0, 1).reshape(-1), sizes, sizes, shares.group)  # one row is not copied
-    by_rank = arrived.view(shares.ranks, s, batch, mine, head)
-    return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
+    with _arrived(out.transpose(0, 1).reshape(-1), sizes, sizes, shares) as arrived:  # one row is not copied
+        by_rank = arrived.view(shares.ranks, s, batch, mine, head)
+        tokens = out.new_empty(batch, s, shares.ranks, mine, head)
+        return tokens.copy_(by_rank.permute(2, 1, 0, 3, 4)).flatten(2, 3)
 
 
 def _pack(message: Tensor, *parts: Tensor) -> Tensor:
@@ -192,3 +199,17 @@ def _heads(shares: HeadShares, rank: int) -> slice:
 
 def _all_to_all(message: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
     return finish(functional_collectives.all_to_all_single.default(message, received, sent, group))
+
+
+@contextmanager
+def _arrived(message: Tensor, received: list[int], sent: list[int], shares: HeadShares) -> Iterator[Tensor]:
+    """What ranks send each other, for the time of a block, in which the message may be gone."""
+    if not may_overwrite():
+        arrived = _all_to_all(message, received, sent, shares.group)
+        del message
+        yield arrived
+        return
+    with shares.room.of(sum(received), message) as arrived:
+        dist.all_to_all_single(arrived, message, received, sent, group=group_of_name(shares.group))
+        del message
+        yield arrived

@@ -1,0 +1,42 @@
+"""Memory for messages, which one attention after another uses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .._collectives import may_overwrite
+
+
+class Room:
+    """Memory that stays from one message to the next, on CPUs.
+
+    There a process is given new memory page by page, as it first writes into each, and the memory of a large tensor
+    goes back to the system with the tensor. Filling a message costs twice as much then. Accelerators have an allocator
+    that keeps memory, so they get new tensors, and so does whoever looks on at operations, as fake tensors do.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # one at most; none while a message is in it, so a second thread gets its own
+
+    @contextmanager
+    def of(self, elements: int, like: Tensor) -> Iterator[Tensor]:
+        """Lends a flat tensor of another one's dtype and device, for the time of a block. Its numbers are anything.
+
+        Args:
+            elements: Its number of elements.
+            like: The other tensor.
+        """
+        if like.device.type != "cpu" or not may_overwrite():
+            yield like.new_empty(elements)
+            return
+        size = elements * like.element_size()
+        memory = self._free.pop() if self._free else None
+        if memory is None or memory.numel() < size:
+            memory = torch.empty(size, dtype=torch.uint8)
+        yield memory[:size].view(like.dtype)
+        self._free[:] = [memory]
+
+    def __reduce__(self) -> tuple[type["Room"], tuple[()]]:
+        return Room, ()  # a copy has memory of its own
