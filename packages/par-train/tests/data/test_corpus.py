@@ -209,8 +209,9 @@ def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     for arguments, keywords, words in (
         ((tmp_path / "none.txt", model), {}, "is no file; correct the path"),
-        ((tmp_path, model), {}, "is a folder; give a file in it"),
-        ((written(tmp_path / "c.parquet", "x"), model), {}, "is in parquet; convert it to jsonl"),
+        ((tmp_path / "empty", model), {}, "is a folder without files that end in .txt, .*; give one that has some"),
+        ((tmp_path / "*.csv", model), {}, "is a pattern that no file has; correct it"),
+        ((written(tmp_path / "c.parquet", "x"), model), {}, "the table .*c.parquet' cannot be read .*; mend or convert"),
         ((written(tmp_path / "blank.txt", "", " "), model), {}, "holds no document; give one with a line of text"),
         ((path, tmp_path / "empty"), {}, "holds no tokenizer; give the folder"),
         (
@@ -283,3 +284,78 @@ def test_what_one_rank_cannot_read_raises_on_all(tiny, tmp_path):
         read_corpus(mine / "c.txt", tiny[0], tmp_path / "data")
     with pytest.raises(ValueError, match="is no file; correct the path"):
         read_corpus(tmp_path / "0" / "c.txt" if rank == 0 else "none.txt", tiny[0], tmp_path / "data")
+
+
+def table(path, **columns):
+    """A table in the format that the name of a file says."""
+    pa = pytest.importorskip("pyarrow")
+    made = pa.table(columns)
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(made, path, row_group_size=3)
+        return path
+    begin = pa.ipc.new_file if "file" in path.stem else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as sink, begin(sink, made.schema) as writer:
+        writer.write_table(made, max_chunksize=3)
+    return path
+
+
+@pytest.mark.parametrize("name", ["c.parquet", "stream.arrow", "file.arrow"])
+def test_a_row_of_a_table_is_a_document(name, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("par_train.data.records._ROWS", 4)
+    texts = [f"number {number}" for number in range(11)]
+    path = table(tmp_path / name, id=list(range(11)), body=texts)
+    corpus = read_corpus(path, tiny[0], tmp_path / "data", field="body", progress=True)
+    lines = [json.dumps({"body": text}) for text in texts]
+    same = read_corpus(written(tmp_path / "c.jsonl", *lines), tiny[0], tmp_path / "data", field="body")
+    assert corpus.format == "jsonl"
+    assert documents_in(corpus) == documents_in(same)
+    with pytest.raises(UserError, match=f"{name} has no column 'text', only 'id', 'body'; name the field"):
+        read_corpus(path, tiny[0], tmp_path / "data")
+    with pytest.raises(UserError, match="is a table, of which no line is a text; leave the format out"):
+        read_corpus(path, tiny[0], tmp_path / "data", format="text")
+    broken = table(tmp_path / f"broken-{name}", text=["fine", "fine", None])
+    with pytest.raises(UserError, match=f"broken-{name}, row 3 has None under 'text'; give a text"):
+        read_corpus(broken, tiny[0], tmp_path / "data")
+
+
+def test_a_table_of_conversations_is_what_their_lines_are(tiny, tmp_path):
+    lines = tiny[1]["chat"].read_text().splitlines()
+    path = table(tmp_path / "c.parquet", messages=[json.loads(line)["messages"] for line in lines])
+    corpus, same = (read_corpus(each, tiny[0], tmp_path / "data") for each in (path, tiny[1]["chat"]))
+    assert corpus.format == "chat"
+    assert documents_in(corpus) == documents_in(same)
+    assert corpus.trained.tolist() == same.trained.tolist()
+
+
+def test_several_files_are_read_in_the_order_of_their_names(tiny, tmp_path):
+    folder, pattern = tmp_path / "cache", tmp_path / "parts" / "train-*.parquet"
+    folder.mkdir()
+    pattern.parent.mkdir()
+    for number in (2, 0, 1):
+        table(folder / f"cache-{number}.arrow", text=[f"{number} a", f"{number} b"])
+        table(pattern.parent / f"train-{number}.parquet", text=[f"{number} a", f"{number} b"])
+    table(pattern.parent / "test-0.parquet", text=["held out"])
+    (folder / "dataset_info.json").write_text("{}")  # as a cache of data sets has it
+    lines = [f"{number} {letter}" for number in range(3) for letter in "ab"]
+    expected = documents_in(read_corpus(written(tmp_path / "c.txt", *lines), tiny[0], tmp_path / "data"))
+    for path in (folder, pattern):
+        assert documents_in(read_corpus(path, tiny[0], tmp_path / "data")) == expected
+    written(folder / "more.txt", "text")
+    with pytest.raises(UserError, match=r"is a folder of files that end in .arrow and .txt; give files of one kind"):
+        read_corpus(folder, tiny[0], tmp_path / "data")
+
+
+def test_tokens_that_lie_there_are_mapped_as_they_are(tiny, tmp_path, monkeypatch):
+    corpus = read_corpus(tiny[1]["text"], tiny[0], tmp_path / "data")
+    monkeypatch.setattr(module, "load_tokenizer", None)
+    again = read_corpus(corpus.path, tiny[0], tmp_path / "other")
+    assert again.path == corpus.path
+    assert documents_in(again) == documents_in(corpus)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_table_without_pyarrow_names_the_extra(tiny, tmp_path, monkeypatch):
+    path = table(tmp_path / "c.parquet", text=["a"])
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"needs pyarrow; pip install par-train\[tables\]"):
+        read_corpus(path, tiny[0], tmp_path / "data")

@@ -1,7 +1,7 @@
-"""A file of text, turned into tokens once and then mapped into memory by every rank.
+"""Files of text, turned into tokens once and then mapped into memory by every rank.
 
-The first rank of each machine streams lines through the tokenizer into a folder that is named after all that decides on
-the tokens: the file, the tokenizer, its chat template and the format. So a run that goes on, and the next run with the
+The first rank of each machine streams documents through the tokenizer into a folder that is named after all that
+decides on the tokens: the files, the tokenizer, its chat template and the format. So a run that goes on, and the next run with the
 same data, find it there. The folder appears whole or not at all.
 
     tokens.u32      the tokens of all documents in a row
@@ -29,6 +29,7 @@ from par_groups import agree, together
 
 from .._disk import sync
 from .._errors import UserError
+from .records import SUMMARY, files_of, is_conversations, is_corpus, kind_of
 from .tokenize import Document, documents_of, load_tokenizer, tokenizer_files
 
 Ints = NDArray[np.int64]
@@ -36,7 +37,6 @@ Format = Literal["text", "jsonl", "chat"]
 
 _VERSION = 1
 _FILES = {"tokens.u32": "<u4", "documents.u64": "<u8", "hashes.u64": "<u8", "trained.u1": "u1"}
-_SUMMARY = "corpus.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ class _Source:
     """What a corpus is made of."""
 
     path: Path
+    files: Sequence[Path]
     tokenizer: Path
     format: Format
     field: str
@@ -112,7 +113,7 @@ class _Source:
     def digest(self) -> str:
         """Another one for other tokens."""
         digest = hashlib.sha256(f"{_VERSION} {self.format} {self.field} {self.template}".encode())
-        for path in (self.path, *tokenizer_files(self.tokenizer)):
+        for path in (*self.files, *tokenizer_files(self.tokenizer)):
             with path.open("rb") as file:
                 digest.update(b"\0" + hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()[:32]
@@ -130,19 +131,21 @@ def read_corpus(
     progress: bool | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Corpus:
-    """Turns a file into tokens, unless that was done before, and maps them. Collective where torch.distributed runs.
+    """Turns files into tokens, unless that was done before, and maps them. Collective where torch.distributed runs.
 
     The first rank of each machine writes; the others wait for it.
 
     Args:
-        path: The file, in UTF-8.
+        path: A file of lines in UTF-8 or a table, in Parquet or Arrow; a folder of such files, which are taken in the
+            order of their names; a pattern, such as data/train-*.parquet; or a corpus's own folder, which is mapped as
+            it is.
         tokenizer: The folder of a Hugging Face tokenizer.
         folder: Where corpora are kept, each in a folder of its own.
-        format: "text": every line is a document. "jsonl": every line is a JSON object, and `field` of it a document.
-            "chat": every line is a JSON object with a conversation under "messages", of which the model is trained on
-            what the assistant says. "auto": the first line of a .jsonl or .json file tells, other files are text.
-            Empty lines count in no format.
-        field: The key of the text in a line of "jsonl".
+        format: "text": every line is a document. "jsonl": every line is a JSON object, and `field` of it a document;
+            so is every row of a table, and its column `field`. "chat": every line or row has a conversation under
+            "messages", of which the model is trained on what the assistant says. "auto": the first line of a .jsonl or
+            .json file tells, or the columns of a table; other files are text. Empty lines count in no format.
+        field: The key, or column, of the text where `format` is "jsonl".
         template: A file with a chat template that takes the place of the tokenizer's.
         group: The ranks that read it; None: the world.
         progress: Whether to show a bar; None: where stderr is a terminal.
@@ -150,7 +153,7 @@ def read_corpus(
             the corpus stays.
 
     Raises:
-        UserError: What the caller gave or what a line holds, with the file and the line. Where ranks differ, the others
+        UserError: What the caller gave or what a line or row holds, with its place. Where ranks differ, the others
             raise a ValueError with its text.
         InterruptedError: `stop` gave true; ranks that waited raise a ValueError with its text.
     """
@@ -160,20 +163,23 @@ def read_corpus(
     me = dist.get_rank() if running else next(iter(hosts))
     is_first = me == min(rank for rank, host in hosts.items() if host == hosts[me])
     problem: Exception | None = None
-    place = None
+    place = Path(folder)
     try:
-        source = _checked(Path(path), Path(tokenizer), format, field, template)
-        place = Path(folder) / source.digest
-        if is_first and not (place / _SUMMARY).exists():
-            _write(source, place, progress, stop)
+        if is_corpus(Path(path)):
+            place = Path(path).resolve()
+        else:
+            source = _checked(Path(path), Path(tokenizer), format, field, template)
+            place /= source.digest
+            if is_first and not is_corpus(place):
+                _write(source, place, progress, stop)
     except Exception as error:  # of any kind: the others wait for this rank
         problem = error
-    digests = agree(problem, "" if place is None else place.name, *groups)
-    others = [rank for rank, digest in digests.items() if digest != next(iter(digests.values()))]
+    names = agree(problem, place.name, *groups)
+    others = [rank for rank, name in names.items() if name != next(iter(names.values()))]
     if others:
         raise UserError(f"{str(path)!r} or the tokenizer differs on ranks {others}; give all ranks the same files")
     with together("mapping the corpus", *groups):
-        return open_corpus(Path(folder) / digests[me])
+        return open_corpus(place)
 
 
 def open_corpus(place: Path | str) -> Corpus:
@@ -187,7 +193,7 @@ def open_corpus(place: Path | str) -> Corpus:
     """
     place = Path(place)
     try:
-        summary = json.loads((place / _SUMMARY).read_bytes())
+        summary = json.loads((place / SUMMARY).read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{str(place)!r} holds no corpus ({error}); let the first rank of every machine write it"
@@ -214,12 +220,7 @@ def open_corpus(place: Path | str) -> Corpus:
 
 def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Path | str | None) -> _Source:
     """What to read, as far as it can be checked before it is read."""
-    if path.is_dir():
-        raise UserError(f"the corpus {str(path)!r} is a folder; give a file in it")
-    if not path.is_file():
-        raise UserError(f"the corpus {str(path)!r} is no file; correct the path")
-    if path.suffix == ".parquet":
-        raise UserError(f"the corpus {str(path)!r} is in parquet; convert it to jsonl, a JSON object a line")
+    files = files_of(path)
     if format_ not in ("auto", *get_args(Format)):
         raise UserError(f"the format of a corpus is {format_!r}; it can be 'auto', 'text', 'jsonl' or 'chat'")
     text = None
@@ -227,30 +228,31 @@ def _checked(path: Path, tokenizer: Path, format_: str, field: str, template: Pa
         if not Path(template).is_file():
             raise UserError(f"the chat template {str(template)!r} is no file; correct the path")
         text = Path(template).read_text(encoding="utf-8")
+    found = _format_of(files[0]) if format_ == "auto" else format_
+    if found == "text" and kind_of(files[0]) == "rows":
+        raise UserError(
+            f"the corpus {str(path)!r} is a table, of which no line is a text; leave the format out, or give 'jsonl' "
+            "and the column as the field"
+        )
     return _Source(
         path=path,
+        files=files,
         tokenizer=tokenizer,
-        format=_format_of(path) if format_ == "auto" else format_,  # type: ignore[arg-type]
+        format=found,  # type: ignore[arg-type]
         field=field,
         template=text,
     )
 
 
 def _format_of(path: Path) -> Format:
-    """The format of a file, from its name and from its first line that is not empty."""
-    if path.suffix not in (".jsonl", ".json"):
+    """The format of a file, from its name and from what it begins with."""
+    if kind_of(path) == "lines":
         return "text"
-    with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
-    try:
-        value = json.loads(first)
-    except ValueError:
-        return "jsonl"  # which is wrong, and is said with the number of the line
-    return "chat" if isinstance(value, dict) and "messages" in value else "jsonl"
+    return "chat" if is_conversations(path) else "jsonl"
 
 
 def _write(source: _Source, place: Path, progress: bool | None, stop: Callable[[], bool] | None) -> None:
-    """Tokenizes a file into its folder, which appears with the last step, unless it is to stop before."""
+    """Tokenizes files into their folder, which appears with the last step, unless it is to stop before."""
     tokenizer = load_tokenizer(source.tokenizer)
     prefix = f".{place.name}.tmp-{socket.gethostname()}-"
     for left in place.parent.glob(f"{prefix}*"):
@@ -259,7 +261,7 @@ def _write(source: _Source, place: Path, progress: bool | None, stop: Callable[[
     beside = place.with_name(f"{prefix}{os.getpid()}")
     beside.mkdir(parents=True)
     try:
-        documents = documents_of(source.path, tokenizer, source.format, source.field, source.template, progress)
+        documents = documents_of(source.files, tokenizer, source.format, source.field, source.template, progress)
         with _Files(beside, masked=source.format == "chat") as files:
             for document in documents:
                 if stop is not None and stop():
@@ -278,11 +280,11 @@ def _write(source: _Source, place: Path, progress: bool | None, stop: Callable[[
             "padding": padding,
             "files": {path.name: path.stat().st_size for path in sorted(beside.iterdir())},
         }
-        _write_durably(beside / _SUMMARY, json.dumps(summary, indent=2).encode())
+        _write_durably(beside / SUMMARY, json.dumps(summary, indent=2).encode())
         try:
             beside.rename(place)
         except OSError:
-            if not (place / _SUMMARY).exists():  # else another process, perhaps of another machine, was first
+            if not is_corpus(place):  # else another process, perhaps of another machine, was first
                 raise
         sync(place.parent)
     finally:

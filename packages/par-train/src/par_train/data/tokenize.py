@@ -1,20 +1,22 @@
-"""Lines of a file to the tokens of documents, by a tokenizer of transformers."""
+"""Lines and rows of files to the tokens of documents, by a tokenizer of transformers."""
 
 import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from .._errors import UserError
+from .records import Record, kind_of, lines_of, rows_of
 
 _BATCH = 1000
-"""Lines that are tokenized at a time."""
+"""Lines or rows that are tokenized at a time."""
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -35,13 +37,6 @@ class Document(NamedTuple):
 
     tokens: Sequence[int]
     trained: Sequence[int] | None
-
-
-class Line(NamedTuple):
-    """The number of a line, from 1 on, and what it holds."""
-
-    number: int
-    value: Any
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -79,36 +74,42 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def documents_of(
-    path: Path, tokenizer: Any, format_: str, field: str, template: str | None, progress: bool | None
+    paths: Sequence[Path], tokenizer: Any, format_: str, field: str, template: str | None, progress: bool | None
 ) -> Iterator[Document]:
-    """The documents of a file, line by line.
+    """The documents of files, line by line or row by row.
 
     Args:
-        path: The file.
+        paths: The files.
         tokenizer: A tokenizer of transformers.
         format_: "text", "jsonl" or "chat".
-        field: The key of the text in a line of "jsonl".
+        field: The key of the text in an object or a row.
         template: The chat template; None: the tokenizer's own.
         progress: Whether to show a bar; None: where stderr is a terminal.
 
     Raises:
-        UserError: A line that holds something else, or a chat template that does not say what the model says.
+        UserError: A line or row that holds something else, or a chat template that does not say what the model says.
     """
     if format_ == "chat":
         template = check_template(tokenizer, template)
-    parse: dict[str, Callable[[str], Any]] = {
-        "text": lambda line: line,
-        "jsonl": lambda line: text_of(line, field),
-        "chat": messages_of,
-    }
     hidden = not sys.stderr.isatty() if progress is None else not progress
-    with tqdm(total=path.stat().st_size, desc="tokenize", unit="B", unit_scale=True, disable=hidden) as bar:
-        left = _lines(path, parse[format_], bar.update)
-        while lines := list(islice(left, _BATCH)):
+    size = sum(path.stat().st_size for path in paths)
+    with tqdm(total=size, desc="tokenize", unit="B", unit_scale=True, disable=hidden) as bar:
+        left = chain.from_iterable(_records(path, format_, field, bar.update) for path in paths)
+        while records := list(islice(left, _BATCH)):
             if format_ == "chat":
-                yield from _chats(path, tokenizer, template, lines)
+                yield from _chats(tokenizer, template, records)
             else:
-                yield from _texts(tokenizer, [line.value for line in lines])
+                yield from _texts(tokenizer, [record.value for record in records])
+
+
+def _records(path: Path, format_: str, field: str, advance: Callable[[int], object]) -> Iterator[Record]:
+    """What a file's lines or rows hold: texts or conversations."""
+    if format_ == "text":
+        return lines_of(path, lambda line: line, advance)
+    column, of_object = (field, partial(text_of, field=field)) if format_ == "jsonl" else ("messages", messages_of)
+    if kind_of(path) == "rows":
+        return rows_of(path, column, of_object, advance)
+    return lines_of(path, lambda line: of_object(object_of(line)), advance)
 
 
 def check_template(tokenizer: Any, template: str | None) -> str:
@@ -130,13 +131,12 @@ def check_template(tokenizer: Any, template: str | None) -> str:
     return template
 
 
-def text_of(line: str, field: str) -> str:
-    """The text in a JSON object.
+def text_of(value: Mapping[str, Any], field: str) -> str:
+    """The text in an object.
 
     Raises:
-        ValueError: What is wrong with the line.
+        ValueError: What is wrong with it.
     """
-    value = _object(line)
     if field not in value:
         raise ValueError(
             f"has no {field!r}, only {', '.join(map(repr, value)) or 'nothing'}; name the field of the text"
@@ -147,13 +147,13 @@ def text_of(line: str, field: str) -> str:
     return text
 
 
-def messages_of(line: str) -> list[dict[str, Any]]:
-    """The conversation in a JSON object.
+def messages_of(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversation in an object.
 
     Raises:
-        ValueError: What is wrong with the line.
+        ValueError: What is wrong with it.
     """
-    messages = _object(line).get("messages")
+    messages = value.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"has {messages!r:.60} under 'messages'; give a list with at least one message")
     for number, message in enumerate(messages):
@@ -164,7 +164,12 @@ def messages_of(line: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _object(line: str) -> dict[str, Any]:
+def object_of(line: str) -> dict[str, Any]:
+    """The object of JSON in a line.
+
+    Raises:
+        ValueError: What is wrong with the line.
+    """
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -172,26 +177,6 @@ def _object(line: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"is {value!r:.60}, not a JSON object; write one object a line")
     return value
-
-
-def _lines(path: Path, parse: Callable[[str], Any], advance: Callable[[int], object]) -> Iterator[Line]:
-    """The lines that are not empty, as what they hold.
-
-    Raises:
-        UserError: A line that is not UTF-8 or that does not hold what it should.
-    """
-    with path.open("rb") as file:
-        for number, data in enumerate(file, 1):
-            advance(len(data))
-            if not data.strip():
-                continue
-            try:
-                text = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                yield Line(number, parse(text))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}, line {number} is not UTF-8 ({error}); convert the file to UTF-8") from None
-            except ValueError as error:
-                raise UserError(f"{path}, line {number} {error}") from None
 
 
 def _texts(tokenizer: Any, texts: list[str]) -> Iterator[Document]:
@@ -202,12 +187,12 @@ def _texts(tokenizer: Any, texts: list[str]) -> Iterator[Document]:
         yield Document(tokens if ends else [*tokens, end], None)
 
 
-def _chats(path: Path, tokenizer: Any, template: str | None, lines: Sequence[Line]) -> Iterator[Document]:
-    """Conversations as documents; where the template refuses one, its line is named."""
+def _chats(tokenizer: Any, template: str | None, records: Sequence[Record]) -> Iterator[Document]:
+    """Conversations as documents; where the template refuses one, its place is named."""
 
-    def encode(some: Sequence[Line]) -> Any:
+    def encode(some: Sequence[Record]) -> Any:
         return tokenizer.apply_chat_template(
-            [line.value for line in some],
+            [record.value for record in some],
             chat_template=template,
             tokenize=True,
             return_dict=True,
@@ -216,15 +201,15 @@ def _chats(path: Path, tokenizer: Any, template: str | None, lines: Sequence[Lin
         )
 
     try:
-        encoded = [encode(lines)]
-    except Exception:  # a template may refuse in any way; it is asked again, line by line
+        encoded = [encode(records)]
+    except Exception:  # a template may refuse in any way; it is asked again, one by one
         encoded = []
-        for line in lines:
+        for record in records:
             try:
-                encoded.append(encode([line]))
+                encoded.append(encode([record]))
             except Exception as error:
                 raise UserError(
-                    f"{path}, line {line.number} is refused by the chat template ({error}); mend the conversation"
+                    f"{record.place} is refused by the chat template ({error}); mend the conversation"
                 ) from error
     for batch in encoded:
         for tokens, trained in zip(batch["input_ids"], batch["assistant_masks"], strict=True):

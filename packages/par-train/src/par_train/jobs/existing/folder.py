@@ -10,6 +10,7 @@ from typing import Any
 
 from ..._disk import config_file
 from ..._errors import UserError
+from ...data.records import files_of, is_corpus
 from ...data.tokenize import tokenizer_files
 from ..options import Options
 
@@ -93,9 +94,14 @@ def read_folder(options: Options) -> ModelFolder:
             "model.config to begin with random ones"
         )
     tokenizer_files(path)
-    for name, text in (("data.path", data.path), ("data.template", data.template)):
-        if text and not Path(text).expanduser().is_file():
-            raise UserError(f"{name} is {text!r}, where there is no file; correct the path")
+    text = Path(data.path).expanduser()
+    if not is_corpus(text):
+        try:
+            files_of(text)
+        except UserError as error:
+            raise UserError(f"data.path: {error}") from None
+    if data.template and not Path(data.template).expanduser().is_file():
+        raise UserError(f"data.template is {data.template!r}, where there is no file; correct the path")
     context = row_length(options, config)
     return ModelFolder(path=path, config=config, weights=weights if model.path else (), context=context)
 
