@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .data.corpus import Corpus, open_corpus, read_corpus
     from .data.loader import GlobalDataLoader
+    from .data.mixture import MixedRows
     from .data.rows import PackedRows
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
@@ -34,6 +35,7 @@ __all__ = [
     "GradientHandler",
     "Job",
     "Machine",
+    "MixedRows",
     "PackedRows",
     "Plugin",
     "Prediction",
@@ -56,6 +58,7 @@ _LATE = {
     "jobs.checkpoint": ("load_model",),
     "data.corpus": ("Corpus", "open_corpus", "read_corpus"),
     "data.loader": ("GlobalDataLoader",),
+    "data.mixture": ("MixedRows",),
     "data.rows": ("PackedRows",),
     "jobs.gpt": ("GPT",),
     "strategy.existing": ("token_loss",),

@@ -211,7 +211,7 @@ def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
         ((tmp_path / "none.txt", model), {}, "is no file; correct the path"),
         ((tmp_path / "empty", model), {}, "is a folder without files that end in .txt, .*; give one that has some"),
         ((tmp_path / "*.csv", model), {}, "is a pattern that no file has; correct it"),
-        ((written(tmp_path / "c.parquet", "x"), model), {}, "the table .*c.parquet' cannot be read .*; mend or convert"),
+        ((written(tmp_path / "c.parquet", "x"), model), {}, "the table .*c.parquet' cannot be read .*; mend"),
         ((written(tmp_path / "blank.txt", "", " "), model), {}, "holds no document; give one with a line of text"),
         ((path, tmp_path / "empty"), {}, "holds no tokenizer; give the folder"),
         (

@@ -77,10 +77,21 @@ def _fit_strings(value: Any) -> tuple[str, ...] | None:
     return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
 
 
-def _fit_tables(value: Any) -> tuple[Mapping[str, Any], ...] | None:
-    is_list = isinstance(value, list)
-    typed = is_list and all(isinstance(item, dict) and isinstance(item.get("type"), str) for item in value)
-    return tuple(value) if typed else None
+def tables_with(key: str, example: str, metavar: str) -> Kind:
+    """A list of tables, each of which has a text under a key.
+
+    Args:
+        key: The key.
+        example: What errors show.
+        metavar: What the help of a flag shows.
+    """
+
+    def fit(value: Any) -> tuple[Mapping[str, Any], ...] | None:
+        is_list = isinstance(value, list)
+        typed = is_list and all(isinstance(item, dict) and isinstance(item.get(key), str) for item in value)
+        return tuple(value) if typed else None
+
+    return Kind(words=f"a list of tables with a {key}, {example}", metavar=metavar, read=read_toml_value, fit=fit)
 
 
 BOOL = Kind(words="true or false", metavar="", read=read_toml_value, fit=_exactly(bool))
@@ -91,12 +102,8 @@ _STRINGS = Kind(
     read=lambda text: [item for item in text.split(",") if item],
     fit=_fit_strings,
 )
-_TABLES = Kind(
-    words='a list of tables with a type, [{type = "name"}]',
-    metavar='[{type="A"}]',
-    read=read_toml_value,
-    fit=_fit_tables,
-)
+SOURCES = tables_with("path", '[{path = "web.parquet", weight = 2}]', '[{path="A",weight=1}]')
+_TABLES = tables_with("type", '[{type = "name"}]', '[{type="A"}]')
 _KINDS: Mapping[Any, Kind] = {
     int: Kind(words="a whole number", metavar="N", read=int, fit=_exactly(int)),
     float: Kind(words="a number", metavar="X", read=float, fit=_fit_number),

@@ -1,8 +1,8 @@
 """Files of text, turned into tokens once and then mapped into memory by every rank.
 
 The first rank of each machine streams documents through the tokenizer into a folder that is named after all that
-decides on the tokens: the files, the tokenizer, its chat template and the format. So a run that goes on, and the next run with the
-same data, find it there. The folder appears whole or not at all.
+decides on the tokens: the files, the tokenizer, its chat template and the format. So a run that goes on, and the next
+run with the same data, find it there. The folder appears whole or not at all.
 
     tokens.u32      the tokens of all documents in a row
     documents.u64   where each document begins, and the end

@@ -1,6 +1,7 @@
 """Rows of packed documents as a dataset: what a model of transformers trains on, for a DataLoader of torch's."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ class PackedRows(Dataset[Row]):
             are filled exactly, and documents are cut wherever a row ends.
         seed: Seed of the order of documents.
 
+    Attributes:
+        context: The number of tokens in a row.
+
     Raises:
         ValueError: A context below 2, another packing, or documents that fill no row.
     """
@@ -47,7 +51,7 @@ class PackedRows(Dataset[Row]):
         self._documents = np.arange(len(corpus)) if documents is None else np.asarray(documents)
         self._lengths = corpus.lengths[self._documents]
         self._packing: Packing = packing
-        self._context, self._seed = context, seed
+        self.context, self._seed = context, seed
         self._pieces: tuple[int, Pieces] | None = None
         if self.count(0) == 0:
             raise ValueError(
@@ -68,9 +72,9 @@ class PackedRows(Dataset[Row]):
         """One row, by epoch and number."""
         epoch, row = index
         pieces = self._of_epoch(epoch).of(row)
-        tokens = np.full(self._context, self._corpus.padding, np.int64)
-        positions = np.zeros(self._context, np.int64)
-        labels = np.full(self._context, IGNORED, np.int64)
+        tokens = np.full(self.context, self._corpus.padding, np.int64)
+        positions = np.zeros(self.context, np.int64)
+        labels = np.full(self.context, IGNORED, np.int64)
         at = 0
         for document, begin, length in zip(pieces.document, pieces.begin, pieces.length, strict=True):
             first = int(self._corpus.documents[self._documents[document]]) + int(begin)
@@ -81,7 +85,7 @@ class PackedRows(Dataset[Row]):
             labels[inside] = np.where(self._corpus.targets(first, first + int(length)), own, IGNORED)
             labels[at] = IGNORED
             at += int(length)
-        positions[at:] = np.arange(self._context - at)  # the padding is a document of its own
+        positions[at:] = np.arange(self.context - at)  # the padding is a document of its own
         row_of = {"input_ids": tokens, "position_ids": positions, "labels": labels}
         return {name: torch.from_numpy(values) for name, values in row_of.items()}
 
@@ -90,9 +94,16 @@ class PackedRows(Dataset[Row]):
 
     def _of_epoch(self, epoch: int) -> Pieces:
         if self._pieces is None or self._pieces[0] != epoch:
-            made = pack(self._lengths, context=self._context, packing=self._packing, seed=self._seed, epoch=epoch)
+            made = pack(self._lengths, context=self.context, packing=self._packing, seed=self._seed, epoch=epoch)
             self._pieces = epoch, made
         return self._pieces[1]
+
+
+class HasRows(Protocol):
+    """A dataset of rows that differ from epoch to epoch."""
+
+    def count(self, epoch: int) -> int:
+        """The number of rows in an epoch."""
 
 
 class RowSampler(Sampler[tuple[int, int]]):
@@ -102,7 +113,7 @@ class RowSampler(Sampler[tuple[int, int]]):
         rows: The dataset.
     """
 
-    def __init__(self, rows: PackedRows) -> None:
+    def __init__(self, rows: "HasRows") -> None:
         self._rows = rows
         self.epoch = 0
 

@@ -22,7 +22,7 @@ _OF_GPT = (
     *("model.width", "model.layers", "model.heads", "model.context", "model.tied"),
 )
 _OF_EXISTING = (
-    *("data.path", "data.format", "data.field", "data.template", "data.context"),
+    *("data.path", "data.sources", "data.format", "data.field", "data.template", "data.context"),
     *("model.attention", "model.dtype"),
     *(f"adapter.{one.name}" for one in fields(AdapterOptions)),
     *(f"sample.{one.name}" for one in fields(SampleOptions)),

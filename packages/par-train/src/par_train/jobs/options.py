@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..config.kinds import BYTES
+from ..config.kinds import BYTES, SOURCES
 from ..config.settings import FlagsAlone, option
 from ..data.packing import Packing
 from ..plan.inputs import Machine
@@ -28,7 +28,17 @@ class DataOptions:
     validation_windows: int = option(
         128, "held-out windows, or rows, that a validation loss is taken of; all of them if there are fewer", low=1
     )
-    path: str = option("", "with model.path: the file to train on, of text, JSON lines or conversations")
+    path: str = option(
+        "",
+        "with model.path: what to train on: a file of text, JSON lines or conversations, a table (.parquet, .arrow), a "
+        "folder of these, or a pattern such as data/train-*.parquet",
+    )
+    sources: tuple[Mapping[str, Any], ...] = option(
+        (),
+        "with model.path, in the place of data.path: several, each with a path and a weight, its part of the rows: "
+        '[{path = "web.parquet", weight = 3}, {path = "chats.jsonl", weight = 1}]; format and field as in data',
+        kind=SOURCES,
+    )
     format: Literal["auto", "text", "jsonl", "chat"] = option(
         "auto", "with model.path: what a line of the file is; auto: a .jsonl or .json file's first line tells"
     )

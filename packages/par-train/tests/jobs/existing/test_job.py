@@ -278,6 +278,23 @@ HANDED_ON = {
 }
 
 
+@pytest.mark.ranks(2, timeout=120)
+def test_a_mixture_goes_on_elsewhere_and_its_weights_stay(tiny, tmp_path):
+    corpora = tiny[1]
+    sources = ({"path": str(corpora["chat"]), "weight": 2}, {"path": str(corpora["jsonl"]), "weight": 1.5})
+    data = DataOptions(sources=sources, context=128, validation_fraction=0.2, validation_windows=9)
+    whole, parts = (options_of(tiny, tmp_path / name, data=data) for name in ("whole", "parts"))
+    assert train(whole, Stop()) == 0
+    assert train(parts, StopAt(2)) == signal.SIGTERM
+    again = replace(parts, resume="auto")
+    other = ({**sources[0], "weight": 3}, sources[1])
+    refused("has data.sources .*, but the config says .*'weight': 3", replace(again, data=replace(data, sources=other)))
+    assert train(replace(again, parallel=TENSOR), Stop()) == 0
+    dist.barrier()
+    for name in ("loss", "validation_loss"):
+        assert column(tmp_path / "parts", name) == pytest.approx(column(tmp_path / "whole", name), rel=TOLERANCE)
+
+
 @pytest.mark.storm
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft asks it of a model
 @pytest.mark.ranks(4, timeout=300)
@@ -351,7 +368,7 @@ def test_going_on_with_another_model_or_other_data_is_refused(tiny, tmp_path):
     assert train(options, Stop()) == 0
     again = replace(options, resume="auto")
     refused(
-        r"data\.path .* gives other tokens than the checkpoint",
+        r"jsonl' gives other tokens than the checkpoint",
         replace(again, data=replace(options.data, path=str(corpora["jsonl"]))),
     )
     refused("has data.context 128, but the config says 64", replace(again, data=replace(options.data, context=64)))

@@ -5,15 +5,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from par_precision import precision_of
 
 from ..._errors import UserError
 from ...data.corpus import Corpus, read_corpus
+from ...data.mixture import MixedRows
 from ...data.rows import PackedRows
 from ...run.stop import Stop
 from ..checkpoint import START_ANEW, TrainingState
 from ..options import Options
 from .folder import ModelFolder
+from .sources import Source, sources_of
+
+Rows = PackedRows | MixedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,45 +28,96 @@ class ModelData:
 
     Args:
         folder: The model.
-        corpus: The tokens of all documents.
+        corpora: The tokens of all documents, by the path that they are of.
         train: Rows of documents to train on.
         held_out: Rows of documents to validate on.
         documents: The number of documents to train on, and of those that are held out.
     """
 
     folder: ModelFolder
-    corpus: Corpus
-    train: PackedRows
-    held_out: PackedRows
+    corpora: Mapping[str, Corpus]
+    train: Rows
+    held_out: Rows
     documents: tuple[int, int]
 
     @property
     def digest(self) -> str:
         """Another one for other tokens."""
-        return self.corpus.path.name
+        return "+".join(corpus.path.name for corpus in self.corpora.values())
+
+    @property
+    def formats(self) -> set[str]:
+        """What documents are: "text", "jsonl" or "chat"."""
+        return {corpus.format for corpus in self.corpora.values()}
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return sum(len(corpus.tokens) for corpus in self.corpora.values())
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the tokenizer knows."""
+        return next(iter(self.corpora.values())).vocabulary
 
 
 def read_data(options: Options, folder: ModelFolder, stop: Stop) -> ModelData:
-    """Makes the tokens of a file, or finds those that were made before, and rows of them. Collective.
+    """Makes the tokens of files, or finds those that were made before, and rows of them. Collective.
 
     Args:
         options: The options of the run.
-        folder: The model, whose tokenizer reads the file.
+        folder: The model, whose tokenizer reads the files.
         stop: What this rank was asked for: tokenizing ends at once.
 
     Raises:
-        UserError: A line that is wrong, a tokenizer that is not the model's, or too little text; on every rank.
+        UserError: A line or row that is wrong, a tokenizer that is not the model's, or too little text; on every rank.
         InterruptedError: This rank was asked to leave while it tokenized; the others raise a UserError.
     """
-    data = options.data
+    data, corpora = options.data, dict[str, Corpus]()
+    train, held_out = dict[str, PackedRows](), dict[str, PackedRows]()
+    documents = np.zeros(2, np.int64)
+    sources = sources_of(data, "model.path")
+    for source in sources:
+        corpora[source.path] = corpus = _read(source, options, folder, stop)
+        parts = corpus.split(data.validation_fraction)
+        if not len(parts[0]) or not len(parts[1]):
+            raise UserError(
+                f"{source.key} {source.path!r} has {len(corpus)} documents, of which data.validation_fraction "
+                f"{data.validation_fraction:g} holds out {len(parts[1])}; give more documents, or another part, so "
+                "that there are some to train on and some to validate on"
+            )
+        documents += [len(part) for part in parts]
+        try:
+            train[source.path] = PackedRows(
+                corpus, context=folder.context, documents=parts[0], packing=data.rows, seed=options.seed
+            )
+            held_out[source.path] = PackedRows(corpus, context=folder.context, documents=parts[1])
+        except ValueError as error:
+            raise UserError(f"{source.key} {source.path!r}: {error}") from None
+    weights = {source.path: source.weight for source in sources if source.weight is not None}
+    rows: Rows = MixedRows(train, weights) if weights else train[sources[0].path]
+    others: Rows = MixedRows(held_out) if weights else held_out[sources[0].path]
+    if rows.count(0) < options.train.batch_size:
+        raise UserError(
+            f"{sources[0].key} {sources[0].path!r}{' and the others fill' if weights else ' fills'} {rows.count(0)} "
+            f"rows of {folder.context} tokens, less than a batch of train.batch_size {options.train.batch_size}; lower "
+            "it, shorten data.context, or give more text"
+        )
+    numbers = int(documents[0]), int(documents[1])
+    return ModelData(folder=folder, corpora=corpora, train=rows, held_out=others, documents=numbers)
+
+
+def _read(source: Source, options: Options, folder: ModelFolder, stop: Stop) -> Corpus:
+    """The tokens of one source, which the model's embedding must know."""
+    template = options.data.template
     try:
         corpus = read_corpus(
-            Path(data.path).expanduser(),
+            source.place,
             folder.path,
             options.files.folder / "data",
-            format=data.format,
-            field=data.field,
-            template=Path(data.template).expanduser() if data.template else None,
+            format=source.format,  # type: ignore[arg-type]  # checked with the options
+            field=source.field,
+            template=Path(template).expanduser() if template else None,
             stop=lambda: stop.signal != 0,
         )
     except ValueError as error:  # its own kind on the rank that read the file, another one on those that waited
@@ -71,24 +128,7 @@ def read_data(options: Options, folder: ModelFolder, stop: Stop) -> ModelData:
             f"the tokenizer in {str(folder.path)!r} knows {corpus.vocabulary} tokens, and the model's embedding has "
             f"{words}; give the tokenizer that the model was made with, or resize the model's embedding"
         )
-    train, held_out = corpus.split(data.validation_fraction)
-    if not len(train) or not len(held_out):
-        raise UserError(
-            f"data.path {data.path!r} has {len(corpus)} documents, of which data.validation_fraction "
-            f"{data.validation_fraction:g} holds out {len(held_out)}; give more documents, or another part, so that "
-            "there are some to train on and some to validate on"
-        )
-    try:
-        rows = PackedRows(corpus, context=folder.context, documents=train, packing=data.rows, seed=options.seed)
-        others = PackedRows(corpus, context=folder.context, documents=held_out)
-    except ValueError as error:
-        raise UserError(f"data.path {data.path!r}: {error}") from None
-    if rows.count(0) < options.train.batch_size:
-        raise UserError(
-            f"data.path {data.path!r} fills {rows.count(0)} rows of {folder.context} tokens, less than a batch of "
-            f"train.batch_size {options.train.batch_size}; lower it, shorten data.context, or give more text"
-        )
-    return ModelData(folder=folder, corpus=corpus, train=rows, held_out=others, documents=(len(train), len(held_out)))
+    return corpus
 
 
 def kept_options(options: Options, context: int) -> Mapping[str, Any]:
@@ -104,6 +144,7 @@ def kept_options(options: Options, context: int) -> Mapping[str, Any]:
         "data.context": context,
         "data.packing": options.data.rows,
         "data.validation_fraction": options.data.validation_fraction,
+        **({"data.sources": [dict(source) for source in options.data.sources]} if options.data.sources else {}),
         **{f"adapter.{name}": list(value) if isinstance(value, tuple) else value for name, value in adapter.items()},
         "precision": options.precision,
     }
@@ -138,6 +179,7 @@ def check_goes_on(options: Options, data: ModelData, state: TrainingState) -> No
             )
     if state.text != data.digest:
         raise UserError(
-            f"data.path {options.data.path!r} gives other tokens than the checkpoint {path!r} was trained on; bring "
-            f"the file, its format and the tokenizer back, or {START_ANEW}"
+            f"{' and '.join(map(repr, data.corpora))} {'give' if len(data.corpora) > 1 else 'gives'} other tokens than "
+            f"the checkpoint {path!r} was trained on; bring the files, their format and the tokenizer back, or "
+            f"{START_ANEW}"
         )

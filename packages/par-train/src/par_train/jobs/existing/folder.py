@@ -10,9 +10,9 @@ from typing import Any
 
 from ..._disk import config_file
 from ..._errors import UserError
-from ...data.records import files_of, is_corpus
 from ...data.tokenize import tokenizer_files
 from ..options import Options
+from .sources import sources_of
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 """What families call the number of positions that a model has."""
@@ -76,8 +76,7 @@ def read_folder(options: Options) -> ModelFolder:
     """
     model, data = options.model, options.data
     key = "model.path" if model.path else "model.config"
-    if not data.path:
-        raise UserError(f"{key} is {model.folder!r}, but data.path is missing; name the file to train on")
+    sources = sources_of(data, f"{key} is {model.folder!r}")
     for package, extra in (("transformers", "transformers"), ("peft", "peft")):
         if importlib.util.find_spec(package) is None and (package == "transformers" or options.adapter.rank):
             raise UserError(
@@ -94,12 +93,8 @@ def read_folder(options: Options) -> ModelFolder:
             "model.config to begin with random ones"
         )
     tokenizer_files(path)
-    text = Path(data.path).expanduser()
-    if not is_corpus(text):
-        try:
-            files_of(text)
-        except UserError as error:
-            raise UserError(f"data.path: {error}") from None
+    for source in sources:
+        source.check()
     if data.template and not Path(data.template).expanduser().is_file():
         raise UserError(f"data.template is {data.template!r}, where there is no file; correct the path")
     context = row_length(options, config)

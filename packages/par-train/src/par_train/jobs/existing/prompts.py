@@ -33,7 +33,7 @@ class Prompts:
         self._tokenizer: Any = load_tokenizer(data.folder.path) if self._texts else None
         template = options.data.template
         self._template = Path(template).expanduser().read_text(encoding="utf-8") if template else None
-        self.tokens = [self._encoded(text, chat=data.corpus.format == "chat") for text in self._texts]
+        self.tokens = [self._encoded(text, chat=data.formats == {"chat"}) for text in self._texts]
         positions, new = positions_of(data.folder.config), options.sample.tokens
         for text, ids in zip(self._texts, self.tokens, strict=True):
             if not len(ids):

@@ -48,7 +48,7 @@ class ModelTrainer(Training):
         super().__init__(options, groups, device)
         self._data = data
         self.title = data.folder.name
-        self.guess = math.log(data.folder.vocabulary or data.corpus.vocabulary)
+        self.guess = math.log(data.folder.vocabulary or data.vocabulary)
         cut = self.strategy.sequence_ranks
         if self.context % cut and self.strategy.context.ranks == 1:  # else rows are filled up
             raise UserError(
@@ -80,14 +80,16 @@ class ModelTrainer(Training):
 
     def about(self, topology: Topology) -> Mapping[str, Sequence[str]]:
         """The model's folder, the file, and rows."""
-        folder, corpus, batch = self._data.folder, self._data.corpus, self.options.train.batch_size
+        folder, data, batch = self._data.folder, self._data, self.options.train.batch_size
+        formats = ", ".join(sorted(data.formats))
         weights = end_of(str(folder.path)) if folder.weights else f"random weights, seed {self.options.seed}"
-        train, held_out = self._data.documents
+        train, held_out = data.documents
+        parts = [f" x {source['weight']:g}" for source in self.options.data.sources] or [""]
         return {
             "model": [f"{self.title}, {self.parameters:,} parameters", weights],
             "data": [
-                end_of(self.options.data.path),
-                f"{corpus.format}: {len(corpus.tokens):,} tokens; {train:,} documents, {held_out:,} held out",
+                *(f"{end_of(path)}{part}" for path, part in zip(data.corpora, parts, strict=True)),
+                f"{formats}: {data.tokens:,} tokens; {train:,} documents, {held_out:,} held out",
             ],
             "batch": [f"{batch} rows of {self.context} tokens, {batch // topology.size('data')} a replica"],
         }

@@ -1,0 +1,90 @@
+"""What an existing model is trained on, as the options say it: one path, or several with weights. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ..._errors import UserError
+from ...data.records import files_of, is_corpus
+from ..options import DataOptions
+
+_FORMATS = ("auto", "text", "jsonl", "chat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One path of text.
+
+    Args:
+        key: What the options call the path, such as "data.path".
+        path: The path, as it was given.
+        weight: Its part of the rows, to those of the others; None: it is the only one.
+        format: What a line or row is, as `read_corpus` takes it.
+        field: The key of the text in an object.
+    """
+
+    key: str
+    path: str
+    weight: float | None
+    format: str
+    field: str
+
+    @property
+    def place(self) -> Path:
+        """The path, from the root or the working folder."""
+        return Path(self.path).expanduser()
+
+    def check(self) -> None:
+        """Makes sure that there is something.
+
+        Raises:
+            UserError: There is nothing, or files of several kinds.
+        """
+        if is_corpus(self.place):
+            return
+        try:
+            files_of(self.place)
+        except UserError as error:
+            raise UserError(f"{self.key}: {error}") from None
+
+
+def sources_of(data: DataOptions, key: str) -> list[Source]:
+    """What the options name.
+
+    Args:
+        data: The options.
+        key: The option that names the model, and so asks for text.
+
+    Raises:
+        UserError: They name nothing, or a path and several, or one of several is not as it should be.
+    """
+    if data.path and data.sources:
+        several = f"{len(data.sources)} path{'s' if len(data.sources) > 1 else ''}"
+        raise UserError(f"data.path is {data.path!r}, and data.sources names {several}; give one of both")
+    if data.path:
+        return [Source(key="data.path", path=data.path, weight=None, format=data.format, field=data.field)]
+    if not data.sources:
+        raise UserError(f"{key}, but data.path is missing; name the file to train on")
+    found = [_source(f"data.sources[{number}]", each, data) for number, each in enumerate(data.sources)]
+    paths = [source.path for source in found]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise UserError(f"data.sources has {twice!r} twice; name it once, with both weights together")
+    return found
+
+
+def _source(key: str, given: Mapping[str, Any], data: DataOptions) -> Source:
+    unknown = [name for name in given if name not in ("path", "weight", "format", "field")]
+    if unknown:
+        raise UserError(f"{key} has {unknown[0]!r}; it can have path, weight, format and field")
+    path, weight = str(given["path"]), given.get("weight")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < inf:
+        raise UserError(f"{key}, {path!r}, has the weight {weight!r}; give a number above 0: its part of the rows")
+    kind, field = given.get("format", data.format), given.get("field", data.field)
+    if kind not in _FORMATS:
+        raise UserError(f"{key}, {path!r}, has the format {kind!r}; it can be {', '.join(map(repr, _FORMATS))}")
+    if not isinstance(field, str) or not field:
+        raise UserError(f"{key}, {path!r}, has the field {field!r}; give the name of a key or a column")
+    return Source(key=key, path=path, weight=float(weight), format=str(kind), field=field)
