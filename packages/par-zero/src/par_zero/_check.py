@@ -99,11 +99,14 @@ def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Non
                 )
 
 
-def check_offload(offload: Offload, groups: Sequence[ParamGroup], stage: int, device: torch.device | None) -> None:
-    """Checks a budget, and that state can lie elsewhere: it is of a CPU's parameters, each element for itself.
+def check_offload(
+    offload: Offload, module: nn.Module, groups: Sequence[ParamGroup], stage: int, device: torch.device | None
+) -> None:
+    """Checks a budget, and that what is to lie elsewhere can: it is of a CPU's parameters, each element for itself.
 
     Args:
-        offload: Which part of the state lies where.
+        offload: Which part lies where.
+        module: The module.
         groups: The param groups of all optimizers.
         stage: The ZeRO stage, as a number.
         device: Where parameters come to lie; None: where they are.
@@ -122,28 +125,38 @@ def check_offload(offload: Offload, groups: Sequence[ParamGroup], stage: int, de
             f"{stage}: pass stage=3, or leave budget out"
         )
     _ = POLICIES[offload.policy]  # somebody provides it
-    if offload.parts["device"] == 1:
-        return
-    if not groups:
+    for name in ("parameters", "gradients"):
+        if name in offload.away and not STAGES[stage].shards_parameters:
+            raise ValueError(
+                f"{name}={offload.away[name]!r} needs stage 3, where units are gathered before they run; this is stage "
+                f"{stage}"
+            )
+    for name, parts in (("parameters", offload.parameter_parts), ("gradients", offload.gradient_parts)):
+        if parts["disk"]:
+            raise ValueError(
+                f"{name} is {offload.away[name]!r}, but no {name} lie on a disk yet; give 'host' or a part"
+            )
+    for name, given in offload.away.items():
+        for label, parameter in module.named_parameters():
+            place = device or parameter.device
+            if place.type not in ("cpu", "meta"):
+                raise ValueError(
+                    f"offload has {name} {given!r}, and {label!r} lies on {str(place)!r}; what is of parameters on "
+                    "the CPU alone lies elsewhere, so leave offload out"
+                )
+    if offload.uses_disk:
+        check_room(offload.folder, 0)
+    if "optimizer" in offload.away and not groups:
         raise ValueError(
             f"offload has optimizer {offload.optimizer!r}, but there is no optimizer; give the one that steps the "
             "module, or leave offload out"
         )
     for group in groups:
-        if group.atomic:
+        if group.atomic and (offload.uses_disk or "optimizer" in offload.away):
             raise ValueError(
-                f"{group.place} are atomic, so their tensors stay whole, and offload would cut their state into "
-                "pieces; leave offload out, or atomic"
+                f"{group.place} are atomic, so their tensors stay whole, and offload would cut them into pieces; leave "
+                "offload out, or atomic"
             )
-        for parameter in group.settings["params"]:
-            place = device or parameter.device
-            if place.type not in ("cpu", "meta"):
-                raise ValueError(
-                    f"offload has optimizer {offload.optimizer!r}, and {group.place} have parameters on "
-                    f"{str(place)!r}; state lies elsewhere for parameters on the CPU alone, so leave offload out"
-                )
-    if offload.parts["disk"]:
-        check_room(offload.folder, 0)
 
 
 def check_backends(groups: Sequence[dist.ProcessGroup | None], device: torch.device, stage: int) -> None:

@@ -66,9 +66,11 @@ def memory(
             see whole tensors. A rank steps about as many elements as it has parts of, in tensors of their own.
         inflight: Number of chunks that are reduced at a time, such as the `inflight` of `shard`. By default two, which
             are kept between steps where `shard` was given no number; in backward it is then all that are under way.
-        offload: What of the optimizer's state lies elsewhere, with its copies of parameters, as given to `shard`.
-        tier: Which bytes: on the "device"; on its "host", which has the buffers through which a disk's state passes; or
-            on the "disk", where each slot of each piece is rounded up to 4096.
+        offload: What of the optimizer's state, with its copies of parameters, of parameters and of gradients lies
+            elsewhere, as given to `shard`.
+        tier: Which bytes: on the "device"; on its "host", which has the buffers through which passes what lies on a
+            disk; or on the "disk", where each slot of each piece, and each unit's share, is rounded up to 4096, and
+            gradients have the optimizer's dtype.
 
     Raises:
         ValueError: Another tier.
@@ -80,23 +82,55 @@ def memory(
     copies = slots + (used != dtype)
     # Of each chunk: the whole gradient where it is not kept, and what a reduce-scatter receives.
     buffers = inflight * (cuts.shards_gradients + (cuts.shards_state or ranks > 2))
-    parts = (offload or Offload()).parts
-    own = parameters / (ranks if cuts.shards_state else 1)
+    given = offload or Offload()
+    share = ranks if cuts.shards_state else 1
+    own = parameters / share
     state = own * dtype.itemsize * copies
-    if tier != "device":
-        on_disk = own * parts["disk"] * dtype.itemsize
-        ring = 0.0
-        if offload is not None and tier == "host":
-            ring = copies * min(offload.ahead * min(offload.piece_bytes, on_disk), on_disk)
-        return Memory(parameters=0, gradients=0, optimizer=state * parts[tier], buffers=ring)
-    stepped = assembled * dtype.itemsize / (ranks if cuts.shards_state else 1)
+    in_use = parameters * used.itemsize / (ranks if cuts.shards_parameters else 1)
+    sums = parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1)
+    stepped = assembled * dtype.itemsize / share
+    if tier == "device":
+        return Memory(
+            parameters=in_use * given.parameter_parts[tier],
+            gradients=sums * given.gradient_parts[tier] + stepped,
+            optimizer=state * given.parts[tier]
+            + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
+            buffers=chunk * reduced.itemsize * buffers,
+        )
+    if tier == "disk":  # where the optimizer takes gradients from there in its own dtype
+        sums = own * dtype.itemsize
     return Memory(
-        parameters=parameters * used.itemsize / (ranks if cuts.shards_parameters else 1),
-        gradients=parameters * reduced.itemsize / (ranks if cuts.shards_gradients else 1) + stepped,
-        optimizer=state * parts["device"]
-        + (stepped if used == dtype else 0),  # else it is the copy that there is anyway
-        buffers=chunk * reduced.itemsize * buffers,
+        parameters=in_use * given.parameter_parts[tier],
+        gradients=sums * given.gradient_parts[tier],
+        optimizer=state * given.parts[tier],
+        buffers=_host_buffers(given, own, chunk / share, dtype, used, copies) if tier == "host" else 0,
     )
+
+
+def _host_buffers(
+    offload: Offload, own: float, chunk: float, dtype: torch.dtype, used: torch.dtype, copies: int
+) -> float:
+    """Bytes of the buffers through which passes what lies on a disk.
+
+    Args:
+        offload: What lies where.
+        own: Number of the elements that a rank steps.
+        chunk: Number of those in a chunk.
+        dtype: Dtype in which they are stepped.
+        used: Dtype of the parameters in use.
+        copies: Number of tensors that the optimizer has of each, in its dtype.
+    """
+    state, parameters, gradients = (
+        parts["disk"] for parts in (offload.parts, offload.parameter_parts, offload.gradient_parts)
+    )
+    most = max(state, parameters, gradients) * own
+    piece = min(offload.piece_bytes / dtype.itemsize, most)
+    of_element = (
+        copies * dtype.itemsize * (state > 0) + used.itemsize * (parameters > 0) + dtype.itemsize * (gradients > 0)
+    )
+    ahead = used.itemsize * (parameters > 0)  # a unit's share, which is gathered next
+    on_their_way = 2 * dtype.itemsize * (gradients > 0)  # sums of two chunks
+    return of_element * min(offload.ahead * piece, most) + chunk * (ahead + on_their_way)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,25 +155,35 @@ def transfers(
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
     slots: int = 2,
+    fetches: float = 2,
+    reductions: int = 1,
 ) -> Transfers:
     """Bytes that a step moves between tiers, within the rounding of each slot of each piece up to 4096.
 
-    A first step reads nothing but copies of parameters. A step that is skipped moves nothing; what was read ahead for
-    it serves the next.
+    A first step reads no state but copies of parameters. A step that is skipped moves nothing of state; what was read
+    ahead for it serves the next.
 
     Args:
         stage: Stage of `shard`, 0 to 3.
         parameters: Number of elements of all parameters.
         ranks: Number of ranks that share.
-        offload: What of the optimizer's state lies elsewhere, as given to `shard`.
+        offload: What lies elsewhere, as given to `shard`.
         dtype: Dtype of the parameters that the optimizer updates.
         param_dtype: Dtype of the parameters in use. None: `dtype`.
         slots: Tensors of the optimizer's state for each parameter, in `dtype`: 2 for Adam, 1 for momentum.
+        fetches: How often a unit is gathered in a step: 2 for a forward and a backward of which none stays gathered; 1
+            where all do; or as `simulate` counts.
+        reductions: Number of backward passes in a step that reduce gradients, all of which but the first read what is
+            there to add to it.
     """
     on_disk = memory(
         stage, parameters, ranks, dtype=dtype, param_dtype=param_dtype, slots=slots, offload=offload, tier="disk"
     )
-    return Transfers(read=on_disk.optimizer, written=on_disk.optimizer)
+    stepped = on_disk.parameters if param_dtype in (None, dtype) else 0  # else they are rounded copies, written alone
+    return Transfers(
+        read=on_disk.optimizer + on_disk.parameters * fetches + stepped + on_disk.gradients * reductions,
+        written=on_disk.optimizer + on_disk.parameters + on_disk.gradients * reductions,
+    )
 
 
 def bucket_bytes(ranks: int, *, latency: float = 8e-6, bandwidth: float = 45e9) -> int:

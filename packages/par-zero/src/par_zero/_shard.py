@@ -37,7 +37,7 @@ from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
-from .offload.away import Away, plan_away, plan_room, take_copy_
+from .offload.away import Away, bring_away_, plan_away, plan_room
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .placement.moments import Trace
@@ -118,8 +118,9 @@ def shard(
             and cut is put together over them, for one of them to step; of parameters with a record of several boxes,
             such as q, k and v in one weight, each is a tensor by itself. A gradient whose record says that it is a
             partial sum is summed over all of these ranks that have a copy. None: such parameters are refused.
-        offload: Which part of the optimizer's state lies elsewhere, such as Offload(optimizer="disk", path="/scratch"),
-            or a mapping of its arguments. It changes no number. Parameters are on a CPU then. None: nothing does.
+        offload: Which part of the optimizer's state, and at stage 3 of parameters and gradients, lies elsewhere, such
+            as Offload(optimizer="disk", path="/scratch"), or a mapping of its arguments. It changes no number.
+            Parameters are on a CPU then. None: nothing does.
 
     Returns:
         The module, and what was given as optimizer.
@@ -148,8 +149,8 @@ def shard(
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
         tiers = offload_of(offload)
-        check(module, stepped, stage, tensor, in_pieces=tiers.parts["disk"] > 0)
-        check_offload(tiers, stepped, stage, device)
+        check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk)
+        check_offload(tiers, module, stepped, stage, device)
         check_groups(group, replicas, gathers, tensor)
         check_abstract(module, fill, device, group, replicas)
         if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
@@ -176,7 +177,15 @@ def shard(
     to_fill = (list(abstract.values()), filler is None, getattr(device, "type", None))
     given = (
         *(share_of is None, gathers is None, tensor is None),
-        *(tiers.parts, tiers.piece_bytes, tiers.overlap, tiers.budget_bytes, tiers.policy),
+        *(
+            tiers.parts,
+            tiers.parameter_parts,
+            tiers.gradient_parts,
+            tiers.piece_bytes,
+            tiers.overlap,
+            tiers.budget_bytes,
+            tiers.policy,
+        ),
     )
     text = f"{described(members, place_of, stage, options)} {given} {to_fill}"
     parameters = [member.parameter for member in members]
@@ -190,7 +199,7 @@ def shard(
         plans = plan_chunks(
             members, place_of, records, STAGES[stage], dist.get_world_size(group), options, tensor=len(parts)
         )
-        if tiers.parts["device"] < 1:
+        if tiers.away:
             with together("shard(offload=...)", *([group] if replicas is None else [group, replicas])):
                 away = plan_away(plans, stepped, STAGES[stage], dist.get_rank(group), tiers, options)
     except Exception as error:  # the ranks of the tensor group wait for this one
@@ -207,7 +216,8 @@ def shard(
         where = place if plan.members[0].parameter.is_meta else device
         make_alike = partial(_make_alike_, group=group, replicas=replicas)
         chunk = pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, where, make_alike)
-        take_copy_(away, plans.index(plan), chunk)
+        if away is not None:
+            bring_away_(away, plans.index(plan), chunk)
         return chunk
 
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, group, replicas)

@@ -23,15 +23,37 @@ _TIERS_ARE = "it can be 'device', 'host', 'disk', a part from 0 to 1, or a mappi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
-    """What of an optimizer's state lies elsewhere than on the device, for `shard`.
+class Home:
+    """Where a chunk's parameters, as the module uses them, and its reduced gradients lie between passes.
 
-    On a CPU the device and its host are one memory: state on the host moves nowhere, and is counted apart.
+    Args:
+        parameters: "device", "host" or "disk".
+        gradients: "device", "host" or "disk".
+    """
+
+    parameters: str = "device"
+    gradients: str = "device"
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether either of them lies on a disk."""
+        return "disk" in (self.parameters, self.gradients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What of an optimizer's state, of parameters and of gradients lies elsewhere than on the device, for `shard`.
+
+    On a CPU the device and its host are one memory: what lies on the host moves nowhere, and is counted apart.
 
     Args:
         optimizer: Where its state lies: "device", "host" or "disk"; the part from 0 to 1 that lies on the host; or
             parts by tier, such as {"host": 0.4, "disk": 0.3}, and the rest on the device. What stays nearest is that of
             the modules that run first.
+        parameters: Where this rank's shares of units lie at stage 3, from which units are gathered, given in the same
+            ways. Whole units lie in one tier.
+        gradients: Where reduced gradients lie at stage 3 until the optimizer has stepped, given in the same ways. Those
+            of whole units lie in one tier.
         path: A folder on a local disk. Each rank makes one file in it, which has no name, so that nothing stays behind
             however the process ends.
         piece: Bytes of each slot, such as Adam's "exp_avg", that are read, stepped and written as one: a number, or a
@@ -55,6 +77,8 @@ class Offload:
     """
 
     optimizer: Parts = "device"
+    parameters: Parts = "device"
+    gradients: Parts = "device"
     path: str | PathLike[str] | None = None
     piece: int | str = "16MiB"
     ahead: int = 4
@@ -65,10 +89,10 @@ class Offload:
     other: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
-        parts = self.parts
+        uses_disk = self.uses_disk
         if self.path is not None and not isinstance(self.path, str | PathLike):
             raise TypeError(f"path is {self.path!r}; give a folder on a local disk")
-        if parts["disk"] and self.path is None:
+        if uses_disk and self.path is None:
             raise ValueError(f"path is {self.path!r}, but the disk needs a path; give a folder on a local disk")
         for name, value in (("ahead", self.ahead), ("threads", self.threads)):
             if type(value) is not int:
@@ -85,28 +109,29 @@ class Offload:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Which part of the state lies in each tier; 1 in all."""
-        given, remedy = self.optimizer, _TIERS_ARE
-        if isinstance(given, str):
-            if given not in TIERS:
-                raise ValueError(f"optimizer is {given!r}; {remedy}")
-            return {tier: float(tier == given) for tier in TIERS}
-        mapping = given if isinstance(given, Mapping) else {"host": given}
-        for tier, part in mapping.items():
-            if isinstance(part, bool) or not isinstance(part, int | float):
-                raise TypeError(f"optimizer is {given!r}; {remedy}")
-            if tier not in TIERS or not 0 <= part <= 1:
-                raise ValueError(f"optimizer is {given!r}; {remedy}")
-        away = {tier: float(mapping.get(tier, 0)) for tier in ("host", "disk")}
-        total = sum(mapping.values())
-        if total > 1 + 1e-9:
-            raise ValueError(f"optimizer is {given!r}, parts whose sum is {total:g}; give parts whose sum is 1 or less")
-        if "device" in mapping and not math.isclose(total, 1):
-            raise ValueError(
-                f"optimizer is {given!r}, parts of all tiers whose sum is {total:g}; leave the device out, which has "
-                "the rest, or give parts whose sum is 1"
-            )
-        return {"device": max(0.0, 1 - away["host"] - away["disk"]), **away}
+        """Which part of the optimizer's state lies in each tier; 1 in all."""
+        return _parts_of("optimizer", self.optimizer)
+
+    @property
+    def parameter_parts(self) -> dict[str, float]:
+        """Which part of the parameters lies in each tier; 1 in all."""
+        return _parts_of("parameters", self.parameters)
+
+    @property
+    def gradient_parts(self) -> dict[str, float]:
+        """Which part of the gradients lies in each tier; 1 in all."""
+        return _parts_of("gradients", self.gradients)
+
+    @property
+    def away(self) -> dict[str, Parts]:
+        """What does not lie on the device alone, as it was given: by name of the option."""
+        parts = {"optimizer": self.parts, "parameters": self.parameter_parts, "gradients": self.gradient_parts}
+        return {name: getattr(self, name) for name, by_tier in parts.items() if by_tier["device"] < 1}
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything lies on a disk."""
+        return any(parts["disk"] for parts in (self.parts, self.parameter_parts, self.gradient_parts))
 
     @property
     def piece_bytes(self) -> int:
@@ -125,7 +150,7 @@ class Offload:
         if set(given) != {"device"}:
             raise ValueError(
                 f"budget is {self.budget!r}; give that of the device alone, such as '80GB' or {{'device': '80GB'}}, as "
-                "optimizer= says what lies elsewhere"
+                "optimizer=, parameters= and gradients= say what lies elsewhere"
             )
         return bytes_of(given["device"], "budget", "80GB")
 
@@ -133,6 +158,39 @@ class Offload:
     def folder(self) -> str:
         """The path as a text."""
         return "" if self.path is None else fspath(self.path)
+
+
+def _parts_of(name: str, given: object) -> dict[str, float]:
+    """Which part of something lies in each tier; 1 in all.
+
+    Args:
+        name: What it is, for errors.
+        given: A tier, a part or a mapping.
+
+    Raises:
+        TypeError: Something else.
+        ValueError: Another tier, or parts that are none.
+    """
+    if isinstance(given, str):
+        if given not in TIERS:
+            raise ValueError(f"{name} is {given!r}; {_TIERS_ARE}")
+        return {tier: float(tier == given) for tier in TIERS}
+    mapping = given if isinstance(given, Mapping) else {"host": given}
+    for tier, part in mapping.items():
+        if isinstance(part, bool) or not isinstance(part, int | float):
+            raise TypeError(f"{name} is {given!r}; {_TIERS_ARE}")
+        if tier not in TIERS or not 0 <= part <= 1:
+            raise ValueError(f"{name} is {given!r}; {_TIERS_ARE}")
+    away = {tier: float(mapping.get(tier, 0)) for tier in ("host", "disk")}
+    total = sum(mapping.values())
+    if total > 1 + 1e-9:
+        raise ValueError(f"{name} is {given!r}, parts whose sum is {total:g}; give parts whose sum is 1 or less")
+    if "device" in mapping and not math.isclose(total, 1):
+        raise ValueError(
+            f"{name} is {given!r}, parts of all tiers whose sum is {total:g}; leave the device out, which has the rest, "
+            "or give parts whose sum is 1"
+        )
+    return {"device": max(0.0, 1 - away["host"] - away["disk"]), **away}
 
 
 def bytes_of(size: object, name: str, example: str) -> int:

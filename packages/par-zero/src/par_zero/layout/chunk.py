@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .._stage import Stage
+from .._tiers import Home
 from .._torch_private import foreach_add_, foreach_copy_
 from .buffers import Buffers
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
@@ -89,6 +90,7 @@ class Chunk:
         slices: The tensors of the optimizer that hold `master`.
         wholes: The tensors of the optimizer that parameters of it are put together in, where they are assembled.
         number: Its place in the order in which gradients are expected; -1 if it gets none.
+        home: Where its parameters and its reduced gradients lie between passes, as bytes are counted.
         meter: Counts the bytes of what comes and goes; that of the engine, when it has one.
     """
 
@@ -107,7 +109,7 @@ class Chunk:
         self.members, self.layout, self.stage = tuple(members), layout, stage
         self.rank, self.share = rank, layout.share(rank)
         self.updated = self.share if stage.shards_state else (0, layout.size)
-        self.meter = Meter()
+        self.meter, self.home = Meter(), Home()
         low, high = self.updated
         if stage.shards_parameters:
             self.own = packed[low:high].to(dtype, copy=True)
@@ -218,18 +220,25 @@ class Chunk:
             storage.resize_(count * self.flat.element_size())
             self.meter.add(UNITS, storage.nbytes() - before)
 
-    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What it has memory for now: of which kind, and a tensor in that memory, which may be the same for several."""
-        yield ("units", self.flat) if self.stage.shards_parameters else ("parameters", self.flat)
-        yield "parameters", self.own
-        yield "copies", self.master
-        yield from (("copies", whole) for whole in self.wholes)
+    def memory(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """What it has memory for now: of which kind, a tensor in that memory, which may be the same for several; tier.
+
+        What lies on a disk is left out.
+        """
+        yield ("units", self.flat, "device") if self.stage.shards_parameters else ("parameters", self.flat, "device")
+        if self.home.parameters != "disk":
+            yield "parameters", self.own, self.home.parameters
+        if self.master is not self.own:
+            yield "copies", self.master, "device"
+        yield from (("copies", whole, "device") for whole in self.wholes)
         if self.gradient is not None:
-            yield (BUFFERS if self.stage.shards_gradients else GRADIENTS), self.gradient
+            yield (BUFFERS if self.stage.shards_gradients else GRADIENTS), self.gradient, "device"
+        for member in self.members:
+            if member.parameter.grad is not None:
+                yield GRADIENTS, member.parameter.grad, "device"
         given = [tensor.grad for tensor in (*(part.tensor for part in self.slices), *self.wholes)]
-        arriving = [member.parameter.grad for member in self.members]
         kept = [self._share_of_sum, self._earlier, self._reduced]
-        yield from ((GRADIENTS, tensor) for tensor in (*given, *arriving, *kept) if tensor is not None)
+        yield from ((GRADIENTS, tensor, self.home.gradients) for tensor in (*given, *kept) if tensor is not None)
 
     # The way of a gradient: autograd leaves it in the parameter, `take_gradients` moves it into the buffer, its sum
     # over the ranks is made in `place_of_sum` and kept by `take_sum`, and `bind_gradients` shows it to the optimizer.
@@ -302,7 +311,8 @@ class Chunk:
         else:
             if self._share_of_sum is None:
                 self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
-                self.meter.add(GRADIENTS, self._share_of_sum.nbytes)
+                if self.home.gradients == "device":
+                    self.meter.add(GRADIENTS, self._share_of_sum.nbytes)
             share = self._share_of_sum
         setattr(share, LABEL, self._label)
         return share
@@ -356,7 +366,8 @@ class Chunk:
 
     def _count_cast(self, size: int) -> None:
         """Gradients in the optimizer's dtype have that many bytes from now on."""
-        self.meter.add(GRADIENTS, size - self._cast)
+        if self.home.gradients == "device":
+            self.meter.add(GRADIENTS, size - self._cast)
         self._cast = size
 
     def forget_buffer(self) -> None:

@@ -11,21 +11,22 @@ from par_groups import together
 from .._options import ShardOptions
 from .._param_groups import ParamGroup
 from .._stage import Stage
-from .._tiers import Offload
+from .._tiers import Home, Offload
 from ..layout.build import Plan
 from ..layout.chunk import Chunk
 from ..layout.packing import Range
 from ..optimizer.probe import slots_of_steps
 from ..placement.room import Room
 from .disk import Disk, tensors_in
-from .pieces import COPY, Block, blocks, cut
+from .pieces import COPY, Block, blocks, cut, spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class Away:
-    """Which state of the optimizers lies elsewhere than where they make it.
+    """Which state of the optimizers lies elsewhere than where they make it, and where parameters and gradients lie.
 
     Args:
+        homes: For each chunk, where its parameters and its gradients lie.
         cuts: For each chunk its pieces, each in one tier; None for a chunk that no optimizer has.
         blocks: For each chunk, where its pieces on the disk lie in the file, in their order.
         disk: The file; None where nothing lies on a disk, on any rank.
@@ -33,6 +34,7 @@ class Away:
         late: Whether what lies on the disk is stepped after the optimizer's own step.
     """
 
+    homes: Sequence[Home]
     cuts: Sequence[Sequence[Range] | None]
     blocks: Sequence[Sequence[Block]]
     disk: Disk | None
@@ -89,6 +91,7 @@ def plan_away(
     if offload.parts["disk"]:
         disk = Disk(offload.folder, sum(block.size for block in in_file), offload.threads)
     return Away(
+        homes=homes_of(plans, offload, options),
         cuts=[pieces.get(plan) for plan in plans],
         blocks=list(by_plan.values()),
         disk=disk,
@@ -97,16 +100,32 @@ def plan_away(
     )
 
 
-@torch.no_grad()
-def take_copy_(away: Away | None, number: int, chunk: Chunk) -> None:
-    """Brings the optimizer's own copy of a chunk's parameters, if it has one, to the disk as far as it lies there.
+def homes_of(plans: Sequence[Plan], offload: Offload, options: ShardOptions) -> list[Home]:
+    """Where the parameters and the gradients of each chunk lie. Those of the units that run first stay nearest.
 
     Args:
-        away: What lies where; None: nothing lies elsewhere.
+        plans: The chunks, the last that runs first.
+        offload: Which part goes where.
+        options: The dtype of parameters in use.
+    """
+    forward = list(reversed(plans))
+    sizes = [plan.layout.size * plan.dtype_in_use(options).itemsize for plan in forward]
+    parameters, gradients = (spread(sizes, parts) for parts in (offload.parameter_parts, offload.gradient_parts))
+    homes = [Home(parameters=own, gradients=sums) for own, sums in zip(parameters, gradients, strict=True)]
+    return homes[::-1]
+
+
+@torch.no_grad()
+def bring_away_(away: Away, number: int, chunk: Chunk) -> None:
+    """Brings what a chunk has just been packed of to where it lies.
+
+    Args:
+        away: What lies where.
         number: The chunk's among all.
         chunk: The chunk, of which no optimizer has tensors yet.
     """
-    if away is not None and away.disk is not None and chunk.master is not chunk.own:
+    chunk.home = away.homes[number]
+    if away.disk is not None and chunk.master is not chunk.own:
         parts = [part for part in away.cuts[number] or () if part.tier == "disk"]
         places = [tensors_in(away.disk, block)[COPY] for block in away.blocks[number]]
         chunk.move_master_({part.start: place for part, place in zip(parts, places, strict=True)})
@@ -152,13 +171,15 @@ def resident_bytes(
     """
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     slots: dict[tuple[int, torch.dtype], int] = {}
-    for plan in plans:
+    for plan, home in zip(plans, homes_of(plans, offload, options), strict=True):
         low, high = plan.layout.share(rank)
         used = plan.dtype_in_use(options)
-        found["parameters"] += (high - low) * used.itemsize
+        if home.parameters == "device":
+            found["parameters"] += (high - low) * used.itemsize
         if plan.members[0].owner < 0:
             continue
-        found["gradients"] += (high - low) * (options.reduce_dtype or used).itemsize
+        if home.gradients == "device":
+            found["gradients"] += (high - low) * (options.reduce_dtype or used).itemsize
         for part in plan.layout.slices(low, high):
             key = (part.group, plan.dtype)
             if key not in slots:

@@ -54,6 +54,27 @@ def cut(chunks: Sequence[Sequence[Range]], parts: Mapping[str, float], limit: in
     return pieces
 
 
+def spread(sizes: Sequence[int], parts: Mapping[str, float]) -> list[str]:
+    """Says in which tier each of some things lies that cannot be cut: the one in which its middle falls.
+
+    Args:
+        sizes: Their sizes, in the order in which they are needed. What comes first stays nearest.
+        parts: Which part of all lies in each tier; 1 in all.
+    """
+    total, done = sum(sizes), 0
+    found = []
+    for size in sizes:
+        place = (done + size / 2) / total if total else 0
+        share = 0.0
+        for tier in TIERS:
+            share += parts[tier]
+            if place < share or not any(parts[other] for other in TIERS[TIERS.index(tier) + 1 :]):
+                found.append(tier)
+                break
+        done += size
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """One slot of a piece in the file.

@@ -48,8 +48,8 @@ def count(
         now["host"][BUFFERS] = stream.ring_bytes
         now["disk"] |= {"optimizer": stream.state_bytes, "copies": stream.copy_bytes}
     for chunk in chunks:
-        for kind, tensor in chunk.memory():
-            add(kind, tensor)
+        for each in chunk.memory():
+            add(*each)
         if chunk.master is not chunk.own:  # on a CPU, device and host are one memory
             away = sum(part.tensor.nbytes for part in chunk.slices if part.tier == "host")
             now["device"]["copies"] -= away
