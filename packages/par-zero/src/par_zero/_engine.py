@@ -105,14 +105,7 @@ class Engine:
             _override_(optimizer, zero_grad=zero_grad, add_param_group=_refuse_group)
         self._stream = None if away is None else self._streamed(away)
         if self._stream is not None:
-            self._reducer.at_start(partial(self._stream.read_ahead, self._optimizers))
-        if self._stream is not None and self._stream.is_late:
-            for unit in units:
-                unit.on_read = self._stream.wait_for
-            for part in module.modules():
-                part.register_state_dict_pre_hook(self._stream.settle)
-                part.register_load_state_dict_pre_hook(self._stream.settle)
-            on_settle([member.parameter for chunk in self._trained for member in chunk.members], self._stream.settle)
+            self._attend(self._stream, units)
         items = called(module)
         for entry in dict.fromkeys((module, *items)):
             entry.register_load_state_dict_post_hook(self.refresh)
@@ -130,19 +123,18 @@ class Engine:
         if away.disk is None:
             return None
         blocks = dict(zip(self._chunks, away.blocks, strict=True))
+        shares = {chunk: start for chunk, start in zip(self._chunks, away.shares, strict=True) if start is not None}
         pieces = {}
         first = 0
         for number, optimizer in enumerate(self._optimizers):
             pieces[number] = [
                 (chunk, part, part.group - first, block)
                 for chunk in self._stepped[number]
-                for part, block in zip(
-                    [part for part in chunk.slices if part.tier == "disk"], blocks[chunk], strict=True
-                )
+                for part, block in zip([part for part in chunk.slices if part.in_pieces], blocks[chunk], strict=True)
             ]
             first += len(optimizer.param_groups)
         groups = [group for group in (self._groups.shards, self._groups.replicas) if group is not None]
-        stream = Stream(away.disk, away.ahead, pieces, groups, late=away.late)
+        stream = Stream(away.disk, away.ahead, pieces, shares, groups, late=away.late)
         for number, optimizer in enumerate(self._optimizers):
             stream.adopt_(number, optimizer)
             on_settle(stream.tensors(number), stream.settle)
@@ -150,6 +142,24 @@ class Engine:
             optimizer.register_load_state_dict_pre_hook(stream.settle)
             optimizer.register_load_state_dict_post_hook(partial(stream.adopt_, number))
         return stream
+
+    def _attend(self, stream: Stream, units: Sequence[Unit]) -> None:
+        """Has the stream told of passes, of units that are gathered, and of who looks at parameters."""
+        self._reducer.at_start(partial(stream.read_ahead, self._optimizers))
+        if stream.shares.are_there:
+            stream.on_lost = self._drop_gradients
+            self._reducer.at_end(self._raise_problem)
+            if self._gatherer is not None:
+                self._gatherer.on_evaluated = partial(stream.raise_problem, self._groups.shards)
+            for unit in units:
+                unit.shares = stream.shares
+        if stream.is_late:
+            for unit in units:
+                unit.on_read = stream.wait_for
+            for part in self._module.modules():
+                part.register_state_dict_pre_hook(stream.settle)
+                part.register_load_state_dict_pre_hook(stream.settle)
+            on_settle([member.parameter for chunk in self._trained for member in chunk.members], stream.settle)
 
     @contextmanager
     def no_sync(self, *, keep: bool = True) -> Iterator[None]:
@@ -166,7 +176,7 @@ class Engine:
             self._stream.finish()
         before = [(chunk, chunk.own.clone()) for chunk in self._chunks if chunk.master is not chunk.own]
         try:
-            with nullcontext() if self._gatherer is None else self._gatherer.summon():
+            with nullcontext() if self._gatherer is None else self._gatherer.summon(self._raise_lost):
                 yield
                 self._packed.check(whole=True)
         finally:
@@ -176,6 +186,23 @@ class Engine:
             for chunk, old in written:
                 for part, exact in chunk.copies():
                     exact.copy_(torch.where(chunk.own[part] == old[part], exact, chunk.own[part]))
+
+    def _raise_lost(self) -> None:
+        """Raises on all ranks, if parameters that have just been gathered could not be read on any."""
+        if self._stream is not None and self._stream.shares.are_there:
+            self._stream.raise_problem()
+
+    def _raise_problem(self, *, reduced: bool) -> None:
+        """After a backward pass, in which a disk may have failed."""
+        if self._stream is not None and reduced:
+            self._stream.raise_problem()
+
+    def _drop_gradients(self) -> None:
+        """What was computed is NaN: nobody is to step by it."""
+        self._reducer.forget(self._trained)
+        for chunk in self._trained:
+            for tensor in (*(part.tensor for part in chunk.slices), *chunk.wholes):
+                tensor.grad = None
 
     def residency(self) -> Residency:
         """See `par_zero.residency`."""
@@ -294,7 +321,8 @@ class Engine:
             self._assemblies[number].after_step()
         with torch.no_grad():
             for chunk in self._stepped[number]:
-                if chunk.master is not chunk.own:  # what lies on a disk is copied when it is stepped
+                in_pieces = any(part.in_pieces for part in chunk.slices[:1])  # then all; each is copied when stepped
+                if chunk.master is not chunk.own and not in_pieces:
                     chunk.own[: chunk.master.numel()].copy_(chunk.master)
             if self._arrivals is not None:
                 self._arrivals.begin(self._stepped[number])

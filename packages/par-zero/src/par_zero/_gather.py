@@ -56,6 +56,7 @@ class Gatherer:
         self._begun: list[Unit] = []  # the units whose backward has begun
         self._marks = WeakTensorKeyDictionary()  # an object for each tensor that a unit has returned
         self._mark: object = None  # of what the units returned whose backward began last
+        self.on_evaluated: Callable[[], None] = lambda: None  # is called after each pass without gradients
         self._opaque: set[Unit] = set()  # the units that have returned something in which no tensor was found
         flats = [chunk.flat for unit in units for chunk in unit.chunks if chunk.flat.is_floating_point()]
         self._follower: Follower | None = None
@@ -120,8 +121,12 @@ class Gatherer:
             self._keepers -= 1
 
     @contextmanager
-    def summon(self) -> Iterator[None]:
-        """Everything is gathered inside, and what is written there is kept."""
+    def summon(self, check: Callable[[], None]) -> Iterator[None]:
+        """Everything is gathered inside, and what is written there is kept.
+
+        Args:
+            check: Is called when everything is gathered. It may raise, and then everything is as before.
+        """
         if not self._summoners:
             self._leave_placement()
         freed = [unit for unit in self._units if not unit.gathered]  # none within another summon
@@ -129,11 +134,14 @@ class Gatherer:
         for unit in (*freed, *hidden):
             unit.gather()
         self._summoners += 1
+        checked = False
         try:
+            check()
+            checked = True
             yield
         finally:
             self._summoners -= 1
-            for unit in self._units:
+            for unit in self._units if checked else ():
                 unit.write_back()
             for unit in freed:
                 unit.free()
@@ -278,12 +286,14 @@ class Gatherer:
         if self._is_outside and not self._keepers and (not torch.is_grad_enabled() or self._is_frozen(output)):
             if output is None and sys.exception() is not None:  # forward has failed
                 self.reset()
-            elif self._following:
+                return
+            if self._following:
                 self._order.end(End.EVALUATION)
                 self._end_followed()
             else:
                 self.free_all()
                 self._order.end(End.EVALUATION)
+            self.on_evaluated()
 
     def _end_followed(self) -> None:
         """A pass of a placement has ended: what stays is hidden, or all is freed if the ranks have left the placement.

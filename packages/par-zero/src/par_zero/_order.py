@@ -168,6 +168,9 @@ class Order:
                 self._ahead = place
                 self._note(unit.number, needed=False)
                 unit.begin_gathering()
+                place += 1
+            if place < len(self._contract):
+                self._units[self._contract[place]].expect()
 
     def _note(self, number: int, *, needed: bool) -> None:
         self._gathered.append(number)

@@ -216,8 +216,7 @@ def shard(
         where = place if plan.members[0].parameter.is_meta else device
         make_alike = partial(_make_alike_, group=group, replicas=replicas)
         chunk = pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, where, make_alike)
-        if away is not None:
-            bring_away_(away, plans.index(plan), chunk)
+        bring_away_(away, plans.index(plan), chunk)
         return chunk
 
     chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, group, replicas)

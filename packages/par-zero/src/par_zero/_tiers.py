@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Literal
+from typing import Any, Literal
 
 TIERS = ("device", "host", "disk")
 """From the quickest to the largest: what computes, the memory of its host, and a disk of the host."""
@@ -175,7 +175,7 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
         if given not in TIERS:
             raise ValueError(f"{name} is {given!r}; {_TIERS_ARE}")
         return {tier: float(tier == given) for tier in TIERS}
-    mapping = given if isinstance(given, Mapping) else {"host": given}
+    mapping: Mapping[str, Any] = given if isinstance(given, Mapping) else {"host": given}
     for tier, part in mapping.items():
         if isinstance(part, bool) or not isinstance(part, int | float):
             raise TypeError(f"{name} is {given!r}; {_TIERS_ARE}")
@@ -187,8 +187,8 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
         raise ValueError(f"{name} is {given!r}, parts whose sum is {total:g}; give parts whose sum is 1 or less")
     if "device" in mapping and not math.isclose(total, 1):
         raise ValueError(
-            f"{name} is {given!r}, parts of all tiers whose sum is {total:g}; leave the device out, which has the rest, "
-            "or give parts whose sum is 1"
+            f"{name} is {given!r}, parts of all tiers whose sum is {total:g}; leave the device out, which has the "
+            "rest, or give parts whose sum is 1"
         )
     return {"device": max(0.0, 1 - away["host"] - away["disk"]), **away}
 

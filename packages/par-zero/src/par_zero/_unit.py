@@ -9,6 +9,7 @@ keeps views of the gathered buffer, so its memory is given back and taken again 
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch import nn
 from ._collectives import Handle, all_gather
 from ._torch_private import without_new_version
 from .layout.chunk import Chunk
+
+if TYPE_CHECKING:
+    from .offload.shares import Shares
 
 
 class State(Enum):
@@ -50,6 +54,7 @@ class Unit:
         kept: Whether they stay gathered for later passes too.
         running: Number of calls of forward that are under way.
         outer: Numbers of the units around it.
+        shares: Where this rank's parts are read from, as far as they lie on a disk; None: they are in memory.
         on_read: Called with its chunks before this rank's parts of them are read: a step of them may be under way.
     """
 
@@ -66,6 +71,7 @@ class Unit:
         self.kept = False
         self.running = 0
         self.outer: frozenset[int] = frozenset()
+        self.shares: Shares | None = None
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
         self._group = group
         self._handles: list[Handle] = []
@@ -107,14 +113,27 @@ class Unit:
         for chunk in self.chunks:
             chunk.resize_(chunk.layout.size)
             with without_new_version(chunk.flat):
-                self._handles.append(all_gather(chunk.flat, chunk.own, self._group))
+                self._handles.append(all_gather(chunk.flat, self._share(chunk, chunk.flat), self._group))
+
+    def _share(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a chunk in memory: what comes from a disk is read to its place among all parts."""
+        if self.shares is None or not self.shares.has(chunk):
+            return chunk.own
+        low, high = chunk.share
+        self.shares.fetch_(chunk, flat[low:high])
+        return flat[low:high]
+
+    def expect(self) -> None:
+        """Begins to read this rank's parts, if they lie on a disk and the unit is freed: it is gathered next."""
+        if self.shares is not None and self.freed:
+            self.shares.expect(self.chunks)
 
     def take_part(self) -> None:
         """Gives the other ranks this one's shares, which has no need of theirs. All-gather over the group."""
         self.await_step()
         for chunk in self.chunks:
             unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.own.device)
-            all_gather(unused, chunk.own, self._group).wait()
+            all_gather(unused, self._share(chunk, unused), self._group).wait()
 
     def wait(self) -> None:
         """Waits until an all-gather under way has filled the memory."""
@@ -159,4 +178,6 @@ class Unit:
         """This rank's part becomes what was written to whole parameters."""
         for chunk in self.chunks:
             low, high = chunk.share
-            chunk.own.copy_(chunk.flat[low:high])
+            part = chunk.flat[low:high]
+            if self.shares is None or not self.shares.has(chunk) or not torch.equal(chunk.own, part):
+                chunk.own.copy_(part)

@@ -1,15 +1,22 @@
 """Parameters and gradients elsewhere at stage 3: the same losses, parameters and moments as without, bytes as told."""
 
+import os
+import threading
+import time
+from types import SimpleNamespace
+from zlib import crc32
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import settle_
 from par_testing import for_each
-from par_zero import Offload, memory, residency, shard
+from par_zero import Offload, memory, residency, shard, summon, transfers
 
 from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
-from .cases import BF16, moments, small
+from .cases import BF16, failing, moments, on_disk, small, two_models, with_copies, with_everything
 
 FP32 = {}
 WIDTH, BLOCKS = 64, 4
@@ -22,9 +29,9 @@ def test_what_units_are_gathered_from_lies_elsewhere_at_stage_3_alone(option, tm
         module = mlp()
         optimizer = small(module.parameters())
         for tier in ("host", "disk"):
+            offload = Offload(**{option: tier}, path=tmp_path)
             text = f"{option}='{tier}' needs stage 3, where units are gathered before they run; this is stage {stage}"
             with pytest.raises(ValueError, match=text):
-                offload = Offload(**{option: tier}, path=tmp_path)
                 shard(module, optimizer, stage=stage, group=dist.group.WORLD, offload=offload)
         assert [id(each) for each in optimizer.param_groups[0]["params"]] == [id(each) for each in module.parameters()]
     assert not list(tmp_path.iterdir())
@@ -69,3 +76,261 @@ def test_on_a_cpu_the_host_has_its_part_and_the_device_the_rest(dtypes):
                 kept /= 3
             assert kept == expected.gradients
         optimizer.step()
+
+
+def elsewhere(path, parameters="disk", optimizer="disk", **options):
+    return on_disk(path, optimizer, parameters=parameters, **options)
+
+
+PLACES = (("disk", "disk"), ("disk", "device"), (0.5, "disk"), ({"host": 0.3, "disk": 0.4}, {"host": 0.5, "disk": 0.3}))
+
+
+@for_each(dtypes=(FP32, BF16), places=PLACES)
+@pytest.mark.ranks(2)
+def test_parameters_on_a_disk_change_no_number(dtypes, places, tmp_path):
+    parameters, optimizer = places
+    assert_same(trained(elsewhere(tmp_path, parameters, optimizer), dtypes), trained(None, dtypes))
+
+
+@pytest.mark.ranks(2)
+def test_parameters_on_a_disk_beside_everything_else(tmp_path):
+    offload = elsewhere(tmp_path)
+    assert_same(with_everything(3, offload), with_everything(3, None))
+    assert_same(with_copies(3, offload), with_copies(3, None))
+    assert_same(two_models(3, offload), two_models(3, None))
+
+
+def counted(patch):
+    """Bytes that the kernel moves from now on, by name of the call."""
+    moved = {"preadv": [], "pwritev": []}  # lists, as threads count
+
+    def count(name):
+        original = getattr(os, name)
+
+        def call(*args):
+            size = original(*args)
+            moved[name].append(size)
+            return size
+
+        return call
+
+    for name in moved:
+        patch.setattr(os, name, count(name))
+    return moved
+
+
+@for_each(dtypes=(FP32, BF16))
+@pytest.mark.ranks(2)
+def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(dtypes, tmp_path):
+    offload = elsewhere(tmp_path, {"disk": 0.5}, {"host": 0.25, "disk": 0.5}, piece=8192)
+    module, optimizer = even(offload, dtypes)
+    dtype = dtypes.get("param_dtype")
+    tensors = optimizer.param_groups[0]["params"]
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(3):
+            moved = counted(patch) if step == 2 else {}
+            module(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            settle_(tensors)
+            optimizer.zero_grad()
+            held = residency(module).now
+            for tier in ("device", "host", "disk"):
+                expected = memory(3, BLOCKS * WIDTH**2, 2, offload=offload, tier=tier, chunk=WIDTH**2, **dtypes)
+                assert held[tier]["parameters"] == expected.parameters
+                counters = {"device": 256, "host": 0, "disk": 0}[tier]  # of steps
+                assert 0 <= held[tier]["optimizer"] + held[tier]["copies"] - expected.optimizer <= counters
+                assert held[tier]["buffers"] == expected.buffers or tier == "device"
+    # Of the two units on the disk, the last one goes from forward to backward at once.
+    expected = transfers(3, BLOCKS * WIDTH**2, 2, offload=offload, fetches=1.5, **dtypes)
+    assert (sum(moved["preadv"]), sum(moved["pwritev"])) == (expected.read, expected.written)
+
+
+class Slow(torch.optim.AdamW):
+    """Takes its time wherever it is not the main thread that steps."""
+
+    def step(self, closure=None):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.002)
+        return super().step(closure)
+
+
+@for_each(parameters=("disk", {"host": 0.3, "disk": 0.4}))
+@pytest.mark.ranks(2)
+def test_a_unit_waits_until_a_thread_has_stepped_and_written_its_parameters(parameters, tmp_path):
+    late = elsewhere(tmp_path, parameters, overlap=True)
+    assert_same(with_everything(3, late, Slow), with_everything(3, None, Slow))
+    assert_same(with_copies(3, late), with_copies(3, None))
+    assert_same(two_models(3, late), two_models(3, None))
+
+
+def despite(call, raised):
+    """Calls once more what has told of a disk that failed."""
+    try:
+        return call()
+    except OSError as error:
+        raised.append(str(error))
+        return None
+
+
+def with_faults(offload, dtypes, name, call):
+    """A model after five steps; the second rank's disk fails in the third."""
+    module, optimizer = sharded(mlp(), 3, small, offload=offload, **dtypes)
+    raised = []
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(5):
+            optimizer.zero_grad()
+            despite(
+                lambda step=step: loss_of(module, batch(step, width=8).to(dtypes.get("param_dtype"))).backward(), raised
+            )
+            if step == 2 and offload is not None and dist.get_rank() == 1:
+                failing(patch, name, call)
+            despite(optimizer.step, raised)
+    despite(lambda: whole(module), raised)
+    return raised, whole(module) | moments(optimizer)
+
+
+@for_each(dtypes=(FP32, BF16), call=(1, 2, 5), overlap=(False, True))
+@pytest.mark.ranks(2)
+def test_a_write_that_fails_raises_on_all_ranks_and_loses_nothing(dtypes, call, overlap, tmp_path):
+    _, expected = with_faults(None, dtypes, "pwritev", call)
+    raised, found = with_faults(elsewhere(tmp_path, overlap=overlap), dtypes, "pwritev", call)
+    assert len(raised) == 1
+    assert "cannot be written to the disk at " in raised[0]
+    assert "It stays in memory, and nothing is lost; save a checkpoint" in raised[0]
+    assert_same(found, expected)
+
+
+@for_each(overlap=(False, True))
+@pytest.mark.ranks(2)
+def test_a_share_that_cannot_be_read_raises_on_all_ranks_and_leaves_nothing_to_step_by(overlap, tmp_path):
+    module, optimizer = sharded(mlp(), 3, small, offload=elsewhere(tmp_path, optimizer="device", overlap=overlap))
+    reference, other = sharded(mlp(), 3, small)
+
+    def train(module, optimizer, step):
+        loss_of(module, batch(step, width=8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate():
+        with torch.no_grad():
+            return loss_of(module, batch(9, width=8))
+
+    for step in range(2):
+        train(module, optimizer, step)
+        train(reference, other, step)
+    for look in (lambda: train(module, optimizer, 2), evaluate, lambda: whole(module)):
+        settle_(optimizer.param_groups[0]["params"])
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                failing(patch, "preadv", 2)
+            with pytest.raises(
+                OSError, match=r"parameters on the disk at .* cannot be read .* load the latest checkpo"
+            ):
+                look()
+        assert not any(tensor.grad is not None for tensor in optimizer.param_groups[0]["params"])
+        assert_same(whole(module), whole(reference))
+    train(module, optimizer, 2)
+    train(reference, other, 2)
+    assert_same(whole(module) | moments(optimizer), whole(reference) | moments(other))
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_a_step_cannot_read_raise_on_all_ranks_before_they_are_touched(tmp_path):
+    module, optimizer = sharded(mlp(), 3, small, offload=elsewhere(tmp_path))
+    for step in range(2):
+        loss_of(module, batch(step, width=8)).backward()
+        if step:
+            settle_(optimizer.param_groups[0]["params"])
+            before = [value.detach().clone() for value in module.parameters()]
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == 1:
+                    failing(patch, "preadv", 2)  # the first reads its state
+                with pytest.raises(OSError, match=r"cannot be read .* load the latest checkpoint"):
+                    optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    same = all(torch.equal(value, old) for value, old in zip(module.parameters(), before, strict=True))
+    assert same == (dist.get_rank() == 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_disk_that_is_too_small_for_parameters_is_refused_before_anything_is_changed(tmp_path):
+    def small_disk(_):
+        return SimpleNamespace(f_bavail=0, f_frsize=4096)
+
+    module = mlp()
+    optimizer = small(module.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "statvfs", small_disk)
+        with pytest.raises(ValueError, match=r"has 0.0 GB free and 0.0 GB are needed; free some, or offload less"):
+            shard(module, optimizer, stage=3, group=dist.group.WORLD, offload=elsewhere(tmp_path, optimizer="device"))
+    assert [id(each) for each in optimizer.param_groups[0]["params"]] == [id(each) for each in module.parameters()]
+    assert_same(dict(module.named_parameters()), dict(mlp().named_parameters()))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_is_only_run_and_one_that_is_frozen_have_parameters_on_a_disk(tmp_path):
+    module, _ = shard(
+        mlp(), stage=3, group=dist.group.WORLD, bucket=300, offload=Offload(parameters="disk", path=tmp_path)
+    )
+    with torch.no_grad():
+        found = [loss_of(module, batch(step, width=8)) for step in range(3)]
+        expected = [loss_of(mlp(), batch(step, width=8)) for step in range(3)]
+    assert found == expected
+    held = residency(module).now
+    assert held["device"]["parameters"] == 0
+    assert held["disk"]["parameters"] > 0
+
+
+@pytest.mark.ranks(2)
+def test_who_looks_at_parameters_between_steps_sees_them_and_may_write_them(tmp_path):
+    def run(offload):
+        module, optimizer = sharded(mlp(), 3, small, offload=offload)
+        seen = {}
+        for step in range(5):
+            loss_of(module, batch(step, width=8)).backward()
+            with torch.no_grad():
+                if step == 1:  # what was read ahead is out of date
+                    for parameter in module.parameters():
+                        parameter.mul_(0.5)
+                if step == 2:
+                    with summon(module):
+                        next(module.parameters()).mul_(0.5)
+                if step == 3:
+                    module.load_state_dict({name: value * 2 for name, value in module.state_dict().items()})
+            optimizer.step()
+            optimizer.zero_grad()
+            seen |= {f"{step}.{name}": value.detach().clone() for name, value in module.named_parameters()}
+            with torch.no_grad():
+                for tensor in optimizer.param_groups[0]["params"]:
+                    tensor.mul_(0.9)
+                for parameter in module.parameters():
+                    parameter.mul_(0.9)
+        return seen | whole(module) | moments(optimizer)
+
+    assert_same(run(elsewhere(tmp_path)), run(None))
+    assert_same(run(elsewhere(tmp_path, optimizer="device")), run(None))
+
+
+@pytest.mark.ranks(2)
+def test_a_meta_model_is_filled_unit_by_unit_into_the_file(tmp_path):
+    def make(offload):
+        with torch.device("meta"):
+            module = mlp()
+        optimizer = small(module.parameters())
+
+        def fill(part, prefix):
+            part.to_empty(device="cpu")
+            for name, parameter in part.named_parameters():
+                generator = torch.Generator().manual_seed(crc32(f"{prefix}{name}".encode()))
+                parameter.data.normal_(generator=generator)
+
+        shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=300, fill=fill, offload=offload)
+        loss_of(module, batch(0, width=8)).backward()
+        optimizer.step()
+        return whole(module) | moments(optimizer)
+
+    assert_same(make(elsewhere(tmp_path)), make(None))

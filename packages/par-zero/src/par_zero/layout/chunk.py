@@ -49,12 +49,14 @@ class Slice:
         group: Number of its param group among those of all optimizers.
         start: Its first element in the chunk.
         tier: Where the optimizer's state of it lies: "device", "host" or "disk".
+        in_pieces: Whether it is stepped through buffers, as something of it lies on a disk.
     """
 
     tensor: nn.Parameter
     group: int
     start: int
     tier: str = "device"
+    in_pieces: bool = False
 
     @property
     def stop(self) -> int:
@@ -85,7 +87,8 @@ class Chunk:
             parameters are sharded, memory of their own.
         master: The elements as the optimizer holds them: `own` itself, or a copy in another dtype; the first of them
             where the copy of the others lies elsewhere.
-        elsewhere: That of the others, by the first element in the chunk: tensors in the dtype of the copy.
+        elsewhere: That of the others, by the first element in the chunk: tensors in the dtype of the copy. Where
+            parameters without a copy lie on a disk, the parts of `own` that are stepped one by one.
         gradient: (size) The gradients of this rank; where gradients are sharded, from the first one to their reduction.
         slices: The tensors of the optimizer that hold `master`.
         wholes: The tensors of the optimizer that parameters of it are put together in, where they are assembled.
@@ -177,6 +180,20 @@ class Chunk:
         self.elsewhere = dict(places)
         if places:
             self.master = self.master[: min(places) - low].clone()
+
+    def take_own_(self, place: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> None:
+        """Has this rank's share lie in other memory, such as on a disk, where parameters are sharded.
+
+        Args:
+            place: The memory, with the values in it.
+            parts: Tensors of their own in that memory, by the first element in the chunk, for what is stepped one by
+                one where the optimizer has no copy of it.
+        """
+        if self.master is self.own:
+            self.master, self.elsewhere = place, dict(parts)
+        self.own = place
+        setattr(self.own, LABEL, self._label)
+        self.show_share()
 
     def held(self, start: int, stop: int) -> torch.Tensor:
         """Elements start to stop - 1 as the optimizer holds them."""

@@ -37,12 +37,14 @@ class Range:
         start: The first element.
         stop: One past the last.
         tier: Where the optimizer's state of them lies: "device", "host" or "disk".
+        in_pieces: Whether they are stepped through buffers, as something of them lies on a disk.
     """
 
     group: int
     start: int
     stop: int
     tier: str = "device"
+    in_pieces: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from ..layout.packing import Range
 from ..optimizer.probe import slots_of_steps
 from ..placement.room import Room
 from .disk import Disk, tensors_in
-from .pieces import COPY, Block, blocks, cut, spread
+from .pieces import COPY, Block, blocks, cut, pages, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,18 @@ class Away:
     Args:
         homes: For each chunk, where its parameters and its gradients lie.
         cuts: For each chunk its pieces, each in one tier; None for a chunk that no optimizer has.
-        blocks: For each chunk, where its pieces on the disk lie in the file, in their order.
+        blocks: For each chunk, what its pieces of which anything is on the disk have in the file, in their order.
+        shares: For each chunk, the first byte in the file of this rank's share of its parameters; None: it lies
+            elsewhere.
         disk: The file; None where nothing lies on a disk, on any rank.
         ahead: Number of pieces that are in memory at a time.
-        late: Whether what lies on the disk is stepped after the optimizer's own step.
+        late: Whether that of which anything is on the disk is stepped after the optimizer's own step.
     """
 
     homes: Sequence[Home]
     cuts: Sequence[Sequence[Range] | None]
     blocks: Sequence[Sequence[Block]]
+    shares: Sequence[int | None]
     disk: Disk | None
     ahead: int
     late: bool
@@ -71,30 +74,44 @@ def plan_away(
         for plan in stepped
         for group in {member.group for member in plan.members}
     }
-    widest = max((dtype.itemsize for found in slots.values() for dtype in found.values()), default=1)
+    homes = dict(zip(plans, homes_of(plans, offload, options), strict=True))
+    widest = max(
+        *(dtype.itemsize for found in slots.values() for dtype in found.values()),
+        *(plan.dtype.itemsize for plan in stepped if homes[plan].is_on_disk),
+        *(1, 1),
+    )
     held = []
     for plan in reversed(stepped):  # forward
         low, high = plan.layout.share(rank) if stage.shards_state else (0, plan.layout.size)
         held.append(list(plan.layout.slices(low, high)))
-    pieces = dict(zip(reversed(stepped), cut(held, offload.parts, offload.piece_bytes // widest), strict=True))
-    on_disk = [
+    of_units = [homes[plan].is_on_disk for plan in reversed(stepped)]
+    cuts = cut(held, offload.parts, offload.piece_bytes // widest, of_units)
+    pieces = dict(zip(reversed(stepped), cuts, strict=True))
+    in_pieces = [
         (plan, part)
         for plan in sorted(stepped, key=lambda plan: plan.members[0].owner)  # an optimizer's pieces lie together
         for part in pieces[plan]
-        if part.tier == "disk"
+        if part.in_pieces
     ]
-    in_file = blocks((part.stop - part.start, slots[part.group, plan.dtype]) for plan, part in on_disk)
+    in_file = blocks(
+        (part.stop - part.start, slots[part.group, plan.dtype] if part.tier == "disk" else {})
+        for plan, part in in_pieces
+    )
     by_plan: dict[Plan, list[Block]] = {plan: [] for plan in plans}
-    for (plan, _), block in zip(on_disk, in_file, strict=True):
+    for (plan, _), block in zip(in_pieces, in_file, strict=True):
         by_plan[plan].append(block)
-    disk = None
-    if offload.parts["disk"]:
-        disk = Disk(offload.folder, sum(block.size for block in in_file), offload.threads)
+    size = sum(block.size for block in in_file)
+    shares: dict[Plan, int] = {}
+    for plan in plans:
+        if homes[plan].parameters == "disk":
+            shares[plan] = size
+            size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize)
     return Away(
-        homes=homes_of(plans, offload, options),
+        homes=list(homes.values()),
         cuts=[pieces.get(plan) for plan in plans],
         blocks=list(by_plan.values()),
-        disk=disk,
+        shares=[shares.get(plan) for plan in plans],
+        disk=Disk(offload.folder, size, offload.threads) if offload.uses_disk else None,
         ahead=offload.ahead,
         late=offload.overlap is True,  # "auto" is nowhere yet, as all parameters are on a CPU
     )
@@ -116,19 +133,33 @@ def homes_of(plans: Sequence[Plan], offload: Offload, options: ShardOptions) -> 
 
 
 @torch.no_grad()
-def bring_away_(away: Away, number: int, chunk: Chunk) -> None:
+def bring_away_(away: Away | None, number: int, chunk: Chunk) -> None:
     """Brings what a chunk has just been packed of to where it lies.
 
     Args:
-        away: What lies where.
+        away: What lies where; None: nothing lies elsewhere.
         number: The chunk's among all.
         chunk: The chunk, of which no optimizer has tensors yet.
     """
+    if away is None:
+        return
     chunk.home = away.homes[number]
-    if away.disk is not None and chunk.master is not chunk.own:
-        parts = [part for part in away.cuts[number] or () if part.tier == "disk"]
-        places = [tensors_in(away.disk, block)[COPY] for block in away.blocks[number]]
-        chunk.move_master_({part.start: place for part, place in zip(parts, places, strict=True)})
+    if away.disk is None:
+        return
+    parts = [part for part in away.cuts[number] or () if part.in_pieces]
+    if chunk.master is not chunk.own:
+        places = [tensors_in(away.disk, block) for block in away.blocks[number]]
+        chunk.move_master_({part.start: each[COPY] for part, each in zip(parts, places, strict=True) if COPY in each})
+    start, (low, high) = away.shares[number], chunk.share
+    if start is not None:
+        dtype = chunk.own.dtype
+        place = away.disk.tensor(start, dtype, high - low)
+        place.copy_(chunk.own)
+        firsts = {part: start + (part.start - low) * dtype.itemsize for part in parts}
+        chunk.take_own_(
+            place,
+            {part.start: away.disk.tensor(first, dtype, part.stop - part.start) for part, first in firsts.items()},
+        )
 
 
 def plan_room(

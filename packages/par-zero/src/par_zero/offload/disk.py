@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +20,7 @@ from weakref import finalize
 
 import torch
 
-from .pieces import PAGE, Block
+from .pieces import PAGE, Block, pages
 
 _CALL = 2**22
 """Bytes of a read or a write; two threads with such calls reach a disk's limit."""
@@ -38,8 +38,12 @@ class Handle:
         futures: Its calls.
     """
 
-    def __init__(self, futures: Sequence[Future[None]]) -> None:
+    def __init__(self, futures: Iterable[Future[None]] = ()) -> None:
         self._futures = tuple(futures)
+
+    def __add__(self, other: "Handle") -> "Handle":
+        """What is over when both are."""
+        return Handle((*self._futures, *other._futures))
 
     def wait(self) -> None:
         """Waits until all has been moved.
@@ -77,7 +81,7 @@ class Disk:
 
     def __init__(self, folder: str, size: int, threads: int) -> None:
         self.folder = folder
-        size = max(-(-size // PAGE) * PAGE, PAGE)
+        size = max(pages(size), PAGE)
         check_room(folder, size)
         self._file = _open(folder)
         finalize(self, os.close, self._file)
@@ -87,7 +91,10 @@ class Disk:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise _too_small(folder, size) from error
-        self._is_direct = _make_direct(self._file)
+        self._cached = _opened_again(self._file)
+        self._is_direct = self._cached is not None and _make_direct(self._file)
+        if self._cached is not None:
+            finalize(self, os.close, self._cached)
         self._memory = mmap.mmap(self._file, size)
         self._readers, self._writers = (threads_of(threads) for _ in range(2))
 
@@ -112,13 +119,28 @@ class Disk:
         return _begin(self._readers, call, start, into)
 
     def write(self, start: int, source: memoryview) -> Handle:
-        """Begins to write; as `read`."""
+        """Begins to write.
+
+        A page of which others write a part goes through the kernel's cache, which puts the parts together.
+
+        Args:
+            start: First byte in the file.
+            source: Memory whose place within a page is that of the bytes in the file.
+        """
 
         def call(offset: int, part: memoryview) -> None:
             _whole(os.pwritev, self._file, part, offset)
             self._forget(offset, len(part))
 
-        return _begin(self._writers, call, start, source)
+        def call_for_edge(offset: int, part: memoryview) -> None:
+            _whole(os.pwritev, self._file if self._cached is None else self._cached, part, offset)
+
+        first = min(-start % PAGE, len(source))
+        last = max(first, len(source) - (start + len(source)) % PAGE)
+        writes = _begin(self._writers, call, start + first, source[first:last])
+        for begin, end in ((0, first), (last, len(source))):
+            writes += _begin(self._writers, call_for_edge, start + begin, source[begin:end])
+        return writes
 
     def _forget(self, start: int, size: int) -> None:
         """Without direct access, asks the kernel not to keep a copy."""
@@ -200,6 +222,12 @@ def _open(folder: str) -> int:
     number, name = tempfile.mkstemp(dir=folder, prefix=".par-zero-")
     os.unlink(name)  # noqa: PTH108 - beside the file's number
     return number
+
+
+def _opened_again(file: int) -> int | None:
+    """Another way into a file, which goes on through the kernel's cache; None where the kernel has none."""
+    place = Path(f"/proc/self/fd/{file}")
+    return os.open(place, os.O_RDWR | os.O_CLOEXEC) if place.exists() else None
 
 
 def _make_direct(file: int) -> bool:

@@ -14,17 +14,26 @@ PAGE = 4096
 COPY = ""
 """The name of the slot that has the optimizer's own copy of parameters which are used in another dtype."""
 
+
+def pages(size: int) -> int:
+    """Bytes of the whole pages that so many bytes take."""
+    return -(-size // PAGE) * PAGE
+
+
 Slots = Mapping[str, torch.dtype]
 """What an optimizer keeps for each element of a tensor: dtypes by name, COPY first."""
 
 
-def cut(chunks: Sequence[Sequence[Range]], parts: Mapping[str, float], limit: int) -> list[list[Range]]:
-    """Cuts what an optimizer holds into pieces, each in one tier.
+def cut(
+    chunks: Sequence[Sequence[Range]], parts: Mapping[str, float], limit: int, on_disk: Sequence[bool] = ()
+) -> list[list[Range]]:
+    """Cuts what an optimizer holds into pieces, each with its state in one tier.
 
     Args:
         chunks: What is held of each chunk, in the order in which chunks run forward. What comes first stays nearest.
         parts: Which part of all elements lies in each tier; 1 in all.
-        limit: Number of elements of a piece on the disk, at most, but 16 or more.
+        limit: Number of elements of a piece of which anything is on the disk, at most, but 16 or more.
+        on_disk: For each chunk, whether its parameters or its gradients are on the disk; none by default.
 
     Returns:
         The pieces of each chunk; those of one tier and chunk lie together.
@@ -39,16 +48,18 @@ def cut(chunks: Sequence[Sequence[Range]], parts: Mapping[str, float], limit: in
     limit = max(limit // ALIGNMENT, 1) * ALIGNMENT
     pieces: list[list[Range]] = []
     done = 0
-    for ranges in chunks:
+    for ranges, in_pieces in zip(chunks, on_disk or [False] * len(chunks), strict=True):
         pieces.append([])
         for whole in ranges:
             start = whole.start
             while start < whole.stop:
                 number = next(number for number, end in enumerate(ends) if done < end)
                 stop = min(whole.stop, start + ends[number] - done)
-                if TIERS[number] == "disk":
+                tier = TIERS[number]
+                small = in_pieces or tier == "disk"
+                if small:
                     stop = min(stop, start + limit)
-                pieces[-1].append(replace(whole, start=start, stop=stop, tier=TIERS[number]))
+                pieces[-1].append(replace(whole, start=start, stop=stop, tier=tier, in_pieces=small))
                 done += stop - start
                 start = stop
     return pieces
@@ -127,7 +138,7 @@ def blocks(pieces: Iterable[tuple[int, Slots]]) -> list[Block]:
         made = []
         for name, dtype in slots.items():
             made.append(Slot(name=name, dtype=dtype, start=size, count=count))
-            size += -(-count * dtype.itemsize // PAGE) * PAGE
+            size += pages(count * dtype.itemsize)
         found.append(Block(start=start, size=size, slots=tuple(made)))
         start += size
     return found

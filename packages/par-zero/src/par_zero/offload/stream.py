@@ -1,4 +1,4 @@
-"""An optimizer's step where state lies on a disk.
+"""An optimizer's step where state, parameters or gradients lie on a disk.
 
 disk     read piece k + 1 ...      write piece k - 1
 memory                step piece k, by a twin
@@ -6,16 +6,18 @@ memory                step piece k, by a twin
 Reading begins with backward, as far as there are buffers, and the last writes end in the next forward. The slots of a
 piece lie side by side in the file, so a piece is one read and one write, through a ring of buffers. Where the optimizer
 has a copy of parameters that are used in another dtype, that is the first of them, and a step ends with its rounding.
+Parameters that lie there themselves are not cut at whole pages, as units are gathered from one piece of the file: their
+pages are read into the same buffer behind the slots, and their bytes written back.
 
 Between steps `state[slot]` is a tensor that lies in the file, so that checkpoints and users find it as ever. What was
 stepped last may be on its way when a step ends: until its writes are over, that state shows its buffer. Where a write
-fails, it does so for good.
+fails, it does so for good. For parameters, which are gathered and shown from elsewhere, a step waits.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Condition
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,8 @@ from .._collectives import all_reduce
 from ..layout.chunk import Chunk, Slice
 from ..optimizer.step import Unmoved
 from .disk import Buffer, Disk, Handle, tensors_in, threads_of
-from .pieces import COPY, Block
+from .pieces import COPY, PAGE, Block, pages
+from .shares import Shares
 from .twin import Twins
 
 if TYPE_CHECKING:
@@ -41,25 +44,77 @@ State = dict[str, Any]
 
 @dataclass(eq=False, kw_only=True)
 class Piece:
-    """A slice whose state is on the disk.
+    """A slice of which anything is on the disk.
 
     Args:
         tensor: The optimizer's tensor. Where it is a copy of parameters in another dtype, it lies on the disk too.
         chunk: The chunk that it is a slice of.
+        first: Its first element in the chunk.
         group: Number of its param group in its optimizer.
         block: Where its state lies in the file.
-        views: By slot, the tensor that lies in the file; under COPY that of the optimizer's copy, if there is one.
+        views: By slot, the tensor that lies in the file; under COPY what is there of `tensor`.
         used: The parameters in use of which the optimizer has a copy; None: they are `tensor`.
+        start: Where its parameters in use lie in the file: the first byte; None: they are in memory.
         in_memory: Whether its state is in memory for good, as the disk has not taken it.
     """
 
     tensor: nn.Parameter
     chunk: Chunk
+    first: int
     group: int
     block: Block
     views: Mapping[str, torch.Tensor]
     used: torch.Tensor | None = None
+    start: int | None = None
     in_memory: bool = False
+
+    @property
+    def offset(self) -> int:
+        """Its first element among those of its chunk that this rank updates."""
+        return self.first - self.chunk.updated[0]
+
+    def lies_in_memory_(self) -> None:
+        """Its parameters in use lie in memory from now on, where its chunk has them."""
+        self.start = None
+        own = self.chunk.own[self.offset : self.offset + self.tensor.numel()]
+        if self.used is not None:
+            self.used = own
+        else:
+            self.tensor.data = own
+            self.views = {name: view for name, view in self.views.items() if name != COPY}
+
+    @property
+    def size(self) -> int:
+        """Number of the bytes that it takes of a buffer."""
+        return self.block.size + (0 if self.start is None else pages(self.start % PAGE + self._own_size))
+
+    @property
+    def _own_size(self) -> int:
+        return self.tensor.numel() * self.chunk.own.element_size()
+
+    @property
+    def at(self) -> int:
+        """The first byte of its parameters in use in a buffer: they lie in its page as in the file."""
+        return self.block.size + (self.start or 0) % PAGE
+
+    def own_in(self, buffer: Buffer) -> torch.Tensor | None:
+        """Its parameters in use in a buffer; None: they are in memory."""
+        own = self.chunk.own
+        return None if self.start is None else buffer.tensor(self.at, own.dtype, self.tensor.numel())
+
+    def read(self, disk: Disk, state: State, buffer: Buffer, after: Handle | None = None) -> Handle:
+        """Begins to read what there is of it in the file, and what is to be stepped."""
+        handle = disk.read(self.block.start, buffer.bytes[: self.stored(state)], after)
+        if self.start is not None and self.used is None:
+            handle += disk.read(self.start - self.start % PAGE, buffer.bytes[self.block.size : self.size], after)
+        return handle
+
+    def write(self, disk: Disk, buffer: Buffer) -> Handle:
+        """Begins to write what was stepped."""
+        handle = disk.write(self.block.start, buffer.bytes[: self.block.size])
+        if self.start is not None:
+            handle += disk.write(self.start, buffer.bytes[self.at : self.at + self._own_size])
+        return handle
 
     def stored(self, state: State) -> int:
         """Number of the first bytes of the block that are in use: without state those of the copy alone."""
@@ -68,9 +123,11 @@ class Piece:
         return self.block.copy_size
 
     def versions(self, state: State) -> list[tuple[int, int]]:
-        """What shows whether somebody has changed its state, or its copy of parameters."""
-        slots = [state[name] for name in self.views if name in state]
-        return [(id(tensor), tensor._version) for tensor in (self.tensor, *slots)]
+        """What shows whether somebody has changed its state, or the parameters that are read with it."""
+        seen = [self.tensor, *(state[name] for name in self.views if name in state)]
+        if self.start is not None and self.used is None:
+            seen += [self.chunk.own, *(member.parameter for member in self.chunk.members)]
+        return [(id(tensor), tensor._version) for tensor in seen]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -148,26 +205,33 @@ class _Work:
     gradients: dict[Piece, torch.Tensor]
     unmoved: Unmoved
 
-    def step(self, piece: Piece, state: State) -> None:
-        """Steps one piece, whose state is in memory."""
+    def step(self, piece: Piece, state: State, used: torch.Tensor | None) -> None:
+        """Steps one piece, whose state is in memory.
+
+        Args:
+            piece: The piece.
+            state: Its state.
+            used: Where the parameters in use go, if the piece is a copy of them.
+        """
         kept = self.unmoved.kept(piece.tensor, state)
         stepped = nn.Parameter(piece.tensor.detach())  # of the same memory, with a gradient that nobody takes away
         stepped.grad = self.gradients.pop(piece)
         self.twins.step(stepped, piece.group, state)
         if kept is not None:
             kept.restore_(state)
-        if piece.used is not None:
-            piece.used.copy_(piece.tensor)
+        if used is not None:
+            used.copy_(piece.tensor)
 
 
 class Stream:
-    """Steps what has its state on a disk.
+    """Steps that of which anything lies on a disk.
 
     Args:
         disk: The file.
         ahead: Number of buffers.
         pieces: By number of an optimizer, its pieces: chunks, slices of theirs, their numbers of the param group there,
             and their blocks.
+        shares: For each chunk whose parameters lie in the file, the first byte of this rank's share.
         groups: The ranks that learn of each other's failures.
         late: Whether a thread steps the pieces after the optimizer's own step has returned, those of the modules that
             run first before others.
@@ -178,22 +242,27 @@ class Stream:
         disk: Disk,
         ahead: int,
         pieces: Mapping[int, Sequence[tuple[Chunk, Slice, int, Block]]],
+        shares: Mapping[Chunk, int],
         groups: Sequence[dist.ProcessGroup],
         *,
         late: bool,
     ) -> None:
         self._disk, self._ahead, self._groups = disk, ahead, tuple(groups)
+        self.shares = Shares(disk, shares, self._is_stepping, self._share_is_lost)
         self._own = {
             owner: _Own(pieces=[self._piece(*given) for given in (reversed(of_owner) if late else of_owner)])
             for owner, of_owner in pieces.items()
         }
-        self._size = max((piece.block.size for own in self._own.values() for piece in own.pieces), default=0)
+        self._size = max((piece.size for own in self._own.values() for piece in own.pieces), default=0)
         self._buffers = 0  # that were made
         self._free: list[Buffer] = []
         self._reading: list[_Reading] = []
         self._writing: list[_Writing] = []
         self._latest: list[int] = []  # the optimizers that have stepped since the latest pass began
         self._problem: Exception | None = None
+        self._is_lost = False  # whether it is of a share that is NaN now
+        self.on_lost: Callable[[], None] = lambda: None  # is called on all ranks where a share was NaN
+        self._left: list[tuple[Piece, torch.Tensor]] = []  # parameters that could not be written
         self._stopped: Exception | None = None  # why a thread has left a step half-way, until all ranks were told
         self._worker = threads_of(1) if late else None
         self._jobs: list[Future[None]] = []
@@ -202,15 +271,26 @@ class Stream:
 
     def _piece(self, chunk: Chunk, part: Slice, group: int, block: Block) -> Piece:
         views = tensors_in(self._disk, block)
-        used = None
-        if COPY in views:
-            low, _ = chunk.updated
+        used, start = None, self.shares.start(chunk, part.start)
+        low, _ = chunk.updated
+        if chunk.master is not chunk.own:
             used = chunk.own[part.start - low : part.stop - low]
+        elif start is not None:
+            views[COPY] = chunk.elsewhere[part.start]
         set_slots(part.tensor, {name: view for name, view in views.items() if name != COPY})
-        return Piece(tensor=part.tensor, chunk=chunk, group=group, block=block, views=views, used=used)
+        return Piece(
+            tensor=part.tensor,
+            chunk=chunk,
+            first=part.start,
+            group=group,
+            block=block,
+            views=views,
+            used=used,
+            start=start,
+        )
 
     def has(self, owner: int) -> bool:
-        """Whether an optimizer may have state on the disk of any rank."""
+        """Whether an optimizer may have anything on the disk of any rank."""
         return owner in self._own
 
     @property
@@ -221,7 +301,7 @@ class Stream:
     @property
     def ring_bytes(self) -> int:
         """Bytes of the buffers that there are."""
-        return self._size * self._buffers
+        return self._size * self._buffers + self.shares.buffer_bytes
 
     @property
     def copy_bytes(self) -> int:
@@ -235,11 +315,11 @@ class Stream:
 
     @property
     def on_disk(self) -> set[nn.Parameter]:
-        """The optimizers' tensors that have their state on the disk: all, but for what a write that failed has left."""
+        """The optimizers' tensors that have anything on the disk: all, but for what a write that failed has left."""
         return {piece.tensor for own in self._own.values() for piece in own.pieces if not piece.in_memory}
 
     def tensors(self, owner: int) -> list[nn.Parameter]:
-        """The tensors of an optimizer that have their state on the disk."""
+        """The tensors of an optimizer that have anything on the disk."""
         return [piece.tensor for piece in self._own[owner].pieces]
 
     @torch.no_grad()
@@ -268,10 +348,9 @@ class Stream:
                 self._finish(self._writing.pop(0))
             under_way = {writing.piece for writing in self._writing}
             for piece in self._own[owner].moved:
-                buffer = None if piece.in_memory or piece in under_way else self._buffer()
-                if buffer is None:
+                if piece.in_memory or piece in under_way or not self._has_buffer:
                     break
-                self._read(piece, optimizers[owner].state[piece.tensor], buffer)
+                self._read(piece, optimizers[owner].state[piece.tensor], self._buffer())
 
     @torch.no_grad()
     def step(self, owner: int, optimizer: Optimizer, unmoved: Unmoved) -> None:
@@ -285,6 +364,7 @@ class Stream:
             unmoved: What must stay as it is.
         """
         own = self._own[owner]
+        self.shares.drop()
         found_inf = getattr(optimizer, "found_inf", None)  # as torch's GradScaler sets it, for kernels that skip
         gradients = {piece: piece.tensor.grad for piece in own.pieces if piece.tensor.grad is not None}
         own.gradients = [(piece.tensor, gradient) for piece, gradient in gradients.items()]
@@ -306,7 +386,7 @@ class Stream:
         except Exception as error:
             if isinstance(error, OSError):
                 text = (
-                    f"the optimizer's state on the disk at {self._disk.folder!r} cannot be read ({error}), so this "
+                    f"what a step needs of the disk at {self._disk.folder!r} cannot be read ({error}), so this "
                     "step has stopped half-way; load the latest checkpoint, and offload to another disk"
                 )
                 error = OSError(error.errno, text)
@@ -326,7 +406,8 @@ class Stream:
         for piece, state in work.states.items():
             _adopt_(piece, state)
             if piece.in_memory:
-                self._step_piece(work, piece, state)
+                work.step(piece, state, piece.used)
+                self._tell(piece)
         own.moved = [piece for piece in work.states if not piece.in_memory]
         ahead = [(reading.piece, reading.versions) for reading in self._reading]
         if ahead != [(piece, piece.versions(work.states[piece])) for piece in own.moved[: len(ahead)]]:
@@ -341,8 +422,7 @@ class Stream:
                 reading = self._reading[0]
                 if reading.behind is not None and not self._finish_until(reading.behind):
                     reading.buffer = Buffer(self._size)  # that of a write that has failed is kept
-                    size = reading.piece.stored(reading.state)
-                    reading.handle = self._disk.read(piece.block.start, reading.buffer.bytes[:size])
+                    reading.handle = piece.read(self._disk, reading.state, reading.buffer)
                 reading.handle.wait()
                 writing = self._step_read(work, reading)
                 self._reading.pop(0)
@@ -353,10 +433,31 @@ class Stream:
         except BaseException:  # that of an optimizer too
             self._drop_reads()
             raise
+        finally:
+            if self.shares.are_there:
+                self._finish_writes()
+                self._keep_left()
 
-    def _step_piece(self, work: _Work, piece: Piece, state: State) -> None:
-        """Steps a piece, and tells those who wait for it."""
-        work.step(piece, state)
+    def _keep_left(self) -> None:
+        """Where parameters could not be written, all of their chunk's lie in memory from now on."""
+        left, self._left = self._left, []
+        for chunk in dict.fromkeys(piece.chunk for piece, _ in left):
+            own = torch.empty_like(chunk.own)
+            self.shares.fetch_(chunk, own)
+            for piece, values in left:
+                if piece.chunk is chunk:
+                    own[piece.offset : piece.offset + values.numel()] = values
+            self.shares.leave(chunk)
+            chunk.take_own_(own, {})
+            chunk.home = replace(chunk.home, parameters="device")
+            for piece in self._pieces_of(chunk):
+                piece.lies_in_memory_()
+
+    def _pieces_of(self, chunk: Chunk) -> list[Piece]:
+        return [piece for own in self._own.values() for piece in own.pieces if piece.chunk is chunk]
+
+    def _tell(self, piece: Piece) -> None:
+        """Tells those who wait for a piece that its parameters are those after the step."""
         if self._worker is not None:
             with self._stepped:
                 self._awaited[piece.chunk] -= 1
@@ -366,44 +467,51 @@ class Stream:
         """Steps a piece that was read, and begins to write it."""
         piece, state, buffer = reading.piece, reading.state, reading.buffer
         lent = {slot.name: buffer.tensor(slot.start, slot.dtype, slot.count) for slot in piece.block.slots}
-        copy = lent.pop(COPY, None)
+        used = piece.own_in(buffer)
+        copy = lent.pop(COPY, used if piece.used is None else None)
         if copy is not None:
             piece.tensor.data = copy
         stepped = state | {name: tensor for name, tensor in lent.items() if name in state}
-        self._step_piece(work, piece, stepped)
+        work.step(piece, stepped, piece.used if used is None or piece.used is None else used)
+        if used is None:
+            self._tell(piece)
         for name, tensor in lent.items():
             if name in stepped and stepped[name] is not tensor:  # such as what a first step makes
                 tensor.copy_(stepped[name].view(-1))
                 stepped[name] = tensor
         state.clear()
         state.update(stepped)
-        handle = self._disk.write(piece.block.start, buffer.bytes[: piece.block.size])
+        handle = piece.write(self._disk, buffer)
         shown = {name: (tensor, tensor._version) for name, tensor in lent.items() if name in state}
         if copy is not None:
             shown[COPY] = (piece.tensor, piece.tensor._version)
         self._writing.append(_Writing(piece=piece, buffer=buffer, handle=handle, state=state, shown=shown))
         return self._writing[-1]
 
-    def _buffer(self) -> Buffer | None:
-        """A buffer of the ring that nobody uses, if there is one."""
-        if not self._free and self._buffers < self._ahead:
-            self._free.append(Buffer(self._size))
-            self._buffers += 1
-        return self._free.pop() if self._free else None
+    @property
+    def _has_buffer(self) -> bool:
+        """Whether there is a buffer of the ring that nobody uses, or one may be made."""
+        return bool(self._free) or self._buffers < self._ahead
+
+    def _buffer(self) -> Buffer:
+        """A buffer of the ring that nobody uses."""
+        if self._free:
+            return self._free.pop()
+        self._buffers += 1
+        return Buffer(self._size)
 
     def _fill(self, pieces: Iterator[tuple[Piece, State]]) -> None:
         """Begins to read pieces into all buffers that nobody uses."""
-        while (buffer := self._buffer()) is not None:
+        while self._has_buffer:
             following = next(pieces, None)
             if following is None:
-                self._free.append(buffer)
                 return
-            self._read(*following, buffer)
+            self._read(*following, self._buffer())
 
     def _read(self, piece: Piece, state: State, buffer: Buffer, behind: _Writing | None = None) -> None:
         """Begins to read what there is of a piece in the file."""
         after = None if behind is None else behind.handle
-        handle = self._disk.read(piece.block.start, buffer.bytes[: piece.stored(state)], after)
+        handle = piece.read(self._disk, state, buffer, after)
         reading = _Reading(
             piece=piece, buffer=buffer, handle=handle, state=state, versions=piece.versions(state), behind=behind
         )
@@ -435,6 +543,7 @@ class Stream:
             raise self._stopped
         self._drop_reads()
         self._finish_writes()
+        self.shares.drop()
 
     def join(self) -> None:
         """Waits until a thread has stepped all that it is to step."""
@@ -449,7 +558,11 @@ class Stream:
     def wait_for(self, chunks: Sequence[Chunk]) -> None:
         """Waits until a thread has stepped what it is to step of some chunks."""
         with self._stepped:
-            self._stepped.wait_for(lambda: not any(self._awaited[chunk] for chunk in chunks))
+            self._stepped.wait_for(lambda: not self._is_stepping(chunks))
+
+    def _is_stepping(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether a thread is still to step anything of some chunks."""
+        return any(self._awaited[chunk] for chunk in chunks)
 
     def before_step(self, owner: int) -> None:
         """Waits for an optimizer's step before, as far as it is under way.
@@ -489,13 +602,18 @@ class Stream:
         if error is not None:
             piece.in_memory = True
             text = (
-                f"the optimizer's state cannot be written to the disk at {self._disk.folder!r} ({error}). It stays in "
+                f"what was stepped cannot be written to the disk at {self._disk.folder!r} ({error}). It stays in "
                 "memory, and nothing is lost; save a checkpoint, and offload to another disk"
             )
             self._problem = self._problem or OSError(getattr(error, "errno", None), text)
+            own = piece.own_in(writing.buffer)
+            if own is not None:
+                self._left.append((piece, own))
             if not writing.taken:
                 self._free.append(Buffer(self._size))
             return
+        if piece.start is not None:
+            self._tell(piece)
         if not writing.taken:
             self._free.append(writing.buffer)
         for name, (tensor, version) in writing.shown.items():
@@ -523,20 +641,35 @@ class Stream:
                 self._awaited.update(piece.chunk for piece in own.work.states)
             self._jobs.append(self._worker.submit(self._run, own, own.work))
 
-    def raise_problem(self) -> None:
+    def _share_is_lost(self, error: BaseException) -> None:
+        """A unit is gathered, and this rank's share cannot be read."""
+        text = (
+            f"parameters on the disk at {self._disk.folder!r} cannot be read ({error}), so what was computed with them "
+            "is NaN; load the latest checkpoint, and offload to another disk"
+        )
+        self._problem, self._is_lost = OSError(getattr(error, "errno", None), text), True
+
+    def raise_problem(self, *groups: dist.ProcessGroup) -> None:
         """Raises on all ranks, if the disk of any has failed. An all-reduce of an int32 over each group.
+
+        Args:
+            groups: The ranks; by default those of all groups.
 
         Raises:
             OSError: A read or a write has failed, here or on another rank.
         """
-        failed = torch.tensor([self._problem is not None], dtype=torch.int32)
-        for group in self._groups:
+        groups = groups or self._groups
+        failed = torch.tensor([self._problem is not None, self._is_lost], dtype=torch.int32)
+        for group in groups:
             all_reduce(failed, group, dist.ReduceOp.MAX).wait()
-        if not failed:
+        if not failed.any():
             return
         problem, self._problem, self._stopped = self._problem, None, None
+        self._is_lost = False
+        if failed[1]:
+            self.on_lost()
         try:
-            agree(problem, None, *self._groups)
+            agree(problem, None, *groups)
         except ValueError as error:  # of another rank
             raise OSError(str(error)) from None
 

@@ -55,7 +55,9 @@ def _slices(chunk: Chunk, ranges: Sequence[Range] | None) -> Iterator[Slice]:
         tensor = chunk.held(part.start, part.stop)
         if chunk.layout.atomic:  # optimizers that are not element-wise look at the shape
             tensor = tensor.view(shapes[part.start, part.stop])
-        yield Slice(tensor=nn.Parameter(tensor), group=part.group, start=part.start, tier=part.tier)
+        yield Slice(
+            tensor=nn.Parameter(tensor), group=part.group, start=part.start, tier=part.tier, in_pieces=part.in_pieces
+        )
 
 
 def is_fresh(optimizer: Optimizer) -> bool:
@@ -117,12 +119,12 @@ class Unmoved:
                         part.tensor.grad = None
                         continue
                     self._still.setdefault(part.tensor, []).append((low, high))
-                    if part.tier != "disk":
+                    if not part.in_pieces:
                         state = optimizer.state.get(part.tensor, {})
                         self._kept.append(Kept(part.tensor, state, [(low, high)]))
 
     def kept(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> "Kept | None":
-        """Notes what must not move of a slice whose state is on a disk, when it is about to be stepped.
+        """Notes what must not move of a slice that is stepped through buffers, when it is about to be stepped.
 
         Args:
             tensor: The slice.

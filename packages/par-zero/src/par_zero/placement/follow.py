@@ -36,6 +36,9 @@ class Followed(Protocol):
     def begin_gathering(self) -> None:
         """Begins to fetch it. All-gather over the group."""
 
+    def expect(self) -> None:
+        """It is fetched next: what it is fetched from may be read ahead."""
+
     def take_part(self) -> None:
         """Gives the other ranks this one's share of it. All-gather over the group."""
 
@@ -240,6 +243,10 @@ class Follower:
                 else:
                     unit.take_part()
         self._position = max(self._position, stop)
+        fetches = (number for moves in plan.moves[self._position :] for number, fetch in moves if fetch)
+        following = next(fetches, None)
+        if following is not None:
+            self._units[following].expect()
 
     def _drop(self, number: int) -> None:
         """Drops a unit, or as soon as it is not in use any more."""

@@ -30,7 +30,7 @@ def count(
         optimizers: The optimizers of its parameters.
         chunks: All of its chunks.
         buffers: Buffers that no chunk has borrowed.
-        stream: What steps state on a disk; None: there is none.
+        stream: What steps what lies on a disk; None: nothing does.
         meter: What has counted what comes and goes.
     """
     now = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
@@ -46,7 +46,12 @@ def count(
     if stream is not None:
         on_disk = stream.on_disk
         now["host"][BUFFERS] = stream.ring_bytes
-        now["disk"] |= {"optimizer": stream.state_bytes, "copies": stream.copy_bytes}
+        now["disk"] |= {
+            "parameters": stream.shares.stored_bytes,
+            "optimizer": stream.state_bytes,
+            "copies": stream.copy_bytes,
+        }
+        seen |= {chunk.own.untyped_storage().data_ptr() for chunk in chunks if stream.shares.has(chunk)}
     for chunk in chunks:
         for each in chunk.memory():
             add(*each)
