@@ -131,8 +131,6 @@ def check_offload(
                 f"{name}={offload.away[name]!r} needs stage 3, where units are gathered before they run; this is stage "
                 f"{stage}"
             )
-    if offload.gradient_parts["disk"]:
-        raise ValueError(f"gradients is {offload.gradients!r}, but none lie on a disk yet; give 'host' or a part")
     for name, given in offload.away.items():
         for label, parameter in module.named_parameters():
             place = device or parameter.device

@@ -146,9 +146,10 @@ class Engine:
     def _attend(self, stream: Stream, units: Sequence[Unit]) -> None:
         """Has the stream told of passes, of units that are gathered, and of who looks at parameters."""
         self._reducer.at_start(partial(stream.read_ahead, self._optimizers))
-        if stream.shares.are_there:
+        if stream.shares.are_there or stream.sums.are_there:
             stream.on_lost = self._drop_gradients
             self._reducer.at_end(self._raise_problem)
+        if stream.shares.are_there:
             if self._gatherer is not None:
                 self._gatherer.on_evaluated = partial(stream.raise_problem, self._groups.shards)
             for unit in units:

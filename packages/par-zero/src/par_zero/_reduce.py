@@ -276,6 +276,7 @@ class Reducer:
         if groups.replicas is not None:
             yield average(share, groups.replicas, mean=groups.mean)
         chunk.add_earlier_(share)
+        chunk.send_away()
         if not chunk.stage.shards_state:
             yield all_gather(gradient, share, groups.shards)
 

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import gradients as gradients_of
 from par_groups import settle_
 from par_testing import for_each
-from par_zero import Offload, memory, residency, shard, summon, transfers
+from par_zero import Offload, memory, no_sync, residency, shard, summon, transfers
 
 from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
 from .cases import BF16, failing, moments, on_disk, small, two_models, with_copies, with_everything
+from .test_stream import MAKERS
+from .test_stream import trained as of_uneven
 
 FP32 = {}
 WIDTH, BLOCKS = 64, 4
@@ -78,26 +81,63 @@ def test_on_a_cpu_the_host_has_its_part_and_the_device_the_rest(dtypes):
         optimizer.step()
 
 
-def elsewhere(path, parameters="disk", optimizer="disk", **options):
-    return on_disk(path, optimizer, parameters=parameters, **options)
+def elsewhere(path, parameters="disk", optimizer="disk", gradients="device", **options):
+    return on_disk(path, optimizer, parameters=parameters, gradients=gradients, **options)
 
 
-PLACES = (("disk", "disk"), ("disk", "device"), (0.5, "disk"), ({"host": 0.3, "disk": 0.4}, {"host": 0.5, "disk": 0.3}))
+PLACES = (
+    ("disk", "disk", "disk"),
+    ("disk", "disk", "device"),
+    ("disk", "device", "device"),
+    ("device", "device", "disk"),
+    (0.5, "disk", {"disk": 0.5}),
+    ({"host": 0.3, "disk": 0.4}, {"host": 0.5, "disk": 0.3}, {"disk": 0.6}),
+)
+"""Of parameters, state and gradients."""
 
 
-@for_each(dtypes=(FP32, BF16), places=PLACES)
+@for_each(dtypes=(FP32, BF16, BF16 | {"reduce_dtype": torch.float32}), places=PLACES)
 @pytest.mark.ranks(2)
-def test_parameters_on_a_disk_change_no_number(dtypes, places, tmp_path):
-    parameters, optimizer = places
-    assert_same(trained(elsewhere(tmp_path, parameters, optimizer), dtypes), trained(None, dtypes))
+def test_what_lies_on_a_disk_changes_no_number(dtypes, places, tmp_path):
+    assert_same(trained(elsewhere(tmp_path, *places), dtypes), trained(None, dtypes))
 
 
+@for_each(gradients=("device", "disk"))
 @pytest.mark.ranks(2)
-def test_parameters_on_a_disk_beside_everything_else(tmp_path):
-    offload = elsewhere(tmp_path)
+def test_what_lies_on_a_disk_beside_everything_else(gradients, tmp_path):
+    offload = elsewhere(tmp_path, gradients=gradients)
     assert_same(with_everything(3, offload), with_everything(3, None))
     assert_same(with_copies(3, offload), with_copies(3, None))
     assert_same(two_models(3, offload), two_models(3, None))
+
+
+@for_each(gradients=("device", "disk"))
+@pytest.mark.ranks(2)
+def test_gradients_are_added_up_clipped_and_dropped_where_they_lie(gradients, tmp_path):
+    def run(offload):
+        module, optimizer = sharded(mlp(), 3, small, offload=offload)
+        tensors = optimizer.param_groups[0]["params"]
+        seen = {}
+        for step in range(4):
+            for micro in range(3):
+                loss_of(module, batch(step, width=8, micro=micro)).backward()
+                if (step, micro) == (1, 0):
+                    optimizer.zero_grad()
+                if (step, micro) == (2, 1):
+                    optimizer.zero_grad(set_to_none=False)
+            if step == 3:
+                with no_sync(module):
+                    loss_of(module, batch(step, width=8, micro=4)).backward()
+                loss_of(module, batch(step, width=8, micro=5)).backward()
+            for name, box, view in gradients_of(optimizer):
+                seen[f"{step}.{name}.{box.start}"] = view.clone()
+                view.mul_(0.5)
+            optimizer.step()
+            seen[f"{step}"] = torch.cat([tensor.grad for tensor in tensors])
+            optimizer.zero_grad()
+        return {name: value for name, value in seen.items() if "." not in name} | whole(module) | moments(optimizer)
+
+    assert_same(run(elsewhere(tmp_path, gradients=gradients)), run(None))
 
 
 def counted(patch):
@@ -119,10 +159,10 @@ def counted(patch):
     return moved
 
 
-@for_each(dtypes=(FP32, BF16))
+@for_each(dtypes=(FP32, BF16), gradients=("device", {"disk": 0.5}))
 @pytest.mark.ranks(2)
-def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(dtypes, tmp_path):
-    offload = elsewhere(tmp_path, {"disk": 0.5}, {"host": 0.25, "disk": 0.5}, piece=8192)
+def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(dtypes, gradients, tmp_path):
+    offload = elsewhere(tmp_path, {"disk": 0.5}, {"host": 0.25, "disk": 0.5}, gradients, piece=8192)
     module, optimizer = even(offload, dtypes)
     dtype = dtypes.get("param_dtype")
     tensors = optimizer.param_groups[0]["params"]
@@ -139,6 +179,7 @@ def test_a_step_moves_and_keeps_as_many_bytes_as_the_formulas_say(dtypes, tmp_pa
                 assert held[tier]["parameters"] == expected.parameters
                 counters = {"device": 256, "host": 0, "disk": 0}[tier]  # of steps
                 assert 0 <= held[tier]["optimizer"] + held[tier]["copies"] - expected.optimizer <= counters
+                assert tier != "disk" or held[tier]["gradients"] == expected.gradients
                 assert held[tier]["buffers"] == expected.buffers or tier == "device"
     # Of the two units on the disk, the last one goes from forward to backward at once.
     expected = transfers(3, BLOCKS * WIDTH**2, 2, offload=offload, fetches=1.5, **dtypes)
@@ -154,10 +195,10 @@ class Slow(torch.optim.AdamW):
         return super().step(closure)
 
 
-@for_each(parameters=("disk", {"host": 0.3, "disk": 0.4}))
+@for_each(parameters=("disk", {"host": 0.3, "disk": 0.4}), gradients=("device", "disk"))
 @pytest.mark.ranks(2)
-def test_a_unit_waits_until_a_thread_has_stepped_and_written_its_parameters(parameters, tmp_path):
-    late = elsewhere(tmp_path, parameters, overlap=True)
+def test_a_unit_waits_until_a_thread_has_stepped_and_written_its_parameters(parameters, gradients, tmp_path):
+    late = elsewhere(tmp_path, parameters, gradients=gradients, overlap=True)
     assert_same(with_everything(3, late, Slow), with_everything(3, None, Slow))
     assert_same(with_copies(3, late), with_copies(3, None))
     assert_same(two_models(3, late), two_models(3, None))
@@ -224,7 +265,7 @@ def test_a_share_that_cannot_be_read_raises_on_all_ranks_and_leaves_nothing_to_s
             if dist.get_rank() == 1:
                 failing(patch, "preadv", 2)
             with pytest.raises(
-                OSError, match=r"parameters on the disk at .* cannot be read .* load the latest checkpo"
+                OSError, match=r"parameters or gradients on the disk at .* cannot be read .* load the latest checkpo"
             ):
                 look()
         assert not any(tensor.grad is not None for tensor in optimizer.param_groups[0]["params"])
@@ -334,3 +375,85 @@ def test_a_meta_model_is_filled_unit_by_unit_into_the_file(tmp_path):
         return whole(module) | moments(optimizer)
 
     assert_same(make(elsewhere(tmp_path)), make(None))
+
+
+@for_each(call=(1, 2, 4), overlap=(False, True))
+@pytest.mark.ranks(2)
+def test_a_gradient_that_cannot_be_written_stays_in_memory(call, overlap, tmp_path):
+    def run(offload):
+        module, optimizer = sharded(mlp(), 3, small, offload=offload)
+        raised = []
+        with pytest.MonkeyPatch.context() as patch:
+            for step in range(4):
+                for micro in range(2):
+                    if (step, micro) == (2, 0) and offload is not None:
+                        settle_(optimizer.param_groups[0]["params"])
+                        if dist.get_rank() == 1:
+                            failing(patch, "pwritev", call)
+                    loss = loss_of(module, batch(step, width=8, micro=micro))
+                    despite(loss.backward, raised)
+                optimizer.step()
+                optimizer.zero_grad()
+        return raised, whole(module) | moments(optimizer)
+
+    raised, found = run(elsewhere(tmp_path, "device", "disk", "disk", overlap=overlap))
+    assert len(raised) == 1
+    assert "cannot be written to the disk at " in raised[0]
+    assert "It stays in memory, and nothing is lost; save a checkpoint" in raised[0]
+    assert_same(found, run(None)[1])
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_cannot_be_read_to_add_to_them_raise_on_all_ranks_and_are_dropped(tmp_path):
+    module, optimizer = sharded(mlp(), 3, small, offload=elsewhere(tmp_path, "device", "device", "disk"))
+    loss_of(module, batch(0, width=8)).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            failing(patch, "preadv", 2)
+        loss = loss_of(module, batch(1, width=8))
+        with pytest.raises(OSError, match=r"parameters or gradients on the disk at .* cannot be read"):
+            loss.backward()
+    assert not any(tensor.grad is not None for tensor in optimizer.param_groups[0]["params"])
+    loss_of(module, batch(2, width=8)).backward()
+    optimizer.step()
+    reference, other = sharded(mlp(), 3, small)
+    loss_of(reference, batch(2, width=8)).backward()
+    other.step()
+    assert_same(whole(module) | moments(optimizer), whole(reference) | moments(other))
+
+
+def compare(make, path):
+    expected = of_uneven(3, make, None)
+    for places in PLACES:
+        for overlap in (False, True):
+            offload = elsewhere(path, *places, piece=80_000, overlap=overlap)
+            assert_same(of_uneven(3, make, offload), expected)
+    assert not list(path.iterdir())
+
+
+@for_each(name=("fused", "sgd"))
+@pytest.mark.ranks(2)
+def test_all_of_a_model_on_a_disk_of_which_no_size_is_even(name, tmp_path):
+    offload = elsewhere(tmp_path, gradients="disk", piece=80_000)
+    assert_same(of_uneven(3, MAKERS[name], offload), of_uneven(3, MAKERS[name], None))
+
+
+@pytest.mark.storm
+@for_each(name=tuple(MAKERS))
+@pytest.mark.ranks(1, timeout=400)
+def test_every_optimizer_in_a_world_of_one(name, tmp_path):
+    compare(MAKERS[name], tmp_path)
+
+
+@pytest.mark.storm
+@for_each(name=tuple(MAKERS))
+@pytest.mark.ranks(2, timeout=400)
+def test_every_optimizer_in_a_world_of_two(name, tmp_path):
+    compare(MAKERS[name], tmp_path)
+
+
+@pytest.mark.storm
+@for_each(name=tuple(MAKERS))
+@pytest.mark.ranks(4, timeout=400)
+def test_every_optimizer_in_a_world_of_four(name, tmp_path):
+    compare(MAKERS[name], tmp_path)

@@ -46,11 +46,11 @@ def _elements(piece):
 
 def test_slots_lie_side_by_side_each_from_the_beginning_of_a_page():
     slots = {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
-    first, second = blocks([(1024, slots), (1040, slots)])
+    first, second = blocks([(1024, slots, None), (1040, slots, None)])
     assert (first.start, first.size) == (0, PAGE + PAGE)
     assert (second.start, second.size) == (2 * PAGE, 2 * PAGE + PAGE)
     assert [(slot.name, slot.start, slot.count) for slot in second.slots] == [
         ("exp_avg", 0, 1040),
         ("exp_avg_sq", 2 * PAGE, 1040),
     ]
-    assert blocks([(16, {})])[0].size == 0
+    assert blocks([(16, {}, None)])[0].size == 0

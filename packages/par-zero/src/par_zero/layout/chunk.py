@@ -1,7 +1,8 @@
 """A chunk: parameters that lie in one flat buffer, with their gradients, reduced and gathered as one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -64,6 +65,19 @@ class Slice:
         return self.start + self.tensor.numel()
 
 
+class Sums(Protocol):
+    """Keeps this rank's sums of gradients elsewhere than in a chunk."""
+
+    def add_earlier_(self, chunk: "Chunk", total: torch.Tensor) -> None:
+        """Adds the gradients that the optimizer holds of a chunk to this rank's share of the sum."""
+
+    def write(self, chunk: "Chunk", total: torch.Tensor) -> None:
+        """Begins to write what this rank has of a chunk's sum, which is free for other use when this returns."""
+
+    def bind(self, chunk: "Chunk") -> None:
+        """Shows the optimizer its gradients, when they are written."""
+
+
 class Chunk:
     """Parameters in one flat buffer of `size` elements, which the layout deals out to the ranks in shares.
 
@@ -94,6 +108,7 @@ class Chunk:
         wholes: The tensors of the optimizer that parameters of it are put together in, where they are assembled.
         number: Its place in the order in which gradients are expected; -1 if it gets none.
         home: Where its parameters and its reduced gradients lie between passes, as bytes are counted.
+        sums: Keeps its reduced gradients, where they lie on a disk; None: they are in memory.
         meter: Counts the bytes of what comes and goes; that of the engine, when it has one.
     """
 
@@ -113,6 +128,7 @@ class Chunk:
         self.rank, self.share = rank, layout.share(rank)
         self.updated = self.share if stage.shards_state else (0, layout.size)
         self.meter, self.home = Meter(), Home()
+        self.sums: Sums | None = None
         low, high = self.updated
         if stage.shards_parameters:
             self.own = packed[low:high].to(dtype, copy=True)
@@ -144,9 +160,11 @@ class Chunk:
         self.gradient: torch.Tensor | None = None
         self._places: list[torch.Tensor] = []  # of the members in the last `gradient`, which may come again
         self._filled = False  # whether `gradient` holds sums of this rank that are not reduced yet
+        self._adds = False  # whether there are such that lie elsewhere
         self._earlier: torch.Tensor | None = None  # this rank's share of what earlier reductions have given
         self._share_of_sum: torch.Tensor | None = None  # memory for it, where it does not lie in `gradient`
         self._reduced: torch.Tensor | None = None  # elements `updated` of the sum, until the optimizer has them
+        self._is_away = False  # whether the latest sum lies elsewhere, and the optimizer does not have it yet
         self._arriving = (
             sum(member.shape.numel() for member in members) * dtype.itemsize
         )  # bytes of autograd's gradients
@@ -255,7 +273,8 @@ class Chunk:
                 yield GRADIENTS, member.parameter.grad, "device"
         given = [tensor.grad for tensor in (*(part.tensor for part in self.slices), *self.wholes)]
         kept = [self._share_of_sum, self._earlier, self._reduced]
-        yield from ((GRADIENTS, tensor, self.home.gradients) for tensor in (*given, *kept) if tensor is not None)
+        if self.sums is None:
+            yield from ((GRADIENTS, tensor, self.home.gradients) for tensor in (*given, *kept) if tensor is not None)
 
     # The way of a gradient: autograd leaves it in the parameter, `take_gradients` moves it into the buffer, its sum
     # over the ranks is made in `place_of_sum` and kept by `take_sum`, and `bind_gradients` shows it to the optimizer.
@@ -270,8 +289,10 @@ class Chunk:
             1 for each member that had a gradient, else 0.
         """
         buffer = self._buffer(buffers)
-        if not self._filled:
+        if not self._filled and self.sums is None:
             self._earlier = self._reduced_earlier()
+        elif not self._filled:
+            self._adds = any(part.tensor.grad is not None for part in self.slices)
         gradients = [member.parameter.grad for member in self.members]
         pairs = [
             (place, gradient) for place, gradient in zip(self._places, gradients, strict=True) if gradient is not None
@@ -328,7 +349,7 @@ class Chunk:
         else:
             if self._share_of_sum is None:
                 self._share_of_sum = torch.empty(high - low, dtype=self.reduce_dtype, device=self.own.device)
-                if self.home.gradients == "device":
+                if self.home.gradients != "host":
                     self.meter.add(GRADIENTS, self._share_of_sum.nbytes)
             share = self._share_of_sum
         setattr(share, LABEL, self._label)
@@ -344,6 +365,20 @@ class Chunk:
         if self._earlier is not None:
             share.add_(self._earlier)
             self._earlier = None
+        if self.sums is not None and self._adds:
+            self.sums.add_earlier_(self, share)
+
+    def send_away(self) -> None:
+        """Begins to bring the sum to where it lies, if that is elsewhere, and gives its memory back."""
+        if self.sums is not None and self._share_of_sum is not None:
+            self.sums.write(self, self._share_of_sum)
+            self.meter.add(GRADIENTS, -self._share_of_sum.nbytes)
+            self._share_of_sum = self._reduced = None
+            self._is_away = True
+
+    def keep_sums_in_memory(self) -> None:
+        """What would keep its reduced gradients elsewhere cannot: they stay in memory from the next pass on."""
+        self.sums, self.home = None, replace(self.home, gradients="device")
 
     def take_sum(self, share: torch.Tensor, buffers: Buffers) -> None:
         """Keeps the sum for the optimizer, and gives the whole buffer back where gradients are sharded.
@@ -360,6 +395,10 @@ class Chunk:
 
     def bind_gradients(self) -> None:
         """Shows the optimizer its gradients, in its own dtype."""
+        if self.sums is not None and self._is_away:
+            self._is_away = False
+            self.sums.bind(self)
+            return
         if self._reduced is None or self.assembled:
             return
         origin, _ = self.updated
@@ -394,7 +433,7 @@ class Chunk:
 
     def forget_gradients(self) -> None:
         """Drops gradients that are not reduced."""
-        self._filled, self._earlier = False, None
+        self._filled, self._earlier, self._adds, self._is_away = False, None, False, False
         self._count_cast(0)
         for member in self.members:
             member.parameter.grad = None

@@ -94,13 +94,17 @@ def plan_away(
         if part.in_pieces
     ]
     in_file = blocks(
-        (part.stop - part.start, slots[part.group, plan.dtype] if part.tier == "disk" else {})
+        (
+            part.stop - part.start,
+            slots[part.group, plan.dtype] if part.tier == "disk" else {},
+            plan.dtype if homes[plan].gradients == "disk" else None,
+        )
         for plan, part in in_pieces
     )
     by_plan: dict[Plan, list[Block]] = {plan: [] for plan in plans}
     for (plan, _), block in zip(in_pieces, in_file, strict=True):
         by_plan[plan].append(block)
-    size = sum(block.size for block in in_file)
+    size = in_file[-1].stop if in_file else 0
     shares: dict[Plan, int] = {}
     for plan in plans:
         if homes[plan].parameters == "disk":

@@ -109,13 +109,25 @@ class Block:
 
     Args:
         start: Its first byte in the file.
-        size: Number of its bytes, padding included.
+        size: Number of the bytes of its slots, padding included.
         slots: Its slots.
+        gradient: The place of its gradient, behind the slots, as it is written at another time; None: it is elsewhere.
     """
 
     start: int
     size: int
     slots: tuple[Slot, ...]
+    gradient: Slot | None = None
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte in the file."""
+        return self.start + self.size + self.gradient_size
+
+    @property
+    def gradient_size(self) -> int:
+        """Number of the bytes, padding included, that its gradient has of it."""
+        return 0 if self.gradient is None else pages(self.gradient.count * self.gradient.dtype.itemsize)
 
     @property
     def copy_size(self) -> int:
@@ -125,20 +137,22 @@ class Block:
         return self.slots[1].start if len(self.slots) > 1 else self.size
 
 
-def blocks(pieces: Iterable[tuple[int, Slots]]) -> list[Block]:
+def blocks(pieces: Iterable[tuple[int, Slots, torch.dtype | None]]) -> list[Block]:
     """Where pieces lie in a file, one behind the other.
 
     Args:
-        pieces: For each piece, the number of its elements and its slots.
+        pieces: For each piece, the number of its elements, its slots, and the dtype of its gradient; None: that lies
+            elsewhere.
     """
     found: list[Block] = []
     start = 0
-    for count, slots in pieces:
+    for count, slots, gradient in pieces:
         size = 0
         made = []
         for name, dtype in slots.items():
             made.append(Slot(name=name, dtype=dtype, start=size, count=count))
             size += pages(count * dtype.itemsize)
-        found.append(Block(start=start, size=size, slots=tuple(made)))
-        start += size
+        behind = None if gradient is None else Slot(name="gradient", dtype=gradient, start=size, count=count)
+        found.append(Block(start=start, size=size, slots=tuple(made), gradient=behind))
+        start = found[-1].stop
     return found

@@ -17,6 +17,7 @@ import torch
 from ..layout.chunk import Chunk
 from .disk import Buffer, Disk, Handle
 from .pieces import pages
+from .pool import Pool
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,7 +55,7 @@ class Shares:
         self._disk, self._places = disk, dict(places)
         self._is_stepping, self._on_error = is_stepping, on_error
         self._ahead: dict[Chunk, _Ahead] = {}
-        self._free: list[Buffer] = []
+        self._pool = Pool()
 
     def has(self, chunk: Chunk) -> bool:
         """Whether a chunk's parameters lie on the disk."""
@@ -73,7 +74,7 @@ class Shares:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that there are."""
-        return sum(len(buffer.bytes) for buffer in (*self._free, *(ahead.buffer for ahead in self._ahead.values())))
+        return self._pool.bytes
 
     def start(self, chunk: Chunk, element: int) -> int | None:
         """Where an element of this rank's share lies in the file: its first byte; None: it lies elsewhere."""
@@ -121,19 +122,14 @@ class Shares:
 
     def _begin(self, chunk: Chunk) -> None:
         size = pages(chunk.own.nbytes)
-        free = sorted(self._free, key=lambda buffer: len(buffer.bytes))
-        buffer = next((buffer for buffer in free if len(buffer.bytes) >= size), None)
-        if buffer is None:
-            del free[:1]  # it is replaced, so there are never more than were in use at one time
-            buffer = Buffer(size)
-        self._free = [each for each in free if each is not buffer]
+        buffer = self._pool.take(size)
         handle = self._disk.read(self._places[chunk], buffer.bytes[:size])
         self._ahead[chunk] = _Ahead(buffer=buffer, handle=handle, versions=_versions(chunk))
 
     def _forget(self, chunk: Chunk) -> None:
         ahead = self._ahead.pop(chunk)
         ahead.handle.error()  # what is under way uses the buffer
-        self._free.append(ahead.buffer)
+        self._pool.give_back(ahead.buffer)
 
 
 def _versions(chunk: Chunk) -> list[int]:

@@ -34,6 +34,7 @@ from ..optimizer.step import Unmoved
 from .disk import Buffer, Disk, Handle, tensors_in, threads_of
 from .pieces import COPY, PAGE, Block, pages
 from .shares import Shares
+from .sums import Sum, Sums
 from .twin import Twins
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Piece:
         views: By slot, the tensor that lies in the file; under COPY what is there of `tensor`.
         used: The parameters in use of which the optimizer has a copy; None: they are `tensor`.
         start: Where its parameters in use lie in the file: the first byte; None: they are in memory.
+        sum: Where its gradient lies in the file; None: it is in memory.
         in_memory: Whether its state is in memory for good, as the disk has not taken it.
     """
 
@@ -66,6 +68,7 @@ class Piece:
     views: Mapping[str, torch.Tensor]
     used: torch.Tensor | None = None
     start: int | None = None
+    sum: Sum | None = None
     in_memory: bool = False
 
     @property
@@ -86,7 +89,11 @@ class Piece:
     @property
     def size(self) -> int:
         """Number of the bytes that it takes of a buffer."""
-        return self.block.size + (0 if self.start is None else pages(self.start % PAGE + self._own_size))
+        return self._slots_size + (0 if self.start is None else pages(self.start % PAGE + self._own_size))
+
+    @property
+    def _slots_size(self) -> int:
+        return self.block.size + self.block.gradient_size
 
     @property
     def _own_size(self) -> int:
@@ -95,7 +102,7 @@ class Piece:
     @property
     def at(self) -> int:
         """The first byte of its parameters in use in a buffer: they lie in its page as in the file."""
-        return self.block.size + (self.start or 0) % PAGE
+        return self._slots_size + (self.start or 0) % PAGE
 
     def own_in(self, buffer: Buffer) -> torch.Tensor | None:
         """Its parameters in use in a buffer; None: they are in memory."""
@@ -106,8 +113,13 @@ class Piece:
         """Begins to read what there is of it in the file, and what is to be stepped."""
         handle = disk.read(self.block.start, buffer.bytes[: self.stored(state)], after)
         if self.start is not None and self.used is None:
-            handle += disk.read(self.start - self.start % PAGE, buffer.bytes[self.block.size : self.size], after)
+            handle += disk.read(self.start - self.start % PAGE, buffer.bytes[self._slots_size : self.size], after)
         return handle
+
+    def read_gradient(self, disk: Disk, buffer: Buffer, after: Handle | None = None) -> Handle:
+        """Begins to read its gradient, which lies in the file."""
+        first, last = self.block.size, self._slots_size
+        return disk.read(self.block.start + first, buffer.bytes[first:last], after)
 
     def write(self, disk: Disk, buffer: Buffer) -> Handle:
         """Begins to write what was stepped."""
@@ -162,6 +174,7 @@ class _Reading:
         state: Its state.
         versions: What shows whether that was changed since the reads began.
         behind: The writes of another piece in the same buffer, which the reads wait for.
+        gradient: The reads of its gradient, which begin with the step; None: that is in memory.
     """
 
     piece: Piece
@@ -170,6 +183,7 @@ class _Reading:
     state: State
     versions: Sequence[tuple[int, int]]
     behind: _Writing | None = None
+    gradient: Handle | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -204,6 +218,11 @@ class _Work:
     states: Mapping[Piece, State]
     gradients: dict[Piece, torch.Tensor]
     unmoved: Unmoved
+
+    def has_in_file(self, piece: Piece) -> bool:
+        """Whether a piece's gradient lies in the file."""
+        gradient = self.gradients[piece]
+        return piece.sum is not None and gradient.data_ptr() == piece.sum.view.data_ptr()
 
     def step(self, piece: Piece, state: State, used: torch.Tensor | None) -> None:
         """Steps one piece, whose state is in memory.
@@ -248,11 +267,13 @@ class Stream:
         late: bool,
     ) -> None:
         self._disk, self._ahead, self._groups = disk, ahead, tuple(groups)
-        self.shares = Shares(disk, shares, self._is_stepping, self._share_is_lost)
+        self._sums: dict[Chunk, list[Sum]] = {}
+        self.shares = Shares(disk, shares, self._is_stepping, self._is_unread)
         self._own = {
             owner: _Own(pieces=[self._piece(*given) for given in (reversed(of_owner) if late else of_owner)])
             for owner, of_owner in pieces.items()
         }
+        self.sums = Sums(disk, self._sums, self._is_unwritten, self._is_unread)
         self._size = max((piece.size for own in self._own.values() for piece in own.pieces), default=0)
         self._buffers = 0  # that were made
         self._free: list[Buffer] = []
@@ -260,8 +281,8 @@ class Stream:
         self._writing: list[_Writing] = []
         self._latest: list[int] = []  # the optimizers that have stepped since the latest pass began
         self._problem: Exception | None = None
-        self._is_lost = False  # whether it is of a share that is NaN now
-        self.on_lost: Callable[[], None] = lambda: None  # is called on all ranks where a share was NaN
+        self._is_lost = False  # whether something is NaN now for that
+        self.on_lost: Callable[[], None] = lambda: None  # is called on all ranks where something was NaN
         self._left: list[tuple[Piece, torch.Tensor]] = []  # parameters that could not be written
         self._stopped: Exception | None = None  # why a thread has left a step half-way, until all ranks were told
         self._worker = threads_of(1) if late else None
@@ -278,6 +299,12 @@ class Stream:
         elif start is not None:
             views[COPY] = chunk.elsewhere[part.start]
         set_slots(part.tensor, {name: view for name, view in views.items() if name != COPY})
+        kept = None
+        if block.gradient is not None:
+            first = block.start + block.gradient.start
+            view = self._disk.tensor(first, block.gradient.dtype, block.gradient.count)
+            kept = Sum(tensor=part.tensor, offset=part.start - low, start=first, view=view)
+            self._sums.setdefault(chunk, []).append(kept)
         return Piece(
             tensor=part.tensor,
             chunk=chunk,
@@ -287,6 +314,7 @@ class Stream:
             views=views,
             used=used,
             start=start,
+            sum=kept,
         )
 
     def has(self, owner: int) -> bool:
@@ -301,7 +329,7 @@ class Stream:
     @property
     def ring_bytes(self) -> int:
         """Bytes of the buffers that there are."""
-        return self._size * self._buffers + self.shares.buffer_bytes
+        return self._size * self._buffers + self.shares.buffer_bytes + self.sums.buffer_bytes
 
     @property
     def copy_bytes(self) -> int:
@@ -412,24 +440,31 @@ class Stream:
         ahead = [(reading.piece, reading.versions) for reading in self._reading]
         if ahead != [(piece, piece.versions(work.states[piece])) for piece in own.moved[: len(ahead)]]:
             self._drop_reads()
-        to_read = ((piece, work.states[piece]) for piece in own.moved[len(self._reading) :])
-        self._fill(to_read)
+        for reading in self._reading:
+            self._read_gradient(work, reading)
+        to_read = iter(own.moved[len(self._reading) :])
+        self._fill(work, to_read)
         try:
             for piece in own.moved:
                 if not self._reading:  # all buffers are of writes that were under way
                     self._finish(self._writing.pop(0))
-                    self._fill(to_read)
+                    self._fill(work, to_read)
                 reading = self._reading[0]
                 if reading.behind is not None and not self._finish_until(reading.behind):
                     reading.buffer = Buffer(self._size)  # that of a write that has failed is kept
                     reading.handle = piece.read(self._disk, reading.state, reading.buffer)
+                    reading.behind = None
+                    self._read_gradient(work, reading)
                 reading.handle.wait()
+                if reading.gradient is not None:
+                    reading.gradient.wait()
                 writing = self._step_read(work, reading)
                 self._reading.pop(0)
                 following = next(to_read, None)
                 if following is not None:
                     writing.taken = True
-                    self._read(*following, writing.buffer, behind=writing)
+                    self._read(following, work.states[following], writing.buffer, behind=writing)
+                    self._read_gradient(work, self._reading[-1])
         except BaseException:  # that of an optimizer too
             self._drop_reads()
             raise
@@ -467,6 +502,9 @@ class Stream:
         """Steps a piece that was read, and begins to write it."""
         piece, state, buffer = reading.piece, reading.state, reading.buffer
         lent = {slot.name: buffer.tensor(slot.start, slot.dtype, slot.count) for slot in piece.block.slots}
+        if reading.gradient is not None and piece.block.gradient is not None:
+            place = piece.block.gradient
+            work.gradients[piece] = buffer.tensor(place.start, place.dtype, place.count)
         used = piece.own_in(buffer)
         copy = lent.pop(COPY, used if piece.used is None else None)
         if copy is not None:
@@ -500,13 +538,14 @@ class Stream:
         self._buffers += 1
         return Buffer(self._size)
 
-    def _fill(self, pieces: Iterator[tuple[Piece, State]]) -> None:
-        """Begins to read pieces into all buffers that nobody uses."""
+    def _fill(self, work: _Work, pieces: Iterator[Piece]) -> None:
+        """Begins to read pieces and their gradients into all buffers that nobody uses."""
         while self._has_buffer:
             following = next(pieces, None)
             if following is None:
                 return
-            self._read(*following, self._buffer())
+            self._read(following, work.states[following], self._buffer())
+            self._read_gradient(work, self._reading[-1])
 
     def _read(self, piece: Piece, state: State, buffer: Buffer, behind: _Writing | None = None) -> None:
         """Begins to read what there is of a piece in the file."""
@@ -517,10 +556,18 @@ class Stream:
         )
         self._reading.append(reading)
 
+    def _read_gradient(self, work: _Work, reading: _Reading) -> None:
+        """Begins to read the gradient of a piece, if it lies in the file."""
+        if work.has_in_file(reading.piece):
+            after = None if reading.behind is None else reading.behind.handle
+            reading.gradient = reading.piece.read_gradient(self._disk, reading.buffer, after)
+
     def _drop_reads(self) -> None:
         """Forgets what was read and not stepped."""
         for reading in self._reading:
             reading.handle.error()  # what is under way uses the buffer
+            if reading.gradient is not None:
+                reading.gradient.error()
             if COPY in reading.piece.views:
                 reading.piece.tensor.data = reading.piece.views[COPY]
             if reading.behind is None or self._finish_until(reading.behind):
@@ -601,11 +648,7 @@ class Stream:
         piece = writing.piece
         if error is not None:
             piece.in_memory = True
-            text = (
-                f"what was stepped cannot be written to the disk at {self._disk.folder!r} ({error}). It stays in "
-                "memory, and nothing is lost; save a checkpoint, and offload to another disk"
-            )
-            self._problem = self._problem or OSError(getattr(error, "errno", None), text)
+            self._is_unwritten(error)
             own = piece.own_in(writing.buffer)
             if own is not None:
                 self._left.append((piece, own))
@@ -641,13 +684,21 @@ class Stream:
                 self._awaited.update(piece.chunk for piece in own.work.states)
             self._jobs.append(self._worker.submit(self._run, own, own.work))
 
-    def _share_is_lost(self, error: BaseException) -> None:
-        """A unit is gathered, and this rank's share cannot be read."""
+    def _is_unread(self, error: BaseException) -> None:
+        """Parameters or gradients of this rank cannot be read, amid what all ranks do."""
         text = (
-            f"parameters on the disk at {self._disk.folder!r} cannot be read ({error}), so what was computed with them "
-            "is NaN; load the latest checkpoint, and offload to another disk"
+            f"parameters or gradients on the disk at {self._disk.folder!r} cannot be read ({error}), so what was "
+            "computed with them is NaN; load the latest checkpoint, and offload to another disk"
         )
         self._problem, self._is_lost = OSError(getattr(error, "errno", None), text), True
+
+    def _is_unwritten(self, error: BaseException) -> None:
+        """Something cannot be written, and stays in memory."""
+        text = (
+            f"what was computed cannot be written to the disk at {self._disk.folder!r} ({error}). It stays in memory, "
+            "and nothing is lost; save a checkpoint, and offload to another disk"
+        )
+        self._problem = self._problem or OSError(getattr(error, "errno", None), text)
 
     def raise_problem(self, *groups: dist.ProcessGroup) -> None:
         """Raises on all ranks, if the disk of any has failed. An all-reduce of an int32 over each group.

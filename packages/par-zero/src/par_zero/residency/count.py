@@ -48,6 +48,7 @@ def count(
         now["host"][BUFFERS] = stream.ring_bytes
         now["disk"] |= {
             "parameters": stream.shares.stored_bytes,
+            "gradients": stream.sums.stored_bytes,
             "optimizer": stream.state_bytes,
             "copies": stream.copy_bytes,
         }
