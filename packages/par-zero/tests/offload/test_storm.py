@@ -78,7 +78,8 @@ def run(script, stage, offload, patch=None, **options):
         if action == "twice":
             with no_sync(module):
                 loss_of(module, batch(number, width=8, micro=1).to(dtype)).backward()
-        loss_of(module, batch(number, width=8).to(dtype)).backward()
+        loss = loss_of(module, batch(number, width=8).to(dtype))
+        despite_faults(loss.backward, again=False)
         with torch.no_grad():
             despite_faults(write_, action, factor, module, both, again=late)
         for optimizer in {"one": both[:1], "other": both[1:], "skip": []}.get(action, both):
