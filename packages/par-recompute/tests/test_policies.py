@@ -14,7 +14,7 @@ from par_recompute import Drop, Keep, Layers, Ops, checkpoint_layers
         (lambda: Keep("much"), ValueError, "size 'much' is not a number and one of B, KB, MB"),
         (lambda: Keep(1.5), ValueError, "budget is 1.5; a part is from 0.0 to 1.0, and bytes are an int"),
         (lambda: Keep(-1), ValueError, "budget is -1 bytes; give 0 or more"),
-        (lambda: Keep(None), TypeError, "budget is None; give bytes, a text such as '6GB', or a part such as 0.4"),
+        (lambda: Keep([]), TypeError, r"budget is \[\]; give bytes, a text such as '6GB', or a part such as 0.4"),
         (lambda: Keep(True), TypeError, "budget is True; give bytes"),
         (lambda: Ops("mm"), TypeError, "save is 'mm'; give a list of operations of torch.ops, or a function of them"),
         (lambda: Ops(3), TypeError, "save is 3; give a list of operations"),

@@ -57,16 +57,19 @@ class Keep:
 
     Args:
         budget: What all layers may keep: bytes, a text such as "6GB" or "512MiB", or a part from 0.0 to 1.0 of what
-            they would keep by themselves.
+            they would keep by themselves. None: their inputs alone, until `set_budget` says more, by what `choices` has
+            measured meanwhile.
 
     Raises:
         TypeError: It is neither a number nor a text.
         ValueError: The text says no size, or the number is out of range.
     """
 
-    budget: float | str
+    budget: float | str | None
 
     def __post_init__(self) -> None:
+        if self.budget is None:
+            return
         if isinstance(self.budget, bool) or not isinstance(self.budget, int | float | str):
             raise TypeError(f"budget is {self.budget!r}; give bytes, a text such as '6GB', or a part such as 0.4")
         if isinstance(self.budget, str):
@@ -82,6 +85,8 @@ class Keep:
         Args:
             everything: Bytes that the layers would keep by themselves.
         """
+        if self.budget is None:
+            return 0
         if isinstance(self.budget, str):
             return bytes_of(self.budget)
         return int(self.budget * everything) if isinstance(self.budget, float) else self.budget

@@ -9,6 +9,7 @@ from .observe.measure import ATTRIBUTE
 from .plan.sizes import readable
 from .plan.table import WHOLE
 from .run.layer import Layer
+from .run.planner import Choices, Planner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +77,57 @@ def saved(model: nn.Module) -> Report:
     Raises:
         ValueError: No layer of it drops activations.
     """
-    layers = [module.__dict__[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in module.__dict__]
-    if not layers:
-        raise ValueError(f"no layer of this {type(model).__name__} drops activations; call checkpoint_layers first")
+    layers = _layers(model)
     lines = tuple(_line(layer) for layer in layers if layer.dropped is not None)
     known = all(line.counted is not None for line in lines)
     counted, on_host = _together(layer.counted or {} for layer in layers), _together(layer.on_host for layer in layers)
     return Report(lines=lines, counted=counted if known else None, on_host=on_host)
+
+
+def choices(model: nn.Module) -> tuple[Choices, ...]:
+    """What the layers of a model may keep, with seconds measured in the steps since its budget is to be said.
+
+    Whole layers have run again in these, and were timed; what modules take is their part of it.
+
+    Args:
+        model: A model after `checkpoint_layers(model, Keep(None))`, or several in one, and a backward.
+
+    Returns:
+        Those of each of the models in it.
+
+    Raises:
+        ValueError: No layer of it drops activations.
+    """
+    return tuple(planner.choices() for planner in _planners(model))
+
+
+def set_budget(model: nn.Module, *budgets: float | str) -> None:
+    """Says what the layers of a model may keep from its next forward on.
+
+    Args:
+        model: A model after `checkpoint_layers(model, Keep(...))`, or several in one.
+        *budgets: A budget as `Keep` takes it for each model in it, in the order of `choices`.
+
+    Raises:
+        ValueError: No layer of it drops activations, it does so by another policy, or there are more or fewer models.
+    """
+    planners = _planners(model)
+    if len(planners) != len(budgets):
+        raise ValueError(f"{len(budgets)} budgets were given for {len(planners)} models; give one for each")
+    for planner, budget in zip(planners, budgets, strict=True):
+        planner.set_budget(budget)
+
+
+def _planners(model: nn.Module) -> list[Planner]:
+    """Those of the models in a model."""
+    return list(dict.fromkeys(layer.planner for layer in _layers(model)))
+
+
+def _layers(model: nn.Module) -> list[Layer]:
+    layers = [module.__dict__[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in module.__dict__]
+    if not layers:
+        raise ValueError(f"no layer of this {type(model).__name__} drops activations; call checkpoint_layers first")
+    return layers
 
 
 def _together(sizes: Iterable[dict[int, int]]) -> int:

@@ -2,8 +2,9 @@
 
 from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
 from ._options import ShardOptions
-from ._shard import no_sync, reset, residency, shard, summon, trace
+from ._shard import no_sync, on_disk, recall, reset, residency, shard, summon, trace
 from ._tiers import Offload
+from .offload.stream import OnDisk
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors, slots_of_steps
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
@@ -18,6 +19,7 @@ __all__ = [
     "Memory",
     "Moment",
     "Offload",
+    "OnDisk",
     "Placement",
     "Residency",
     "ShardOptions",
@@ -28,7 +30,9 @@ __all__ = [
     "looks_at_whole_tensors",
     "memory",
     "no_sync",
+    "on_disk",
     "place",
+    "recall",
     "register_policy",
     "reset",
     "residency",

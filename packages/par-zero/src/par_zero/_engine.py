@@ -1,6 +1,7 @@
 """The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from .layout.meter import Meter
 from .layout.packed import Packed
 from .layout.units import called
 from .offload.away import Away
-from .offload.stream import Stream
+from .offload.stream import OnDisk, Stream
 from .optimizer.assembly import Assembly
 from .optimizer.step import Unmoved, rewire_
 from .placement.moments import Trace
@@ -209,6 +210,14 @@ class Engine:
         """See `par_zero.residency`."""
         buffers = self._reducer.buffers
         return count(self._module, self._optimizers, self._chunks, buffers, self._stream, self._meter)
+
+    def on_disk(self) -> OnDisk:
+        """See `par_zero.on_disk`."""
+        return OnDisk(pieces=(), read=math.inf, write=math.inf) if self._stream is None else self._stream.look()
+
+    def recall(self, size: int) -> int:
+        """See `par_zero.recall`."""
+        return 0 if self._stream is None else self._stream.recall(size, self._optimizers)
 
     @property
     def trace(self) -> Trace | None:

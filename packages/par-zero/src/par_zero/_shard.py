@@ -38,6 +38,7 @@ from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
 from .offload.away import Away, bring_away_, plan_away, plan_room
+from .offload.stream import OnDisk
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
 from .placement.moments import Trace
@@ -307,6 +308,42 @@ def residency(module: nn.Module) -> Residency:
         ValueError: The module is not sharded.
     """
     return _engine_of(module).residency()
+
+
+def on_disk(module: nn.Module) -> OnDisk:
+    """What a rank has of optimizers on a disk, in which pieces, and how fast that is now: some are read and written.
+
+    It waits for what the latest step writes. Ranks that share a disk call it at the same time, to see what each gets.
+
+    Args:
+        module: What was given to `shard`, or an item of it that is called.
+
+    Raises:
+        ValueError: The module is not sharded.
+        OSError: The disk has failed.
+    """
+    return _engine_of(module).on_disk()
+
+
+def recall(module: nn.Module, size: int) -> int:
+    """Brings the optimizers' state back from the disk for good, piece by piece, as far as it has room. Between steps.
+
+    Each rank may bring back what it likes, and no number changes. What was brought back is stepped with what is in
+    memory; its place in the file stays reserved.
+
+    Args:
+        module: What was given to `shard`, or an item of it that is called.
+        size: Bytes that it may take. At first comes what a step waits for most.
+
+    Returns:
+        Bytes that it takes.
+
+    Raises:
+        ValueError: The module is not sharded, or fewer than no bytes.
+    """
+    if size < 0:
+        raise ValueError(f"size is {size} bytes; give 0 or more")
+    return _engine_of(module).recall(size)
 
 
 def trace(module: nn.Module) -> Trace | None:

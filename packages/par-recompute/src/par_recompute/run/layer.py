@@ -3,6 +3,7 @@
 The objects here are hooks of modules, so they are copied and pickled with the model; none holds a closure.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Layer:
     """
 
     def __init__(self, known: Known, planner: Planner, away: Away | None = None) -> None:
-        self.known, self._planner, self._away = known, planner, away
+        self.known, self.planner, self._away = known, planner, away
         self.dropped: frozenset[str] | None = None
         self.counted: dict[int, int] | None = None
         self.on_host: dict[int, int] = {}
@@ -89,13 +90,13 @@ class Layer:
                 f"layer {self.known.name!r} is being compiled, and checkpoint_layers is for eager layers; compile "
                 "without it, with torch.utils.checkpoint or torch's activation_memory_budget"
             )
-        dropped = self._planner.choose(self.known, args, kwargs)
-        away = None if self._planner.fake else self._away
+        dropped = self.planner.choose(self.known, args, kwargs)
+        away = None if self.planner.fake else self._away
         call = None if away is None else away.begin(self.known.name, self.known.module)
         run: Frame | Whole | Watched
         if dropped is None:
             module = self.known.module
-            run = Watched(self._whole(args, kwargs), Observer(module, (args, kwargs), fake=self._planner.fake))
+            run = Watched(self._whole(args, kwargs), Observer(module, (args, kwargs), fake=self.planner.fake))
         elif WHOLE in dropped:
             run = self._whole(args, kwargs)
         else:
@@ -113,9 +114,9 @@ class Layer:
         run, call = both
         sizes = run.close()
         self.on_host = {} if call is None else call.close()
-        self.counted = None if self._planner.contexts() else sizes
+        self.counted = None if self.planner.contexts() else sizes
         if isinstance(run, Watched) and run.table is not None and output is not None:
-            self._planner.record(self.known, args, kwargs, run.table)
+            self.planner.record(self.known, args, kwargs, run.table)
 
     def note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Takes down what a dropped module has made, unless it was called in another way than when it was looked at."""
@@ -127,14 +128,24 @@ class Layer:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the layer again, with whatever hooks others have put around it."""
         before, self._again = self._again, True
-        self._planner.in_backward = True
+        self.planner.in_backward = True
+        began = self._now() if self.planner.measures else None
         try:
             return self.known.module(*args, **kwargs)  # type: ignore[no-any-return]
         finally:
             self._again = before
+            if began is not None:
+                self.planner.ran_again.append((self.known, self._now() - began))
+
+    def _now(self) -> float:
+        """Seconds of a clock, when what was begun is over."""
+        device = next((parameter.device.type for parameter in self.known.module.parameters()), "cpu")
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+        return time.perf_counter()
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Whole:
-        return Whole(self.known.module, self._written, self, args, kwargs, self._planner.contexts())
+        return Whole(self.known.module, self._written, self, args, kwargs, self.planner.contexts())
 
     def _hook(self, dropped: frozenset[str]) -> None:
         """Puts hooks on the modules that are dropped, and takes them off those that were."""

@@ -1,5 +1,6 @@
 """What each layer drops: by its policy alone, or, within a budget for all of them, by one plan."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,6 +45,21 @@ class Seen:
     dropped: frozenset[str] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the layers of a model may keep, and what the rest takes.
+
+    Args:
+        layers: Their names.
+        frontiers: The choices of each of them, as from `frontier`, with seconds of one call as measured.
+        calls: How often each was called in the measured step.
+    """
+
+    layers: tuple[str, ...]
+    frontiers: tuple[tuple[Choice, ...], ...]
+    calls: int
+
+
 @dataclass
 class Known:
     """What is known of one layer.
@@ -82,6 +98,7 @@ class Planner:
         self.policy = policy
         self.layers = [Known(name, module, number) for number, (name, module) in enumerate(layers.items())]
         self.fake = False
+        self.ran_again: list[tuple[Known, float]] = []  # whole layers and seconds, while a budget is to be said
         self.in_backward = False  # a layer has run again: all that run in a forward have run
 
     def choose(self, layer: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str] | None:
@@ -107,6 +124,8 @@ class Planner:
         larger = _elements(layer.sizes) > _elements(seen.sizes)
         if larger and isinstance(self.policy, Keep) and not seen.table.modules[WHOLE].communicates:
             return None
+        if isinstance(self.policy, Keep) and self.policy.budget is None:
+            return frozenset({WHOLE})
         if seen.dropped is None:
             if isinstance(self.policy, Keep) and not (self.in_backward or all(each.seen for each in self.layers)):
                 return frozenset({WHOLE})
@@ -118,9 +137,48 @@ class Planner:
         kind, sizes = kind_of(layer.module, args, kwargs)
         layer.seen[kind] = Seen(sizes, table)
         if isinstance(self.policy, Keep):
-            for other in self.layers:
-                for seen in other.seen.values():
-                    seen.dropped = None
+            self._forget()
+
+    def _forget(self) -> None:
+        """Lets what calls drop be decided anew."""
+        for layer in self.layers:
+            for seen in layer.seen.values():
+                seen.dropped = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether it is measured how long layers take to run again, as a budget is to be said."""
+        return isinstance(self.policy, Keep) and self.policy.budget is None
+
+    def set_budget(self, budget: float | str) -> None:
+        """From now on layers keep as much as this allows; see `set_budget`.
+
+        Raises:
+            ValueError: They drop by another policy than Keep.
+        """
+        if not isinstance(self.policy, Keep):
+            raise ValueError(f"policy is {self.policy!r}, which has no budget; use Keep")
+        self.policy = Keep(budget)
+        self.ran_again.clear()
+        self._forget()
+
+    def choices(self) -> "Choices":
+        """See `choices`."""
+        layers = [layer for layer in self.layers if layer.current in layer.seen]
+        frontiers = self._frontiers(
+            [(layer, layer.seen[layer.current]) for layer in layers if layer.current is not None]
+        )
+        ratios = []
+        for layer, seconds in self.ran_again:
+            table = None if layer.current is None else layer.seen[layer.current].table
+            if table is not None and (assumed := _seconds(layer, table)):
+                ratios.append(seconds / assumed)
+        slower = statistics.median(ratios) if ratios else 1.0
+        return Choices(
+            layers=tuple(layer.name for layer in layers),
+            frontiers=tuple(tuple(each._replace(seconds=each.seconds * slower) for each in one) for one in frontiers),
+            calls=max(1, round(len(self.ran_again) / max(1, len(layers)))),
+        )
 
     def plan(self) -> None:
         """Decides what the calls of the current kinds drop.
@@ -128,6 +186,8 @@ class Planner:
         Raises:
             ValueError: The budget is too small, or the policy has no module that can be called again.
         """
+        if self.measures:  # there is no budget yet
+            return
         layers = [layer for layer in self.layers if layer.current in layer.seen]
         seen = [layer.seen[layer.current] for layer in layers if layer.current is not None]
         if isinstance(self.policy, Keep):
@@ -149,19 +209,24 @@ class Planner:
         return lambda: create_selective_checkpoint_contexts(save)
 
     def _within(self, policy: Keep, layers: Sequence[Known], seen: Sequence[Seen]) -> None:
-        """One choice a layer within the budget; layers that save the same have the same frontier, made once."""
+        """One choice a layer within the budget."""
+        frontiers = self._frontiers(list(zip(layers, seen, strict=True)))
+        budget = policy.bytes_of(sum(kept(each.table, ()) for each in seen))
+        for each, choice in zip(seen, knapsack(frontiers, budget), strict=True):
+            each.dropped = choice.dropped
+
+    @staticmethod
+    def _frontiers(layers: Sequence[tuple[Known, Seen]]) -> list[list[Choice]]:
+        """The frontiers of layers; those that save the same have the same one, made once."""
         frontiers: dict[tuple[Any, ...], list[Choice]] = {}
         of_layer = []
-        for layer, each in zip(layers, seen, strict=True):
+        for layer, each in layers:
             key = (each.table.sizes, each.table.inputs, each.table.events)
             if key not in frontiers:
-                ratio = FLOPS_PER_BYTE.get(_device_type(layer.module), 100.0)
                 whole = not each.table.modules[WHOLE].communicates
-                frontiers[key] = frontier(each.table, RATE, bandwidth=RATE / ratio, whole=whole)
+                frontiers[key] = frontier(each.table, RATE, bandwidth=_bandwidth(layer), whole=whole)
             of_layer.append(frontiers[key])
-        budget = policy.bytes_of(sum(kept(each.table, ()) for each in seen))
-        for each, choice in zip(seen, knapsack(of_layer, budget), strict=True):
-            each.dropped = choice.dropped
+        return of_layer
 
     def _named(self, layer: Known, table: Table) -> list[str]:
         """The candidates of a layer that the policy names."""
@@ -212,8 +277,15 @@ def _useful(table: Table, names: Sequence[str]) -> frozenset[str]:
     return frozenset(table.events[number][0] for number in again)  # type: ignore[misc]
 
 
-def _device_type(module: nn.Module) -> str:
-    return next((parameter.device.type for parameter in module.parameters()), "cpu")
+def _bandwidth(layer: Known) -> float:
+    """Bytes a second, if `RATE` were operations a second."""
+    device = next((parameter.device.type for parameter in layer.module.parameters()), "cpu")
+    return RATE / FLOPS_PER_BYTE.get(device, 100.0)
+
+
+def _seconds(layer: Known, table: Table) -> float:
+    """What running a layer again would take at that rate."""
+    return table.flops / RATE + table.moved / _bandwidth(layer)
 
 
 def _elements(sizes: Sequence[torch.Size]) -> int:

@@ -14,6 +14,8 @@ stepped last may be on its way when a step ends: until its writes are over, that
 fails, it does so for good. For parameters, which are gathered and shown from elsewhere, a step waits.
 """
 
+import math
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +45,21 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnDisk:
+    """What a rank has of its optimizers on a disk, and how fast that is.
+
+    Args:
+        pieces: Bytes of each piece on the disk, in the order in which `recall` takes them.
+        read: Bytes a second that were read, with what other ranks have read meanwhile.
+        write: Bytes a second that were written.
+    """
+
+    pieces: tuple[int, ...]
+    read: float
+    write: float
+
+
 @dataclass(eq=False, kw_only=True)
 class Piece:
     """A slice of which anything is on the disk.
@@ -57,7 +74,7 @@ class Piece:
         used: The parameters in use of which the optimizer has a copy; None: they are `tensor`.
         start: Where its parameters in use lie in the file: the first byte; None: they are in memory.
         sum: Where its gradient lies in the file; None: it is in memory.
-        in_memory: Whether its state is in memory for good, as the disk has not taken it.
+        in_memory: Whether its state is in memory for good, as the disk has not taken it, or it was recalled.
     """
 
     tensor: nn.Parameter
@@ -133,6 +150,14 @@ class Piece:
         if any(name in state for name in self.views):
             return self.block.size
         return self.block.copy_size
+
+    def stay_(self, state: State) -> None:
+        """From now on its state is in memory."""
+        state.update({name: state[name].clone() for name in self.views if name in state})
+        if self.used is not None:
+            self.tensor.data = self.tensor.detach().clone()
+        set_slots(self.tensor, {})
+        self.in_memory = True
 
     def versions(self, state: State) -> list[tuple[int, int]]:
         """What shows whether somebody has changed its state, or the parameters that are read with it."""
@@ -333,7 +358,7 @@ class Stream:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the file that have copies of parameters."""
+        """Bytes of the file that have copies of parameters, or did before those were in memory."""
         return sum(piece.block.copy_size for own in self._own.values() for piece in own.pieces)
 
     @property
@@ -343,8 +368,61 @@ class Stream:
 
     @property
     def on_disk(self) -> set[nn.Parameter]:
-        """The optimizers' tensors that have anything on the disk: all, but for what a write that failed has left."""
+        """The optimizers' tensors that have anything on the disk: all that is not in memory for good."""
         return {piece.tensor for own in self._own.values() for piece in own.pieces if not piece.in_memory}
+
+    def _recallable(self) -> list[tuple[int, Piece]]:
+        """What is on the disk and may leave it, with the number of its optimizer: first what a step waits for most.
+
+        State beside parameters or gradients that lie there themselves stays. What comes first in the file is read while backward runs, and what a thread steps first is needed first.
+        """
+        return [
+            (owner, piece)
+            for owner, own in self._own.items()
+            for piece in (own.pieces if self.is_late else reversed(own.pieces))
+            if not piece.in_memory and piece.start is None and piece.sum is None
+        ]
+
+    @torch.no_grad()
+    def look(self) -> OnDisk:
+        """The sizes of the pieces on the disk, and its rates: as many pieces as there are buffers are read and written.
+
+        Raises:
+            OSError: The disk has failed.
+        """
+        self.settle()
+        pieces = [piece for _, piece in self._recallable()]
+        tried = [(piece.block, Buffer(piece.block.size)) for piece in pieces[: self._ahead]]
+        seconds = []
+        for move in (self._disk.read, self._disk.write):
+            began = time.perf_counter()
+            for handle in [move(block.start, buffer.bytes[: block.size]) for block, buffer in tried]:
+                handle.wait()
+            seconds.append(time.perf_counter() - began)
+        size = sum(block.size for block, _ in tried)
+        read, write = (size / each if size else math.inf for each in seconds)
+        return OnDisk(pieces=tuple(piece.block.size for piece in pieces), read=read, write=write)
+
+    @torch.no_grad()
+    def recall(self, size: int, optimizers: Sequence[Optimizer]) -> int:
+        """Brings pieces to memory for good, one after the other as far as they have room.
+
+        Args:
+            size: Bytes that they may take.
+            optimizers: All optimizers, by number.
+
+        Returns:
+            Bytes that they take.
+        """
+        self.settle()
+        recalled = 0
+        for owner, piece in self._recallable():
+            if recalled + piece.block.size <= size:
+                piece.stay_(optimizers[owner].state.get(piece.tensor, {}))
+                recalled += piece.block.size
+        for own in self._own.values():
+            own.moved = [piece for piece in own.moved if not piece.in_memory]
+        return recalled
 
     def tensors(self, owner: int) -> list[nn.Parameter]:
         """The tensors of an optimizer that have anything on the disk."""
@@ -737,10 +815,7 @@ def _adopt_(piece: Piece, state: State) -> None:
                 f"{view.numel()} of {view.dtype}, so this part stays in memory",
                 stacklevel=2,
             )
-            state.update({other: state[other].clone() for other in piece.views if other in state})
-            if piece.used is not None:
-                piece.tensor.data = piece.tensor.detach().clone()
-            piece.in_memory = True
+            piece.stay_(state)
             return
         view.copy_(value.view(-1))
         state[name] = view
