@@ -14,6 +14,11 @@ def format_bytes(count: float) -> str:
     return f"{value:,.{0 if value >= 100 or not power else 1}f} {_POWERS[power]}"
 
 
+def bytes_of_unit(unit: str) -> float:
+    """Bytes of a unit that `format_bytes` writes, such as "GB"."""
+    return 1000.0 ** _POWERS.index(unit)
+
+
 def format_seconds(seconds: float) -> str:
     """A number of seconds as a person writes it, such as "7.34 s", "12.5 ms" or "3.0 us"."""
     if seconds >= 1:

@@ -50,4 +50,4 @@ def test_the_tier_that_is_short_is_named():
 
 def test_parts_in_words():
     shares = share_out(120.0, [OPTIMIZER, PARAMETERS], {"host": 80.0, "disk": 1e3})
-    assert shares.describe() == "opt 50% host, 50% disk; param 40% disk"
+    assert shares.describe() == "opt 50% host, 50% disk, param 40% disk"

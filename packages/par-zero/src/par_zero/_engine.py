@@ -1,7 +1,6 @@
 """The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -213,7 +212,7 @@ class Engine:
 
     def on_disk(self) -> OnDisk:
         """See `par_zero.on_disk`."""
-        return OnDisk(pieces=(), read=math.inf, write=math.inf) if self._stream is None else self._stream.look()
+        return OnDisk() if self._stream is None else self._stream.look()
 
     def recall(self, size: int) -> int:
         """See `par_zero.recall`."""

@@ -1,20 +1,24 @@
 """One number for each tier of memory, and what is chosen within them before anything is wired.
 
-device     state that stays | activations, as many as have room
-host       state that has no room on the device, as far as it has room
-disk       the rest of it
+step 1     device: what has to stay        host, then disk: all state that has room there
+           activations: inputs of layers
+measured   what each layer could keep, and how long it takes to run again; how fast the disk is
+step 2 on  device: what saves most seconds a byte, of what layers could keep and of state on the disk
+
+State can come back from a disk, but not leave the device later: so at first as much as can lies elsewhere. What is
+measured is spent by `par_train.memory.measured`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any
 
-from .._units import format_bytes, parse_bytes
-from .tiers import Shares, Source, TooSmallError, share_out
+from .._units import bytes_of_unit, format_bytes, parse_bytes
+from .tiers import Shares, Source, TooSmallError, most_away, share_out
 
 ACTIVATIONS = 0.25
-"""Part of a device's budget that is left for activations where nobody says how many bytes they take."""
+"""Part of a device's budget that is left for activations, where there is room elsewhere and nothing is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +30,8 @@ class Budget:
         host: Of the host, beside the device; 0: nothing lies there.
         disk: Of a disk; 0: nothing lies there.
         path: A folder on that disk.
-        activations: Bytes of the device that are left for activations when it is chosen what lies elsewhere; None: a
-            quarter of them. Whatever state leaves free is theirs, too.
+        activations: Bytes of the device that must be left for activations when it is chosen what lies elsewhere; None:
+            none must, and a quarter of them is left where there is room elsewhere.
     """
 
     device: float
@@ -36,11 +40,6 @@ class Budget:
     path: str | None = None
     activations: float | None = None
 
-    @property
-    def least_activations(self) -> float:
-        """Bytes that are left for activations."""
-        return ACTIVATIONS * self.device if self.activations is None else self.activations
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
@@ -48,15 +47,25 @@ class Spent:
 
     Args:
         budget: The budget.
-        shares: Which part of the optimizer's state lies where.
-        state: Bytes of the device that stay from step to step, and those in which gradients are reduced.
+        shares: Which part of what may leave the device lies where when it is wired.
+        kinds: Bytes of the device by what they are: what stays from step to step, and that in which gradients are
+            reduced and units gathered.
         reasons: A sentence for each choice.
+        is_open: Whether the rest is spent when the first step was measured.
+        recalled: Bytes of state that have come back from the disk then.
     """
 
     budget: Budget
     shares: Shares
-    state: float
+    kinds: Mapping[str, float]
     reasons: tuple[str, ...]
+    is_open: bool = False
+    recalled: float = 0.0
+
+    @property
+    def state(self) -> float:
+        """Bytes of the device that activations cannot have."""
+        return sum(self.kinds.values()) + self.recalled
 
     @property
     def activations(self) -> int:
@@ -110,57 +119,111 @@ def _size(name: str, value: object) -> float:
     return float(value)
 
 
-def choose(kinds: Mapping[str, float], optimizer: Source, budget: Budget) -> Spent:
-    """What lies where, in closed form: as much of the optimizer's state leaves the device as is missing there.
+def choose(kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget, *, measures: bool) -> Spent:
+    """What lies where, in closed form.
+
+    Where the first step will be measured, all of the optimizer's state leaves the device that has room elsewhere; else
+    as much of it as is missing. Other sources leave as far as is missing.
 
     Args:
-        kinds: Bytes on the device by what they are, if nothing leaves it.
-        optimizer: What may leave it.
+        kinds: Bytes on the device by what they are, if nothing leaves it. What leaves it is of the kind of its name.
+        sources: What may leave it, first the optimizer's state.
         budget: Bytes of each tier.
+        measures: Whether the first step will be measured, so that state can come back.
 
     Raises:
-        TooSmallError: A tier is too small; the message says which, and by how much.
+        TooSmallError: A tier is too small; the message says which, and what the least is.
     """
-    everything, left_free = sum(kinds.values()), budget.least_activations
+    rooms = {"host": budget.host, "disk": budget.disk}
+    missing = sum(kinds.values()) - budget.device
+    must = missing + (budget.activations or 0.0)
+    wanted = missing + (ACTIVATIONS * budget.device if budget.activations is None else budget.activations)
+    if measures:
+        wanted = max(wanted, sources[0].frees)
     try:
-        missing = everything + left_free - budget.device
-        shares = share_out(missing, [optimizer], {"host": budget.host, "disk": budget.disk})
+        shares = share_out(max(must, min(wanted, most_away(sources, rooms))), sources, rooms)
     except TooSmallError as error:
-        least = everything - optimizer.frees + left_free
-        parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
-        if error.tier == "device":
-            raise TooSmallError(
-                "device",
-                error.missing,
-                f"the budget of the device is {format_bytes(budget.device)}, and {format_bytes(least)} are the least, "
-                f"with {format_bytes(left_free)} for activations and the optimizer's state elsewhere ({parts}); raise "
-                "it, or share parameters and gradients by a higher stage of zero",
-            ) from None
-        raise TooSmallError(
-            error.tier,
-            error.missing,
-            f"the device has no room for {format_bytes(missing)} of {format_bytes(everything)} ({parts}) and "
-            f"{format_bytes(left_free)} for activations, and {error}; raise the budget of the {error.tier}",
-        ) from None
-    state = everything - shares.part(optimizer.name) * optimizer.frees
-    spent = Spent(budget=budget, shares=shares, state=state, reasons=())
-    return Spent(budget=budget, shares=shares, state=state, reasons=_reasons(spent, missing, everything))
+        raise _refusal(error, kinds, sources, budget) from None
+    spent = Spent(
+        budget=budget, shares=shares, kinds=_staying(kinds, sources, shares.part), reasons=(), is_open=measures
+    )
+    return replace(spent, reasons=_reasons(spent, kinds))
 
 
-def _reasons(spent: Spent, missing: float, everything: float) -> tuple[str, ...]:
+def _staying(kinds: Mapping[str, float], sources: Sequence[Source], part: Callable[[str], float]) -> dict[str, float]:
+    """Bytes of the device by what they are, of which parts are away; gradients follow the optimizer's state."""
+    left = dict(kinds)
+    for source in sources:
+        own = min(source.frees, kinds[source.name])
+        left[source.name] -= part(source.name) * own
+        left["gradients"] -= part(source.name) * (source.frees - own)
+    return {kind: max(0.0, size) for kind, size in left.items()}
+
+
+def _refusal(
+    error: TooSmallError, kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget
+) -> TooSmallError:
+    """Says what the least is of the tier that is short."""
+    alone = not budget.host and not budget.disk
+    if alone or error.tier == "device":
+        parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0) | {"activations": budget.activations or 0.0}
+        words = least_in_words("device", budget.device, parts)
+        names = " and ".join(f"{'the ' * (source.name == 'optimizer')}{source.name}" for source in sources)
+        remedy = f"raise it, or give bytes of a host or a disk, where {names} may lie" if alone else "raise it"
+        return TooSmallError("device", sum(parts.values()) - budget.device, f"{words}; {remedy}")
+    given = budget.host if error.tier == "host" else budget.disk
+    words = least_in_words(error.tier, given, error.parts)
+    return TooSmallError(
+        error.tier, error.missing, f"{words}, for which the device has no room; raise it, or that of the device"
+    )
+
+
+def least_in_words(tier: str, given: float, parts: Mapping[str, float]) -> str:
+    """What a tier has to have, such as "the budget of the device is 2.0 GB, and 2.6 GB are the least: parameters 2.6".
+
+    Args:
+        tier: The tier.
+        given: Its budget in bytes.
+        parts: Bytes that have to lie there, by what they are.
+    """
+    least = sum(parts.values())
+    return (
+        f"the budget of the {tier} is {format_bytes(given)}, and {format_bytes(least)} are the least: {in_parts(parts)}"
+    )
+
+
+def in_parts(parts: Mapping[str, float]) -> str:
+    """Bytes by what they are, in the unit of their sum, such as "parameters 1.2, two units 0.9, gradients 0.5"."""
+    number, unit = format_bytes(sum(parts.values())).split()
+    digits = 1 if "." in number else 0
+    size = bytes_of_unit(unit)
+    told = {kind: f"{part / size:,.{digits}f}" for kind, part in parts.items()}
+    return ", ".join(f"{kind} {text}" for kind, text in told.items() if float(text.replace(",", "")))
+
+
+def _reasons(spent: Spent, kinds: Mapping[str, float]) -> tuple[str, ...]:
     budget, shares = spent.budget, spent.shares
+    everything, stays = sum(kinds.values()), sum(spent.kinds.values())
     device = f"device {format_bytes(budget.device)}"
-    if missing <= 0:
-        first = f"{device}: all state stays there, {format_bytes(everything)}."
+    if everything - stays <= 0:
+        reasons = [f"{device}: all state stays there, {format_bytes(everything)} ({in_parts(kinds)})."]
     else:
-        first = (
-            f"{device}: of {format_bytes(everything)} of state, {format_bytes(missing)} have no room beside "
-            f"{format_bytes(budget.least_activations)} for activations: {shares.describe()}."
+        why = (
+            "all that has room elsewhere is away until the first step is measured"
+            if spent.is_open
+            else f"the rest has no room beside {format_bytes(spent.activations)} for activations"
         )
-    reasons = [first]
+        reasons = [
+            f"{device}: of {format_bytes(everything)} of state, {format_bytes(stays)} stay there "
+            f"({in_parts(spent.kinds)}); {why}: {shares.describe()}."
+        ]
     for tier, given in (("host", budget.host), ("disk", budget.disk)):
         if shares.bytes[tier]:
             full = "is full, the rest goes on" if tier == "host" and shares.bytes["disk"] else "has room"
             reasons.append(f"{tier} {format_bytes(given)}: {full}; {format_bytes(shares.bytes[tier])} lie there.")
-    reasons.append(f"activations: {format_bytes(spent.activations)} are left for what layers keep for backward.")
+    left = f"activations: {format_bytes(spent.activations)} are left"
+    if spent.is_open:
+        reasons.append(f"{left}; in the first step layers keep their inputs alone.")
+    else:
+        reasons.append(f"{left} for what layers keep for backward.")
     return tuple(reasons)

@@ -5,6 +5,7 @@ host       takes what is missing, as far as it has room
 disk       takes the rest
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,14 +53,14 @@ class Shares:
         return sum(self.parts.get(name, {}).values())
 
     def describe(self) -> str:
-        """What is away, such as "opt 60% host, 10% disk"; "-" if nothing is."""
+        """What is away, such as "opt 60% host, 40% disk, param 20% host"; "-" if nothing is."""
         short = {"optimizer": "opt", "parameters": "param"}
         words = [
             f"{short.get(name, name)} " + ", ".join(f"{part:.0%} {tier}" for tier, part in parts.items() if part)
             for name, parts in self.parts.items()
             if any(parts.values())
         ]
-        return "; ".join(words) or "-"
+        return ", ".join(words) or "-"
 
 
 class TooSmallError(ValueError):
@@ -69,11 +70,12 @@ class TooSmallError(ValueError):
         tier: Which one: "device", or, if what is away has too little room, the last of the tiers that there are.
         missing: Bytes that it lacks.
         text: The message.
+        parts: Of what would have to lie there, bytes by name of a source.
     """
 
-    def __init__(self, tier: str, missing: float, text: str) -> None:
+    def __init__(self, tier: str, missing: float, text: str, parts: Mapping[str, float] | None = None) -> None:
         super().__init__(text)
-        self.tier, self.missing = tier, missing
+        self.tier, self.missing, self.parts = tier, missing, dict(parts or {})
 
 
 def share_out(missing: float, sources: Sequence[Source], rooms: Mapping[str, float]) -> Shares:
@@ -112,16 +114,60 @@ def share_out(missing: float, sources: Sequence[Source], rooms: Mapping[str, flo
         left["host"] -= beside
         taken["host"] += beside
         if part > _NOTHING or left["host"] < -_NOTHING * source.frees:
-            raise _no_room(source, part, left, rooms)
+            there = {each.name: parts[each.name] for each in sources if each.name in parts}
+            raise _no_room(sources, there, part, left, rooms)
     return Shares(parts=parts, bytes=taken)
 
 
-def _no_room(source: Source, part: float, left: Mapping[str, float], rooms: Mapping[str, float]) -> TooSmallError:
-    """The error for a part that no tier has room for: the last tier that has any room at all is short."""
+def _no_room(
+    sources: Sequence[Source],
+    parts: Mapping[str, Mapping[str, float]],
+    part: float,
+    left: Mapping[str, float],
+    rooms: Mapping[str, float],
+) -> TooSmallError:
+    """The error for a part of the last source in `parts` that no tier has room for.
+
+    The last tier that has any room at all is short.
+    """
+    by_name = {source.name: source for source in sources}
+    source = by_name[list(parts)[-1]]
     tier = next((tier for tier in reversed(AWAY) if rooms.get(tier, 0) > 0), "host")
     tier = "host" if left["host"] < -_NOTHING * source.frees else tier
     missing = part * source.takes[tier] + max(0.0, -left["host"])
     have = ", ".join(f"the {tier} has {format_bytes(rooms.get(tier, 0))}" for tier in AWAY)
-    return TooSmallError(
-        tier, missing, f"the {tier} is short of {format_bytes(missing)} for what the device has no room for: {have}"
-    )
+    text = f"the {tier} is short of {format_bytes(missing)} for what the device has no room for: {have}"
+    there = {name: found.get(tier, 0.0) * by_name[name].takes[tier] for name, found in parts.items()}
+    if tier == "host":
+        there |= {name: size + sum(parts[name].values()) * by_name[name].beside for name, size in there.items()}
+    there[source.name] += part * source.takes[tier]
+    return TooSmallError(tier, missing, text, there)
+
+
+def most_away(sources: Sequence[Source], rooms: Mapping[str, float]) -> float:
+    """Bytes that the device has more of when as much of the sources is away as has room there, the first source first.
+
+    Of a part p the host takes what lies beside, and both tiers together what p takes.
+
+    Args:
+        sources: What may leave the device, in the order in which it does.
+        rooms: Bytes of the tiers in `AWAY` that may be taken.
+    """
+    freed = 0.0
+    left = dict.fromkeys(AWAY, 0.0) | dict(rooms)
+    for source in sources:
+        part = 1.0
+        for room, size in (
+            (sum(left[tier] / source.takes[tier] if source.takes[tier] else math.inf for tier in AWAY), 1.0),
+            (left["host"], source.beside),
+        ):
+            part = min(part, room / size) if size else part
+        if source.beside and source.takes["host"]:
+            both = left["host"] + left["disk"] * source.takes["host"] / source.takes["disk"]
+            part = min(part, both / (source.takes["host"] + source.beside))
+        freed += part * source.frees
+        if part < 1:
+            break
+        taken = share_out(source.frees, [source], left).bytes
+        left = {tier: room - taken[tier] for tier, room in left.items()}
+    return freed

@@ -67,12 +67,13 @@ class StrategyPlan:
         return "\n".join(lines)
 
 
-def sizes_of(model: nn.Module, stage: int) -> Sizes:
+def sizes_of(model: nn.Module, stage: int, bucket: int = BUCKET) -> Sizes:
     """The sizes of a model whose parameters have been made.
 
     Args:
         model: What this rank has of the model.
         stage: ZeRO stage; at stage 3 par-zero gathers items of lists, such as transformer blocks, as one.
+        bucket: Bytes of parameters that are reduced as one.
     """
     parameters = list(model.parameters())
     total = sum(parameter.numel() for parameter in parameters)
@@ -82,8 +83,8 @@ def sizes_of(model: nn.Module, stage: int) -> Sizes:
             if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 for item in module.children():
                     largest = max(largest, sum(parameter.numel() for parameter in item.parameters()))
-    bucket = BUCKET // parameters[0].element_size() if parameters else BUCKET
-    return Sizes(parameters=total, largest=min(total, max(largest, bucket)))
+    elements = bucket // parameters[0].element_size() if parameters else bucket
+    return Sizes(parameters=total, largest=min(total, max(largest, elements)))
 
 
 def plan_of(
@@ -110,26 +111,34 @@ def plan_of(
     )
 
 
-def spent_on(sizes: Sizes, budget: Budget, *, frozen: float, slots: int, ranks: int, job: Job, gloo: bool) -> Spent:
+def spent_on(
+    sizes: Sizes, budget: Budget, *, frozen: int, slots: int, ranks: int, job: Job, gloo: bool, measures: bool
+) -> Spent:
     """What a budget is spent on, of a model of which its parameters alone are known.
 
     Args:
         sizes: Its parameters that are trained.
         budget: Bytes of each tier.
-        frozen: Bytes of its other parameters.
+        frozen: Number of elements in its other parameters.
         slots: Tensors of the optimizer's state for each parameter.
         ranks: Number of ranks that share.
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         gloo: Whether it computes on a CPU.
+        measures: Whether the first step will be measured.
 
     Raises:
         TooSmallError: A tier is too small.
     """
     replicas = replicas_of_parameters(sizes.parameters, sizes.largest, ranks=ranks, job=job, gloo=gloo)
-    memory = state_memory(replicas, job.numbers, slots)
-    kinds = {kind: getattr(memory, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}
-    kinds["parameters"] += frozen
-    return choose(kinds, optimizer_away(replicas, job.numbers, slots), budget)
+    memory, weight, total = state_memory(replicas, job.numbers, slots), job.numbers.weight, sizes.parameters + frozen
+    kinds = {"parameters": memory.parameters + frozen * weight / (ranks if job.zero == 3 else 1)}
+    buffers = memory.buffers
+    if job.zero == 3:
+        buffers -= (sizes.parameters if replicas.accumulates else replicas.gathered) * weight
+        name, gathered = ("gathered", total) if replicas.accumulates else ("two units", min(total, 2 * sizes.largest))
+        kinds[name] = gathered * weight
+    kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
+    return choose(kinds, [optimizer_away(replicas, job.numbers, slots)], budget, measures=measures)
 
 
 def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: int, gloo: bool) -> StrategyPlan:

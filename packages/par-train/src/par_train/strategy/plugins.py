@@ -1,6 +1,8 @@
 """The built-in plugins in their order: tensor, pipeline, device, recompute, tied, zero, precision."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from par_groups import JointOptimizer, agree
+from par_groups import JointOptimizer, agree, together
 from par_layers import initialize, parallelize
 from par_precision import mixed, precision_of
-from par_recompute import Keep, checkpoint_layers, choose_layers
-from par_zero import Offload, shard, slots_of_steps
+from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
+from par_zero import Offload, OnDisk, ShardOptions, on_disk, recall, shard, slots_of_steps
 
 from ..memory.budget import Budget, Spent, budget_of
+from ..memory.measured import Measured, spend_rest
 from ..memory.recompute import policy_of
 from ..plan.inputs import Job
 from ..plan.pipeline import pipe
@@ -117,16 +120,16 @@ class Recompute(Plugin):
     name = "recompute"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
-        """Modules, parameters and names stay what they are."""
+        """Modules, parameters and names stay what they are. Collective where there is a budget."""
         policy = policy_of(strategy.options.recompute)
         budget = budget_of(strategy.options.memory)
         if optimizer is not None and budget is not None:
-            strategy.spent = _spent(model, optimizer, strategy, budget)
-            if policy is None:
-                parts = model.children() if isinstance(model, nn.ModuleList) else [model]
-                if not any(_layers_of(part) for part in parts):
-                    return model  # which keeps what it keeps
-                policy = Keep(int(strategy.spent.activations / _at_a_time(strategy)))
+            parts = model.children() if isinstance(model, nn.ModuleList) else [model]
+            has_layers = agree(None, any(_layers_of(part) for part in parts), None)
+            measures = policy is None and any(has_layers.values())
+            strategy.spent = _spent(model, optimizer, strategy, budget, measures=measures)
+            if measures and has_layers[dist.get_rank()]:
+                policy = Keep(None)  # until the first step is measured
         if optimizer is None or policy is None:
             return model
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
@@ -140,7 +143,7 @@ class Recompute(Plugin):
         return model
 
 
-def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budget) -> Spent:
+def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budget, *, measures: bool) -> Spent:
     """What a budget is spent on for this rank's part of a model; the same for all that share it.
 
     Raises:
@@ -153,7 +156,7 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
         )
     options = strategy.options
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    frozen = sum(each.nbytes for each in model.parameters() if id(each) not in trained)
+    frozen = sum(each.numel() for each in model.parameters() if id(each) not in trained)
     total = sum(each.numel() for each in model.parameters() if id(each) in trained)
     widths = [
         sum(dtype.itemsize for dtype in slots_of_steps(one, group, torch.float32).values())
@@ -162,15 +165,40 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
         if group["params"]
     ]
     microbatches = 1 if strategy.schedule is None else strategy.schedule.microbatches
+    bucket = ShardOptions(bucket=options.zero_keywords.get("bucket", ShardOptions.bucket))
+    ranks = strategy.groups.size(strategy.averaged_over)
     return spent_on(
-        Sizes(parameters=total, largest=min(total, sizes_of(model, options.stage).largest)),
+        Sizes(parameters=total, largest=sizes_of(model, options.stage, bucket.bucket_of(ranks)).largest),
         budget,
         frozen=frozen,
         slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
-        ranks=strategy.groups.size(strategy.averaged_over),
+        ranks=ranks,
         job=Job(batch=1, zero=options.stage, precision=options.precision, microbatches=microbatches),
         gloo=strategy.device.type == "cpu",
+        measures=measures,
     )
+
+
+def spend_measured(models: Sequence[nn.Module], strategy: Setup) -> None:
+    """Spends the rest of a budget when the first step was measured. Collective over the world.
+
+    Args:
+        models: What shares the budget.
+        strategy: The strategy, whose budget it is.
+
+    Raises:
+        ValueError: The budget is too small for what layers have to keep; on all ranks.
+    """
+    spent, both = strategy.spent, nn.ModuleList(models)
+    assert spent is not None  # noqa: S101 - who calls this has looked
+    with together("memory", None):
+        disk = on_disk(models[0]) if spent.shares.parts.get("optimizer", {}).get("disk") else OnDisk(pieces=())
+        found = choices(both) if any(_layers_of(model) for model in models) else ()
+        rest = spend_rest(spent, Measured(models=found, held=_at_a_time(strategy), disk=disk))
+        recalled = recall(models[0], rest.recall) if rest.recall else 0
+        if found:
+            set_budget(both, *rest.budgets)
+    strategy.spent = replace(rest.spent, recalled=recalled)
 
 
 def _at_a_time(strategy: Setup) -> float:

@@ -33,7 +33,7 @@ from .optimizers import check_sees_enough, joined
 from .options import StrategyOptions
 from .pairs import Pair
 from .plugin import Plugin, check_support, find_plugin, in_order
-from .plugins import Adopted, Device, Pipelined, Precision, Recompute, Tied, Zero
+from .plugins import Adopted, Device, Pipelined, Precision, Recompute, Tied, Zero, spend_measured
 from .pretrained.make import make_part
 from .sample import Ends, Prompts, joined_rows, read_request, write_on
 from .sequence import attend_over_, check_pretrained, cut_by, cut_dict, no_use, reaches_other_tokens
@@ -340,6 +340,8 @@ class Strategy(Setup):
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
+        if self.spent is not None and self.spent.is_open:
+            spend_measured(next(pair.models for pair in self._pairs if pair.optimizer is not None), self)
 
     def _reseed(self) -> None:
         """Randomness is a function of seed, step and place, so that a run that goes on draws what it would have."""

@@ -50,14 +50,14 @@ class OnDisk:
     """What a rank has of its optimizers on a disk, and how fast that is.
 
     Args:
-        pieces: Bytes of each piece on the disk, in the order in which `recall` takes them.
+        pieces: Bytes of each piece on the disk, without padding, in the order in which `recall` takes them.
         read: Bytes a second that were read, with what other ranks have read meanwhile.
         write: Bytes a second that were written.
     """
 
-    pieces: tuple[int, ...]
-    read: float
-    write: float
+    pieces: tuple[int, ...] = ()
+    read: float = math.inf
+    write: float = math.inf
 
 
 @dataclass(eq=False, kw_only=True)
@@ -150,6 +150,11 @@ class Piece:
         if any(name in state for name in self.views):
             return self.block.size
         return self.block.copy_size
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of its slots, without padding."""
+        return sum(slot.count * slot.dtype.itemsize for slot in self.block.slots)
 
     def stay_(self, state: State) -> None:
         """From now on its state is in memory."""
@@ -401,7 +406,7 @@ class Stream:
             seconds.append(time.perf_counter() - began)
         size = sum(block.size for block, _ in tried)
         read, write = (size / each if size else math.inf for each in seconds)
-        return OnDisk(pieces=tuple(piece.block.size for piece in pieces), read=read, write=write)
+        return OnDisk(pieces=tuple(piece.size for piece in pieces), read=read, write=write)
 
     @torch.no_grad()
     def recall(self, size: int, optimizers: Sequence[Optimizer]) -> int:
@@ -417,9 +422,9 @@ class Stream:
         self.settle()
         recalled = 0
         for owner, piece in self._recallable():
-            if recalled + piece.block.size <= size:
+            if recalled + piece.size <= size:
                 piece.stay_(optimizers[owner].state.get(piece.tensor, {}))
-                recalled += piece.block.size
+                recalled += piece.size
         for own in self._own.values():
             own.moved = [piece for piece in own.moved if not piece.in_memory]
         return recalled
