@@ -2,8 +2,8 @@
 
 import pytest
 
-from par_train.plan.inputs import NUMBERS
-from par_train.plan.memory import Memory, Replicas, replicas_of, state_memory
+from par_train.plan.inputs import NUMBERS, Job
+from par_train.plan.memory import Memory, Replicas, parameters_away, replicas_of, state_memory, with_away
 from par_train.plan.shape import Cut, Part, Shape, count
 
 
@@ -29,6 +29,31 @@ def test_fp32_gradients_take_room_when_activations_are_gone():
     assert memory.total == memory.state + memory.step
     full = Memory(parameters=1, gradients=1, optimizer=1, buffers=2, activations=5, step=3)
     assert full.total == 3 + 7
+
+
+@pytest.mark.parametrize(
+    ("precision", "gloo", "parts", "device", "host", "disk"),
+    [  # of 250 elements a rank; Adam has two slots, and in bf16 a copy
+        ("bf16", False, {"host": 0.5}, 4000 - 0.5 * (3000 + 500), 0.5 * (3000 + 500), 0),
+        ("bf16", False, {"host": 0.25, "disk": 0.5}, 4000 - 0.75 * 3500, 0.25 * 3000 + 0.75 * 500, 0.5 * 3000),
+        ("bf16", False, {"host": 1, "parameters_host": 0.5}, 4000 - 3500 - 250, 3500 + 250, 0),
+        ("fp32", False, {"host": 1}, 4000 - 3000, 3000 + 1000, 0),
+        ("fp32", False, {"host": 1, "parameters_host": 0.5}, 4000 - 3000 - 500, 4000, 0),  # which are the copies
+        ("fp32", False, {"parameters_host": 0.5}, 4000 - 500, 500, 0),
+        ("fp32", False, {"host": 0.5, "disk": 0.5, "parameters_host": 1}, 0, 2500 + 500, 1000),
+        ("fp32", True, {"host": 0.5, "parameters_disk": 0.5}, 4000 - 1000 - 500, 1000, 500),
+    ],
+)
+def test_what_lies_elsewhere_is_that_of_the_formulas(precision, gloo, parts, device, host, disk):
+    given, numbers = replicas(3, 4, gloo=gloo), NUMBERS[precision]
+    memory = with_away(state_memory(given, numbers), given, numbers, Job(batch=1, zero=3, precision=precision, **parts))
+    assert (memory.state, memory.host, memory.disk) == (device, host, disk)
+
+
+def test_parameters_leave_at_stage_3_alone_and_not_while_they_stay_gathered():
+    assert parameters_away(replicas(2, 4), NUMBERS["fp32"]) is None
+    assert parameters_away(replicas(3, 4, accumulates=True), NUMBERS["fp32"]) is None
+    assert parameters_away(replicas(3, 4), NUMBERS["fp32"]).frees == 1000
 
 
 def test_blocks_are_gathered_together_until_they_fill_a_bucket():

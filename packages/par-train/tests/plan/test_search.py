@@ -15,6 +15,7 @@ from par_train.plan.inputs import RECOMPUTES, Job, Machine
 from par_train.plan.predict import predict
 from par_train.plan.search import configurations, rank, tensor_configs, variants
 from par_train.plan.shape import Shape
+from par_train.plan.tiers import away_of, cheapest
 
 SHAPE = Shape(layers=8, width=512, heads=8, context=256)
 JOB = Job(batch=64, precision="bf16")
@@ -204,7 +205,10 @@ def test_a_model_that_fits_nowhere_names_the_tier_that_is_short():
         assert not found.best
         assert found.short.tier == short, found.short
         assert found.short.missing > 0
-    assert rank(shape, 1, job, Machine(memory=2e9, **TIERS)).short.tier == "device"
+    assert rank(shape, 1, job, Machine(memory=2e9, **TIERS)).best[0].job.parameters_host == 1
+    short = rank(shape, 1, job, Machine(memory=1e9, **TIERS)).short
+    assert short.tier == "device"
+    assert "with all of the optimizer's state and the parameters elsewhere" in str(short)
 
 
 def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to_the_host():
@@ -214,10 +218,39 @@ def test_thirteen_billion_parameters_on_one_device_take_a_part_of_their_state_to
     both = Machine(memory=149e9, host_memory=137e9, devices_per_node=1)
     assert not rank(shape, 1, job, Machine(memory=149e9, devices_per_node=1)).best
     found = rank(shape, 1, job, both).best[0]
-    assert 0.47 < found.job.host < 0.64
-    assert (found.job.recompute, found.job.disk, found.binds(both)) == ("", 0, "device")
+    assert 0.4 < found.job.host < 0.64
+    assert (found.job.parameters_host, found.job.disk, found.binds(both)) == (1, 0, "device")
+    whole = replace(job, microbatches=8)  # at stage 0, where parameters stay
+    kept, problem = cheapest(shape, found.topology, whole, both)
+    assert problem is None
+    assert 0.47 < kept.job.host < 0.64
+    assert (kept.job.recompute, kept.job.disk, kept.binds(both)) == ("", 0, "device")
+    assert kept.seconds > found.seconds
     for host in (0.0, 1.0):  # all of the optimizer's state on the device, or all of it on the host
-        assert not predict(shape, found.topology, replace(found.job, host=host), both).fits(both)
+        assert not predict(shape, kept.topology, replace(kept.job, host=host), both).fits(both)
+
+
+def test_parameters_leave_before_the_state_or_after_it_whichever_is_quicker():
+    """A quick link fetches parameters while others compute; where it is slow state goes first, which a host steps."""
+    shape, job = Shape(layers=16, width=2048, heads=16, context=1024), Job(batch=8, precision="bf16", zero=3)
+    topology = Topology.from_config({}, 1)
+    for link, host_step, first in ((50e9, 1e11, "parameters"), (5e9, 1e12, "optimizer")):
+        machine = Machine(memory=13e9, link=link, host_step=host_step, host_memory=64e9, devices_per_node=1)
+        found, problem = cheapest(shape, topology, job, machine)
+        assert problem is None
+        parts = {"optimizer": found.job.optimizer_away, "parameters": found.job.parameters_away}
+        assert max(parts, key=lambda name: parts[name]) == first, (link, parts)
+        assert found.memory.total == pytest.approx(0.9 * 13e9, rel=1e-6)
+        for order in parts:
+            by_hand = predict(shape, topology, away_of(predict(shape, topology, job, machine), machine, order), machine)
+            assert by_hand.seconds >= found.seconds
+
+
+def test_parts_of_parameters_are_those_of_stage_3():
+    with pytest.raises(ValueError, match="gathered before they run at stage 3 alone; this is stage 1"):
+        Job(batch=1, zero=1, parameters_host=0.5)
+    with pytest.raises(ValueError, match=r"parameters_host is 0.7 and parameters_disk 0.7; give parts from 0 to 1"):
+        Job(batch=1, zero=3, parameters_host=0.7, parameters_disk=0.7)
 
 
 def test_a_trillion_parameters_on_256_devices_take_both():

@@ -141,7 +141,7 @@ def test_a_tier_that_is_short_is_named_on_all_ranks_and_nothing_is_changed(tmp_p
         (
             {"device": "1kB"},
             r"the budget of the device is 1.0 kB, and 104 kB are the least: parameters 26, gradients 26, optimizer 26, "
-            "buffers 26; raise it, or give bytes of a host or a disk, where the optimizer may lie",
+            "buffers 26; raise it, or give bytes of a host or a disk, where the optimizer's state may lie",
         ),
         (
             {"device": "20kB", "host": "1GB"},

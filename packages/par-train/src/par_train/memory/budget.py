@@ -168,7 +168,8 @@ def _refusal(
     if alone or error.tier == "device":
         parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0) | {"activations": budget.activations or 0.0}
         words = least_in_words("device", budget.device, parts)
-        names = " and ".join(f"{'the ' * (source.name == 'optimizer')}{source.name}" for source in sources)
+        named = {"optimizer": "the optimizer's state", "parameters": "the parameters"}
+        names = " and ".join(named[source.name] for source in sources)
         remedy = f"raise it, or give bytes of a host or a disk, where {names} may lie" if alone else "raise it"
         return TooSmallError("device", sum(parts.values()) - budget.device, f"{words}; {remedy}")
     given = budget.host if error.tier == "host" else budget.disk

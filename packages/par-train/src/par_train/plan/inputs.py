@@ -29,6 +29,8 @@ class Job:
             their inputs.
         host: Part of the optimizer's state, and of its own copies of parameters, that lies on the host.
         disk: Part of them that lies on a disk.
+        parameters_host: Part of the parameters that lies on the host until they are gathered, at stage 3.
+        parameters_disk: Part of them that lies on a disk, at stage 3.
 
     Raises:
         ValueError: There is no such stage, precision or recomputation, or the parts are more than all.
@@ -43,6 +45,8 @@ class Job:
     recompute: str = ""
     host: float = 0.0
     disk: float = 0.0
+    parameters_host: float = 0.0
+    parameters_disk: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.zero <= 3:
@@ -51,8 +55,35 @@ class Job:
             raise ValueError(f"precision is {self.precision!r}; it can be {', '.join(NUMBERS)}")
         if self.recompute not in RECOMPUTES:
             raise ValueError(f"recompute is {self.recompute!r}; it can be {', '.join(map(repr, RECOMPUTES))}")
-        if self.host < 0 or self.disk < 0 or self.host + self.disk > 1 + 1e-9:
-            raise ValueError(f"host is {self.host} and disk {self.disk}; give parts from 0 to 1, together 1 at most")
+        for before in ("", "parameters_"):
+            host, disk = (getattr(self, f"{before}{tier}") for tier in ("host", "disk"))
+            if host < 0 or disk < 0 or host + disk > 1 + 1e-9:
+                raise ValueError(
+                    f"{before}host is {host} and {before}disk {disk}; give parts from 0 to 1, together 1 at most"
+                )
+        if self.parameters_away and self.zero < 3:
+            raise ValueError(
+                f"parameters_host is {self.parameters_host} and parameters_disk {self.parameters_disk}, but units are "
+                f"gathered before they run at stage 3 alone; this is stage {self.zero}"
+            )
+
+    @property
+    def optimizer_away(self) -> float:
+        """Part of the optimizer's state that lies elsewhere than on the device."""
+        return self.host + self.disk
+
+    @property
+    def parameters_away(self) -> float:
+        """Part of the parameters that does."""
+        return self.parameters_host + self.parameters_disk
+
+    @property
+    def parts(self) -> dict[str, dict[str, float]]:
+        """Which part of what lies in which tier away from the device."""
+        return {
+            "optimizer": {"host": self.host, "disk": self.disk},
+            "parameters": {"host": self.parameters_host, "disk": self.parameters_disk},
+        }
 
     @property
     def numbers(self) -> "Numbers":

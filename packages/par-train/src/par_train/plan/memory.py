@@ -11,7 +11,7 @@ import torch
 from par_zero import ShardOptions, memory
 
 from ..memory.tiers import Source
-from .inputs import Numbers
+from .inputs import Job, Numbers
 from .shape import Count, Cut, Part, Shape
 
 BUCKET = ShardOptions().bucket_of(1)
@@ -34,8 +34,8 @@ class Memory:
         attention: Keys and values of other ranks of a sequence, or all tokens of some heads, and their gradients, that
             one attention holds in backward; logits are gone by then.
         step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
-        host: What lies on the host: state of the optimizer, and gradients that it steps by there; not the
-            buffers through which a disk's state passes, of 200 MB at most.
+        host: What lies on the host: state of the optimizer, gradients that it steps by there, and parameters; not the
+            buffers through which passes what lies on a disk, of 200 MB at most.
         disk: What lies on a disk.
     """
 
@@ -188,27 +188,55 @@ def optimizer_away(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Sour
     )
 
 
-def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, host: float, disk: float) -> Memory:
-    """A rank's memory where parts of its optimizer lie elsewhere.
+def parameters_away(replicas: Replicas, numbers: Numbers) -> Source | None:
+    """What may leave the device beside: parameters between their gathers, at stage 3.
+
+    Two units stay, as buffers. Nothing is gained while parameters stay gathered, as for several microbatches.
+
+    Args:
+        replicas: The replicas.
+        numbers: Widths of numbers.
+    """
+    if replicas.zero < 3 or replicas.accumulates:
+        return None
+    own = replicas.elements / replicas.ranks * numbers.weight
+    return Source(name="parameters", frees=own, takes={"host": own, "disk": own})
+
+
+def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, job: Job) -> Memory:
+    """A rank's memory where parts of its optimizer and of its parameters lie elsewhere.
+
+    What an accelerator's host steps by copies needs none of parameters that lie there in the same dtype.
 
     Args:
         memory: Its memory with all of it on the device.
         replicas: The replicas.
         numbers: Widths of numbers.
-        host: The part on the host.
-        disk: The part on a disk.
+        job: The job, which says which parts.
     """
-    if not host + disk:
+    away = job.optimizer_away
+    if away:
+        source = optimizer_away(replicas, numbers)
+        gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * source.beside
+        memory = replace(
+            memory,
+            optimizer=memory.optimizer - (away * source.frees - gradients),
+            gradients=memory.gradients - gradients,
+            step=memory.step * (1 if replicas.gloo else 1 - away),
+            host=job.host * source.takes["host"] + away * source.beside,
+            disk=job.disk * source.takes["disk"],
+        )
+    parameters = parameters_away(replicas, numbers)
+    if parameters is None or not job.parameters_away:
         return memory
-    source, away = optimizer_away(replicas, numbers), host + disk
-    gradients = 0.0 if replicas.gloo or replicas.zero < 2 else away * source.beside
+    copies = 0.0 if replicas.gloo or numbers.copied else parameters.frees
+    spared = min(job.parameters_host, away)
+    on_host = min(spared, job.host)
     return replace(
         memory,
-        optimizer=memory.optimizer - (away * source.frees - gradients),
-        gradients=memory.gradients - gradients,
-        step=memory.step * (1 if replicas.gloo else 1 - away),
-        host=host * source.takes["host"] + away * source.beside,
-        disk=disk * source.takes["disk"],
+        parameters=memory.parameters - job.parameters_away * parameters.frees,
+        host=memory.host + job.parameters_host * parameters.takes["host"] - on_host * copies,
+        disk=memory.disk + job.parameters_disk * parameters.takes["disk"] - (spared - on_host) * copies,
     )
 
 

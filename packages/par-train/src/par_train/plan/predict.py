@@ -3,8 +3,8 @@
 memory     of the pipeline's rank that needs most
 traffic    of the rank that is busiest
 time       compute + again (what backward computes once more) + tensor + sequence (what does not hide behind attention)
-           + pipeline (what this rank waits for messages) + bubble + data (what does not hide) + away (what the step of
-           what lies elsewhere takes, as far as it does not hide)
+           + pipeline (what this rank waits for messages) + bubble + data (what does not hide) + away (what a step
+           waits for what lies elsewhere, as far as that does not hide)
 """
 
 import math
@@ -17,7 +17,7 @@ from par_groups import Topology
 from ..memory.tiers import Source
 from .gpt import GPTPlan
 from .inputs import Job, Machine
-from .memory import Memory, Replicas, optimizer_away, replicas_of, state_memory, with_away
+from .memory import Memory, Replicas, optimizer_away, parameters_away, replicas_of, state_memory, with_away
 from .model import PlannedModel
 from .pipeline import Pipe, Place, pipe
 from .seconds import Away, seconds_of, wiring_of
@@ -40,7 +40,8 @@ class RankPrediction:
         moves: What it receives over each axis.
         seconds: Seconds of a step by the names in `TERMS`.
         numbers: The ranks of the pipeline that it stands for.
-        optimizer: What of its memory may lie elsewhere than on the device; None: it was not looked at.
+        sources: What of its memory may lie elsewhere than on the device: the optimizer's state, and at stage 3
+            parameters.
     """
 
     place: str
@@ -49,7 +50,7 @@ class RankPrediction:
     moves: tuple[Move, ...]
     seconds: Mapping[str, float]
     numbers: tuple[int, ...] = (0,)
-    optimizer: Source | None = None
+    sources: tuple[Source, ...] = ()
 
 
 def _rounded_up(room: float) -> float:
@@ -111,9 +112,10 @@ class Prediction:
 
     def binds(self, machine: Machine) -> str:
         """The tier for whose sake the step takes longer than it would: "device", "host", or "" for none of them."""
-        if self.job.disk and machine.host_memory:
+        job = self.job
+        if (job.disk or job.parameters_disk) and machine.host_memory:
             return "host"
-        return "device" if self.job.recompute or self.job.host or self.job.disk else ""
+        return "device" if job.recompute or job.optimizer_away or job.parameters_away else ""
 
 
 def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine | None = None) -> Prediction:
@@ -165,12 +167,13 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
         activations, logits = model.activations(cut, sequence, pipeline, place, job, max(pieces))
         held = max(reach(sequence, each, model.context, job.documents).held for each in attentions)
         memory = replace(
-            with_away(state_memory(replicas, numbers), replicas, numbers, job.host, job.disk),
+            with_away(state_memory(replicas, numbers), replicas, numbers, job),
             activations=activations,
             logits=logits,
             attention=held * max(pieces) / cut.inner_tokens * numbers.product,
         )
-        optimizer = optimizer_away(replicas, numbers)
+        own = replicas.elements / (replicas.ranks if replicas.zero else 1)
+        movable = optimizer_away(replicas, numbers), parameters_away(replicas, numbers)
         rank = RankPrediction(
             place=place.name,
             parameters=parameters.total,
@@ -186,12 +189,14 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
                 moves=moves,
                 attentions=attentions,
                 away=Away(
-                    elements=(job.host + job.disk) * replicas.elements / (replicas.ranks if replicas.zero else 1),
-                    disk=memory.disk,
+                    elements=job.optimizer_away * own,
+                    disk=job.disk * movable[0].takes["disk"],
+                    parameters=job.parameters_away * own,
+                    parameters_disk=job.parameters_disk * own * numbers.weight,
                 ),
             ),
             numbers=numbers_of_ranks,
-            optimizer=optimizer,
+            sources=tuple(source for source in movable if source is not None),
         )
         ranks.append(rank)
     return Prediction(topology=topology, job=job, bubble=pipeline.bubble(job.microbatches), ranks=tuple(ranks))

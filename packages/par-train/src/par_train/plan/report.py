@@ -43,7 +43,7 @@ _TERMS_IN_WORDS = {
     "pipeline": "what pipeline stages send each other",
     "bubble": "waiting in the pipeline",
     "data": "gradients and parameters that replicas exchange",
-    "away": "the step of what lies elsewhere",
+    "away": "what lies elsewhere",
 }
 
 
@@ -144,13 +144,17 @@ class Report:
         if not binds:
             return []
         room = format_bytes((1 - MARGIN) * machine.memory)
+        share, param = (
+            f"{job.optimizer_away:.0%} of the optimizer's state",
+            f"{job.parameters_away:.0%} of the parameters",
+        )
+        lies = " and ".join([share] * bool(job.optimizer_away) + [param] * bool(job.parameters_away))
         words = [
             f"{_RECOMPUTE_IN_WORDS[job.recompute]}, for {format_seconds(made.busiest.seconds['again'])}"
             if job.recompute
             else "",
-            f"{job.host + job.disk:.0%} of the optimizer's state lies elsewhere ({away_in_words(job)}), for "
-            f"{format_seconds(made.busiest.seconds['away'])}"
-            if job.host or job.disk
+            f"{lies} lie elsewhere ({away_in_words(job)}), for {format_seconds(made.busiest.seconds['away'])}"
+            if lies
             else "",
         ]
         chosen = " and ".join(word for word in words if word)
@@ -196,7 +200,7 @@ def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> 
     is_cut = any(sequence.ranks > 1 for sequence in sequences)
     left_out = set() if is_cut else {"sequence"}
     again = any(prediction.job.recompute for prediction in predictions)
-    away = any(prediction.job.host or prediction.job.disk for prediction in predictions)
+    away = any(prediction.job.optimizer_away or prediction.job.parameters_away for prediction in predictions)
     left_out |= (set() if again else {"recompute"}) | (set() if away else {"away", "host", "disk"})
     left_out |= set() if (again or away) and machine is not None else {"binds"}
     lines = [tuple(title for title in _TITLES if title not in left_out)]
@@ -249,7 +253,7 @@ def describe(prediction: Prediction) -> str:
         words.append(f"{job.microbatches} microbatches")
     if job.recompute:
         words.append(f"recompute {job.recompute}")
-    if job.host or job.disk:
+    if job.optimizer_away or job.parameters_away:
         words.append(away_in_words(job))
     return ", ".join(words)
 
@@ -268,7 +272,7 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "precision": job.precision,
         "pipeline": {"schedule": job.schedule, "microbatches": job.microbatches},
         "recompute": job.recompute,
-        "optimizer": {"host": job.host, "disk": job.disk},
+        **job.parts,
         "memory": {**vars(prediction.memory), "total": prediction.memory.total},
         "traffic": [vars(move) for move in busiest.moves],
         "bubble": prediction.bubble,
@@ -278,8 +282,8 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
 
 
 def away_in_words(job: Job) -> str:
-    """What of the optimizer lies elsewhere, such as "opt 60% host"; "-" if nothing does."""
-    return Shares(parts={"optimizer": {"host": job.host, "disk": job.disk}}).describe()
+    """What lies elsewhere, such as "opt 60% host, param 20% host"; "-" if nothing does."""
+    return Shares(parts=job.parts).describe()
 
 
 def _elsewhere_in_words(prediction: Prediction) -> str:

@@ -65,6 +65,7 @@ def rank(
         ValueError: The model's activations cannot be known.
     """
     best: dict[str, Prediction] = {}
+    elsewhere = bool(machine.host_memory or machine.disk)
     nearest: Prediction | None = None
     short: TooSmallError | None = None
 
@@ -77,7 +78,8 @@ def rank(
         name, ranks = topology.to_json(), topology.size("pipeline")
         # More than this topology's best, or of a new one more than all that are wanted, is of no use.
         within = best[name].seconds if name in best else found()[-1].seconds if len(best) >= top else math.inf
-        for variant, way in product(variants(topology, frame), best_modes(shape, topology, frame, machine)):
+        stages = variants(topology, frame, elsewhere=elsewhere)
+        for variant, way in product(stages, best_modes(shape, topology, frame, machine)):
             within = min(within, best[name].seconds) if name in best else within
             try:
                 idle = pipe(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
@@ -115,15 +117,16 @@ def _bounds(
     The highest useful stage takes the least state, what computes most again the least activations, and the mode
     "gather" keeps least until backward; the time of what each variant does alike is that of every variant.
     """
-    again, elsewhere = planned(shape).recomputes[-1], machine.host_memory or machine.disk
+    again, elsewhere = planned(shape).recomputes[-1], bool(machine.host_memory or machine.disk)
     frames: list[tuple[float, float, Topology, Job]] = []
     for topology, frame in configurations(shape, world, job, sequence):
-        first = predict(shape, topology, replace(frame, zero=_last_stage(topology, frame), recompute=again), machine)
+        zero = _last_stage(topology, frame, elsewhere=elsewhere)
+        first = predict(shape, topology, replace(frame, zero=zero, recompute=again), machine)
         fullest = max(first.ranks, key=lambda one: one.memory.total)
         seconds, memory = first.busiest.seconds, fullest.memory
         least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1)
-        if elsewhere and fullest.optimizer is not None:
-            least_kept -= fullest.optimizer.frees
+        if elsewhere:
+            least_kept -= sum(source.frees for source in fullest.sources)
         least_seconds = sum(seconds[term] for term in ("compute", "tensor", "pipeline"))
         frames.append((least_seconds, memory.state + least_kept, topology, frame))
     return frames
@@ -257,24 +260,35 @@ def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> I
                 yield config
 
 
-def variants(topology: Topology, job: Job) -> Iterator[Job]:
+def variants(topology: Topology, job: Job, *, elsewhere: bool = False) -> Iterator[Job]:
     """The schedules and ZeRO stages of a frame.
 
     Stages 2 and 3 are left out where gradients of several microbatches are added up, as in every pipeline: they are
-    whole until the last one, and parameters stay gathered, so that stage 1 takes no more.
+    whole until the last one, and parameters stay gathered, so that stage 1 takes no more. Where nothing is shared there
+    is stage 3 alone beside stage 0, for parameters that lie elsewhere.
+
+    Args:
+        topology: The axes.
+        job: The job.
+        elsewhere: Whether there is another tier than devices.
     """
+    last = _last_stage(topology, job, elsewhere=elsewhere)
     for schedule in SCHEDULES if topology.size("pipeline") > 1 else ("1f1b",):
-        for zero in range(1 + _last_stage(topology, job)):
+        for zero in range(1 + last) if _shares(topology) else {0, last}:
             yield replace(job, schedule=schedule, zero=zero)
 
 
-def _last_stage(topology: Topology, job: Job) -> int:
+def _shares(topology: Topology) -> bool:
+    """Whether there are replicas to share anything among."""
+    return topology.size("data") * topology.size("sequence") > 1
+
+
+def _last_stage(topology: Topology, job: Job, *, elsewhere: bool) -> int:
     """The highest ZeRO stage that is of use; under autocast, which keeps casts of all weights, there is no stage 3."""
-    if topology.size("data") * topology.size("sequence") == 1:
-        return 0
     if job.microbatches > 1 or topology.size("pipeline") > 1:
-        return 1
-    return 2 if NUMBERS[job.precision].cast else 3
+        return 1 if _shares(topology) else 0
+    highest = 2 if NUMBERS[job.precision].cast else 3
+    return highest if _shares(topology) else 3 if elsewhere and highest == 3 else 0
 
 
 def _order(prediction: Prediction) -> tuple[float, float]:

@@ -19,15 +19,19 @@ TERMS = ("compute", "again", "tensor", "sequence", "pipeline", "bubble", "data",
 
 @dataclass(frozen=True, kw_only=True)
 class Away:
-    """What of a rank's optimizer lies elsewhere than on its device.
+    """What of a rank lies elsewhere than on its device.
 
     Args:
-        elements: Number of parameters of which it does.
-        disk: Bytes on the disk.
+        elements: Number of parameters of which the optimizer's state does.
+        disk: Bytes of that on the disk.
+        parameters: Number of parameters which do themselves, and are fetched for each gather.
+        parameters_disk: Bytes of these on the disk.
     """
 
     elements: float = 0.0
     disk: float = 0.0
+    parameters: float = 0.0
+    parameters_disk: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,7 @@ def seconds_of(
         exposed = max(0.0, gradients - one_microbatch * 2 / 3) + parameters
     else:  # parameters are gathered while the model computes
         exposed = max(0.0, gradients + parameters - one_microbatch)
-    waits = 0.0 if away is None else _seconds_away(away, job, machine, wiring.world)
-    if job.zero == 3 and not machine.gloo:  # units wait for their step when the next forward comes to them
-        waits = max(0.0, waits - compute / 3)
+    waits = 0.0 if away is None else _seconds_away(away, job, machine, wiring.world, compute)
     return {
         "compute": compute,
         "again": again,
@@ -166,19 +168,28 @@ def seconds_of(
     }
 
 
-def _seconds_away(away: Away, job: Job, machine: Machine, world: int) -> float:
-    """Seconds that the step of what lies elsewhere takes: those of what takes longest, for all of it goes at a time.
+def _seconds_away(away: Away, job: Job, machine: Machine, world: int, compute: float) -> float:
+    """Seconds that a step waits for what lies elsewhere, those of what takes longest: disk, host or link.
 
     A disk is read and written one after the other. Adam's step reads gradient, parameter and two moments, and writes
-    three of them. On a CPU the device steps what lies on the host, as it would.
+    three of them. On a CPU the device steps what lies on the host, as it would, and parameters there move nowhere.
+    At stage 3 units are fetched for forward and for backward while others compute; and but on a CPU they wait for their
+    step when the next forward comes to them, so that this hides behind that forward, too.
     """
     sharers, numbers = machine.sharers(world), job.numbers
-    disk = away.disk * sharers * (1 / machine.disk_read + 1 / machine.disk_write)
-    if machine.gloo:
-        return disk
-    host = away.elements * sharers * 7 * numbers.master / machine.host_step
-    link = away.elements * max(numbers.gradient, numbers.weight) / machine.link
-    return max(disk, host, link)
+    stepped = away.parameters_disk * (0 if numbers.copied else 1)  # else they are written alone
+    written = away.disk + away.parameters_disk
+    disk = sharers * ((away.disk + stepped) / machine.disk_read + written / machine.disk_write)
+    fetch = sharers * away.parameters_disk / machine.disk_read
+    host = link = fetch_link = 0.0
+    if not machine.gloo:
+        host = away.elements * sharers * 7 * numbers.master / machine.host_step
+        link = away.elements * max(numbers.gradient, numbers.weight) / machine.link
+        fetch_link = away.parameters * numbers.weight / machine.link
+    in_backward = max(0.0, max(fetch, fetch_link) - compute * 2 / 3)
+    if job.zero == 3 and not machine.gloo:
+        return max(0.0, max(disk + fetch, host, link + fetch_link) - compute / 3) + in_backward
+    return max(disk, host, link) + max(0.0, max(fetch, fetch_link) - compute / 3) + in_backward
 
 
 def _rate_of(topology: Topology, axes: str | tuple[str, ...], machine: Machine) -> float:

@@ -1,7 +1,8 @@
-"""The cheapest way in which a configuration fits: what is computed again, and what of the optimizer lies elsewhere.
+"""The cheapest way in which a configuration fits: what is computed again, and what lies elsewhere.
 
-For each kind of recomputation the part that leaves the device follows from what is missing there, in closed form; of
-these the fastest is taken.
+For each kind of recomputation the parts of the optimizer's state and, at stage 3, of the parameters that leave the
+device follow from what is missing there, in closed form, whichever of them leaves first; of all these the fastest is
+taken.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import replace
 from par_groups import Topology
 
 from .._units import format_bytes
-from ..memory.tiers import Shares, TooSmallError, share_out
+from ..memory.tiers import TooSmallError, share_out
 from .inputs import Job, Machine
 from .model import PlannedModel
 from .predict import MARGIN, Prediction, RankPrediction, planned, predict
@@ -39,7 +40,8 @@ def cheapest(
     kinds = planned(shape).recomputes
 
     def with_all_there(recompute: str) -> Prediction:
-        return predict(shape, topology, replace(job, recompute=recompute, host=0.0, disk=0.0), machine)
+        made = replace(job, recompute=recompute, host=0.0, disk=0.0, parameters_host=0.0, parameters_disk=0.0)
+        return predict(shape, topology, made, machine)
 
     if not any(machine.rooms(topology.world_size).values()):
         least = with_all_there(kinds[-1])
@@ -56,24 +58,26 @@ def cheapest(
         if made.fits(machine):
             return made, None
         least = made
-        try:
-            away = predict(shape, topology, away_of(made, machine), machine)
-        except TooSmallError as error:
-            problem = error
-            continue
-        if best is None or away.seconds < best.seconds:
-            best = away
+        for first in {source.name: None for source in made.ranks[0].sources}:
+            try:
+                away = predict(shape, topology, away_of(made, machine, first), machine)
+            except TooSmallError as error:
+                problem = error
+                continue
+            if best is None or away.seconds < best.seconds:
+                best = away
     if best is not None:
         return best, None
     return least, problem
 
 
-def away_of(made: Prediction, machine: Machine) -> Job:
-    """The job with as much of its optimizer elsewhere as the device has no room for, on every rank of a pipeline alike.
+def away_of(made: Prediction, machine: Machine, first: str = "optimizer") -> Job:
+    """The job with as much elsewhere as the device has no room for, on every rank of a pipeline alike.
 
     Args:
         made: What it takes with all of it on the device.
         machine: The machine.
+        first: The name of the source that leaves first; others follow when all of it is away.
 
     Raises:
         TooSmallError: The device has no room for what has to stay, or nothing else has room for what has to leave.
@@ -81,20 +85,21 @@ def away_of(made: Prediction, machine: Machine) -> Job:
     room, rooms = (1 - MARGIN) * machine.memory, machine.rooms(made.topology.world_size)
     if not any(rooms.values()):
         raise _too_small(made, machine)
-    part = max(_part_away(rank, room, machine) for rank in made.ranks)
-    if part > 1:
-        missing = max(_least(rank, machine) for rank in made.ranks) - room
-        raise TooSmallError(
-            "device",
-            missing,
-            f"the device is short of {format_bytes(missing)}, with all of the optimizer's state elsewhere",
-        )
-    shares = Shares()
-    for rank in made.ranks:  # what fits the largest fits all
-        if rank.optimizer is not None and rank.parameters == max(each.parameters for each in made.ranks):
-            shares = share_out(part * rank.optimizer.frees, [rank.optimizer], rooms)
-    parts = shares.parts.get("optimizer", {})
-    return replace(made.job, host=parts.get("host", 0.0), disk=parts.get("disk", 0.0))
+    parts: dict[str, float] = {}
+    for rank in made.ranks:
+        for name, part in _parts_away(rank, room, machine, first).items():
+            parts[name] = max(part, parts.get(name, 0.0))
+    fullest = max(made.ranks, key=lambda rank: rank.parameters)  # what fits it fits all
+    sources = sorted(fullest.sources, key=lambda source: source.name != first)
+    there = share_out(sum(parts[source.name] * source.frees for source in sources), sources, rooms).parts
+    optimizer, parameters = there.get("optimizer", {}), there.get("parameters", {})
+    return replace(
+        made.job,
+        host=optimizer.get("host", 0.0),
+        disk=optimizer.get("disk", 0.0),
+        parameters_host=parameters.get("host", 0.0),
+        parameters_disk=parameters.get("disk", 0.0),
+    )
 
 
 def _too_small(made: Prediction, machine: Machine) -> TooSmallError:
@@ -103,22 +108,29 @@ def _too_small(made: Prediction, machine: Machine) -> TooSmallError:
     return TooSmallError("device", missing, f"the device is short of {format_bytes(missing)}")
 
 
-def _part_away(rank: RankPrediction, room: float, machine: Machine) -> float:
-    """Which part of a rank's optimizer has to leave: for what backward takes, and for what the step takes."""
-    memory, optimizer = rank.memory, rank.optimizer
-    assert optimizer is not None  # noqa: S101 - `predict` has looked at it
-    in_backward = memory.buffers + memory.activations + max(memory.logits, memory.attention)
-    shrinks = 0.0 if machine.gloo else memory.step  # the step's own copies of gradients follow the state
-    return max(
-        0.0,
-        (memory.state + in_backward - room) / optimizer.frees,
-        (memory.state + memory.step - room) / (optimizer.frees + shrinks),
-    )
+def _parts_away(rank: RankPrediction, room: float, machine: Machine, first: str) -> dict[str, float]:
+    """Which part of each source has to leave a rank's device: for what backward takes, and for what the step takes.
 
-
-def _least(rank: RankPrediction, machine: Machine) -> float:
-    """Bytes of the device with all of the optimizer elsewhere."""
+    Raises:
+        TooSmallError: All of them together are too little.
+    """
     memory = rank.memory
-    frees = 0.0 if rank.optimizer is None else rank.optimizer.frees
-    in_backward = memory.buffers + memory.activations + max(memory.logits, memory.attention)
-    return memory.state - frees + max(in_backward, memory.step if machine.gloo else 0.0)
+    in_backward = memory.state + memory.buffers + memory.activations + max(memory.logits, memory.attention) - room
+    in_step = memory.state + memory.step - room
+    parts: dict[str, float] = {}
+    for source in sorted(rank.sources, key=lambda source: source.name != first):
+        shrinks = source.frees
+        if source.name == "optimizer" and not machine.gloo:
+            shrinks += memory.step  # the step's own copies of gradients follow the state
+        part = min(1.0, max(0.0, in_backward / source.frees, in_step / shrinks))
+        in_backward -= part * source.frees
+        in_step -= part * shrinks
+        parts[source.name] = part
+    missing = max(in_backward, in_step)
+    if missing > 1e-9 * room:
+        words = {"optimizer": "the optimizer's state", "parameters": "the parameters"}
+        names = " and ".join(words[name] for name in sorted(parts))
+        raise TooSmallError(
+            "device", missing, f"the device is short of {format_bytes(missing)}, with all of {names} elsewhere"
+        )
+    return parts
