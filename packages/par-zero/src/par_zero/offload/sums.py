@@ -20,7 +20,7 @@ from .pieces import pages
 from .pool import Pool
 
 _ON_THEIR_WAY = 2
-"""Number of chunks whose sums are written at a time."""
+"""Number of chunks whose sums are in buffers at a time."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,8 +93,7 @@ class Sums:
 
     def write(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Begins to write what this rank has of a chunk's sum, which is free for other use when this returns."""
-        while len(self._writing) >= _ON_THEIR_WAY:
-            self._finish(next(iter(self._writing)))
+        self._make_room()
         places = self._places[chunk]
         buffer, handle, begin = self._pool.take(sum(each.size for each in places)), Handle(), 0
         for each in places:
@@ -117,6 +116,7 @@ class Sums:
 
     def add_earlier_(self, chunk: Chunk, total: torch.Tensor) -> None:
         """Adds the gradients that the optimizer holds of a chunk to this rank's share of the sum."""
+        self._make_room()
         places = [each for each in self._places[chunk] if each.tensor.grad is not None]
         buffer, handle, begin = self._pool.take(sum(each.size for each in places)), Handle(), 0
         values = []
@@ -135,6 +135,11 @@ class Sums:
             total.fill_(torch.nan)
             self._on_unread(error)
         self._pool.give_back(buffer)
+
+    def _make_room(self) -> None:
+        """Waits for the oldest writes where there are as many as may be."""
+        while len(self._writing) >= _ON_THEIR_WAY:
+            self._finish(next(iter(self._writing)))
 
     def _finish(self, chunk: Chunk) -> None:
         """Waits for the writes of a chunk's sums."""
