@@ -14,9 +14,10 @@ from par_zero import Offload, shard
 pytest.importorskip("safetensors")
 
 
-def sharded(stage, group, offload, *, seed=0):
+def sharded(stage, group, offload, *, seed=0, abstract=False):
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(37, 13), nn.Tanh(), nn.Linear(13, 37), nn.LayerNorm(37))
+    with torch.device("meta" if abstract else "cpu"):
+        module = nn.Sequential(nn.Linear(37, 13), nn.Tanh(), nn.Linear(13, 37), nn.LayerNorm(37))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     shard(module, optimizer, stage=stage, group=group, bucket=1000, offload=offload)
     return module, optimizer
@@ -62,19 +63,28 @@ def test_a_checkpoint_of_state_on_a_disk_is_one_of_state_in_memory(tmp_path):
     assert files(path) == files(tmp_path / "memory")
 
     late = replace(disk, overlap=True)
-    for stage, offload in ((1, disk), (3, late), (3, None)):
-        module, optimizer = sharded(stage, world, offload, seed=1)
+    whole = replace(disk, parameters="disk", gradients="disk")
+    for stage, offload in ((1, disk), (3, late), (3, None), (3, whole), (3, replace(whole, overlap=True))):
+        module, optimizer = sharded(stage, world, offload, seed=1, abstract=offload is whole)
         par_checkpoint.load(path, model=module, optimizer=optimizer)
         for tensor in optimizer.param_groups[0]["params"]:
             assert all(optimizer.state[tensor][slot] is view for slot, view in slots_of(tensor).items())
         assert losses(module, optimizer, world, 2, 3) == expected
         if stage == 3:
-            folder = tmp_path / f"{offload is late}"
+            folder = tmp_path / f"stage 3, {len(list(tmp_path.glob('stage 3*')))}"
+            dist.barrier()
             par_checkpoint.save(folder, model=module, optimizer=optimizer, step=5).wait()  # amid the last step
-    assert files(tmp_path / "True") == files(tmp_path / "False")
+    saved = [files(each) for each in sorted(tmp_path.glob("stage 3*"))]
+    assert all(each == saved[0] for each in saved)
 
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     module, optimizer = sharded(2, alone, disk, seed=2)
     par_checkpoint.load(path, model=module, optimizer=optimizer, group=alone)
     assert losses(module, optimizer, alone, 2, 3) == pytest.approx(expected, rel=1e-5)  # means of means
+    found = []
+    for offload in (whole, None):
+        module, optimizer = sharded(3, alone, offload, seed=3)
+        par_checkpoint.load(tmp_path / "stage 3, 2", model=module, optimizer=optimizer, group=alone)
+        found.append(losses(module, optimizer, alone, 5, 3))
+    assert found[0] == found[1]
     assert not list(scratch.iterdir())

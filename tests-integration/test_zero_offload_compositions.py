@@ -89,7 +89,8 @@ def made(case, path, parts, **others):
     zero = {"stage": options.pop("zero"), "bucket": 20_000}
     if parts is not None:
         late = zero["stage"] == 3 or "auto"
-        zero["offload"] = Offload(optimizer=parts, path=path, piece=4096, ahead=3, overlap=late)
+        units = {"parameters": {"disk": 0.7}, "gradients": {"host": 0.3, "disk": 0.5}} if zero["stage"] == 3 else {}
+        zero["offload"] = Offload(optimizer=parts, path=path, piece=4096, ahead=3, overlap=late, **units)
     strategy = Strategy(clip_norm=0.3, zero=zero, **options)
     model = make(strategy.layers)
     if "tensor" in options.get("parallel", {}):  # logits of a part of the vocabulary

@@ -159,11 +159,16 @@ def bring_away_(away: Away | None, number: int, chunk: Chunk) -> None:
         dtype = chunk.own.dtype
         place = away.disk.tensor(start, dtype, high - low)
         place.copy_(chunk.own)
-        firsts = {part: start + (part.start - low) * dtype.itemsize for part in parts}
-        chunk.take_own_(
-            place,
-            {part.start: away.disk.tensor(first, dtype, part.stop - part.start) for part, first in firsts.items()},
-        )
+        # In the same storage, by which checkpoints know parameters again, but with versions of their own.
+        stepped = {
+            part.start: place.new_empty(0).set_(
+                place.untyped_storage(),
+                part.start - low,
+                (part.stop - part.start,),  # type: ignore[call-overload]
+            )
+            for part in parts
+        }
+        chunk.take_own_(place, stepped)
 
 
 def plan_room(
