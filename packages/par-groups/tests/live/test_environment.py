@@ -72,10 +72,44 @@ def test_a_missing_torchrun_variable_is_named(missing):
         read_environment({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
-@pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_STEP_NODELIST"])
+@pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"])
 def test_a_missing_slurm_variable_is_named(missing):
     with pytest.raises(ValueError, match=f"the variable {missing} is missing"):
         read_environment({name: value for name, value in SLURM.items() if name != missing})
+
+
+def test_of_several_launchers_the_one_that_started_this_process_counts():
+    """srun starts a torchrun on each node; mpirun starts its daemons by srun, whose ranks inherit the daemon's."""
+    torchrun = {**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
+    assert place(read_environment(torchrun)) == ("torchrun", 3, 4, 1, 2)
+    mpirun = {**SLURM, **OPENMPI}
+    assert place(read_environment(mpirun)) == ("openmpi", 1, 2, 1, 2)
+    assert launched_rank(mpirun) == 1
+    alone = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN}  # ranks started by hand in a shell
+    assert place(read_environment(alone)) == ("torchrun", 3, 4, 1, 2)
+
+
+def test_variables_that_a_job_script_exports_may_repeat_what_srun_says():
+    exported = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "there", "MASTER_PORT": "7"}
+    for names in (["WORLD_SIZE"], ["RANK", "WORLD_SIZE"], list(exported)):
+        found = read_environment({**SLURM, **{name: exported[name] for name in names}})
+        assert (found.launcher, found.rank, found.world_size, found.contradiction) == ("slurm", 5, 8, "")
+        assert found.local_rank == (0 if "LOCAL_RANK" in names else 1)  # 0 where a task sees one GPU alone
+
+
+@pytest.mark.parametrize(
+    ("started", "exported", "said"),
+    [
+        (SLURM, {"RANK": "0"}, "RANK is 0, but srun has started this process as rank 5 of 8"),
+        (SLURM, {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but srun"),
+        (OPENMPI, {"RANK": "0", "WORLD_SIZE": "4"}, "RANK is 0 and WORLD_SIZE is 4, but mpirun has started"),
+    ],
+)
+def test_what_two_launchers_say_of_one_process_is_compared(started, exported, said):
+    found = read_environment({**started, **exported})
+    assert found.contradiction.startswith(said)
+    assert "unset RANK and WORLD_SIZE, or let" in found.contradiction
+    assert place(found) == place(read_environment(started))  # where to meet, and to say so
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,17 @@ def test_ranks_that_were_started_by_hand_meet_again_and_again(free_port):
             assert value.item() == 2
 
 
+@pytest.mark.ranks(3, init=False, timeout=30)
+def test_two_launchers_that_contradict_each_other_are_named_on_every_rank(free_port):
+    """A job script has exported what holds on rank 0 alone; srun has started three tasks."""
+    rank = start_without_torchrun(free_port)
+    tasks = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "3"}
+    os.environ.update(tasks, SLURM_STEP_NODELIST="localhost", RANK="0", WORLD_SIZE="3")
+    with pytest.raises(ValueError, match=r"^RANK is 0, but srun has started this process as rank 1 of 3: two"):
+        launch(timeout=20)
+    assert not dist.is_initialized()
+
+
 @pytest.mark.ranks(1, init=False)
 def test_a_port_that_somebody_else_has_is_named(free_port):
     start_without_torchrun(free_port)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _DEFAULT_PORT = 29500
 
@@ -20,6 +20,8 @@ class Launch:
         local_world_size: The number of ranks on this machine.
         address: The host on which rank 0 listens.
         port: Its TCP port.
+        contradiction: What a second launcher's variables say that this one's deny; "" where nothing does. `launch`
+            raises it on every rank, also on those whose own variables happen to agree.
     """
 
     launcher: str
@@ -29,6 +31,7 @@ class Launch:
     local_world_size: int
     address: str
     port: int
+    contradiction: str = ""
 
     def __post_init__(self) -> None:
         for what, rank in (("rank", self.rank), ("local rank", self.local_rank)):
@@ -45,9 +48,12 @@ def read_environment(
     address: str | None = None,
     port: int | None = None,
 ) -> Launch:
-    """Reads explicit arguments, else torchrun's, else SLURM's, else Open MPI's variables.
+    """Reads explicit arguments, else torchrun's, else Open MPI's, else SLURM's variables.
 
-    With none of them the process is a world of its own.
+    A launcher may have started the next: srun a torchrun on each node, or mpirun its daemons by srun. The one that
+    started this process counts. RANK and WORLD_SIZE without a torchrun behind them, such as a job script exports,
+    count where no other launcher has started several processes; where one has, they may say the same as it, and what
+    they say else is a contradiction. With none of all that the process is a world of its own.
 
     Args:
         variables: The environment variables, such as `os.environ`.
@@ -65,26 +71,27 @@ def read_environment(
         raise ValueError(f"rank is {rank} and world_size is {world_size}; give both or neither")
     if rank is not None and world_size is not None:
         return _explicit(get, rank, world_size, local_rank, address, port)
-    if "RANK" in variables or "WORLD_SIZE" in variables:
+    by_variables = "RANK" in variables or "WORLD_SIZE" in variables
+    if by_variables and "TORCHELASTIC_RUN_ID" in variables:
         return _torchrun(get)
-    if _is_srun(variables):
-        return _slurm(get)
-    if "OMPI_COMM_WORLD_RANK" in variables:
-        return _openmpi(get)
-    return Launch(
+    started = _openmpi(get) if "OMPI_COMM_WORLD_RANK" in variables else _slurm(get) if _is_srun(variables) else None
+    if by_variables:
+        return _torchrun(get) if started is None or started.world_size == 1 else _compared(get, started)
+    return started or Launch(
         launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0
     )
 
 
 def launched_rank(variables: Mapping[str, str]) -> int:
     """The rank that a launcher gave this process, whatever else it has not said; 0 without one."""
-    names = ("RANK", *(["SLURM_PROCID"] if _is_srun(variables) else []), "OMPI_COMM_WORLD_RANK")
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", *(["SLURM_PROCID"] if _is_srun(variables) else []))
     given = next((variables[name] for name in names if name in variables), "0")
     return int(given) if given.isdecimal() else 0
 
 
 def _is_srun(variables: Mapping[str, str]) -> bool:
-    return "SLURM_PROCID" in variables and ("SLURM_STEP_NUM_TASKS" in variables or "SLURM_STEP_ID" in variables)
+    """Whether srun has started this process: a job script has SLURM_PROCID, too, but nothing of a step."""
+    return any(name.startswith(("SLURM_STEP_", "SLURM_SRUN_COMM_")) for name in variables)
 
 
 class _Variables:
@@ -136,6 +143,20 @@ def _torchrun(get: _Variables) -> Launch:
         address=get.text("MASTER_ADDR", "torchrun"),
         port=get.number("MASTER_PORT", "torchrun"),
     )
+
+
+def _compared(get: _Variables, started: Launch) -> Launch:
+    """The place that srun or mpirun has given this process, and what RANK and WORLD_SIZE say that denies it."""
+    asked = {"RANK": started.rank, "WORLD_SIZE": started.world_size}
+    given = {name: get.number(name, "launch", number) for name, number in asked.items()}
+    said = " and ".join(f"{name} is {given[name]}" for name, number in asked.items() if given[name] != number)
+    starter = {"slurm": "srun", "openmpi": "mpirun"}[started.launcher]
+    denied = (
+        f"{said}, but {starter} has started this process as rank {started.rank} of {started.world_size}: two launchers "
+        f"have left their variables; unset RANK and WORLD_SIZE, or let {starter} start torchrun, once on each machine"
+    )
+    local_rank = get.number("LOCAL_RANK", "launch", started.local_rank)
+    return replace(started, local_rank=local_rank, contradiction=denied if said else "")
 
 
 def _slurm(get: _Variables) -> Launch:

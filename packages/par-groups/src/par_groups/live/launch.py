@@ -21,6 +21,9 @@ _LONGEST = timedelta(minutes=30)
 _MISSING = "missing: "
 """How the answer begins that rank 0 gives when it waits no longer."""
 
+_REFUSED = "refused: "
+"""How the answer begins that rank 0 gives where a rank's variables contradict each other."""
+
 _TO_HEAR = timedelta(seconds=2)
 """How long rank 0 then waits for those that have come to say so, and to hear who has not: it may keep the store."""
 
@@ -81,7 +84,7 @@ def launch(
 ) -> Environment:
     """Starts torch.distributed, or joins it where it runs already.
 
-    Who this rank is comes from explicit arguments, else from the variables of torchrun, SLURM or Open MPI. Without any
+    Who this rank is comes from explicit arguments, else from the variables of torchrun, Open MPI or SLURM. Without any
     of them the process is a world of its own.
 
     Args:
@@ -101,7 +104,8 @@ def launch(
 
     Raises:
         ValueError: A variable is missing or malformed (the message names it), the local rank has no device, the backend
-            is NCCL where there is no GPU, or the address is no host's.
+            is NCCL where there is no GPU, or the address is no host's. On every rank: the variables of two launchers
+            contradict each other on one of them.
         OSError: Rank 0 cannot listen at the port.
         TimeoutError: Other ranks do not come to the meeting; every rank that has come names them, or rank 0.
 
@@ -192,7 +196,7 @@ def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
     keeps_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun, which has met by itself
     longest = timeout or (timedelta(minutes=5) if keeps_one else _LONGEST)
     store = _connected(place, longest, listens=place.rank == 0 and not keeps_one)
-    prefix = _prefix_of_start(store, place.rank, place.world_size)
+    prefix = _prefix_of_start(store, place.rank, place.world_size, place.contradiction)
     return dist.PrefixStore(f"par_groups/start-{prefix}", store)  # type: ignore[attr-defined]
 
 
@@ -234,7 +238,7 @@ def _connected(place: Launch, timeout: timedelta, *, listens: bool) -> Any:
         ) from error
 
 
-def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
+def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str = "") -> str:
     """A word that all ranks of this start have alike, and that no other start had. Round trips grow with nothing.
 
     When torchrun starts ranks again after a failure, its store still has everything that the ranks before them have
@@ -247,18 +251,22 @@ def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
         rank r    waits for the answer to its own word, then received/prefix/r := ""
         rank 0    answers anew until all of that is there: a word it has seen may have been that of an earlier start
 
+    What contradicts on a rank comes with its word, and goes with the answer to all.
+
     Args:
         store: The store that all ranks have.
         rank: This rank.
         world_size: The number of ranks.
+        contradiction: Why this rank cannot be one of them; "" where it can.
 
     Raises:
         TimeoutError: Another rank does not come. Rank 0 names it, and tells those that have come.
+        ValueError: There is a contradiction on a rank; on every rank.
     """
     word = uuid.uuid4().hex
     seconds = store.timeout.total_seconds()
     if rank != 0:
-        store.set(f"par_groups/question/{rank}", word)
+        store.set(f"par_groups/question/{rank}", f"{word} {contradiction}")
         try:
             prefix: str = store.get(f"par_groups/answer/{word}").decode()
         except RuntimeError as error:
@@ -266,9 +274,11 @@ def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
                 f"rank {rank} has waited {seconds:g} s for rank 0 to say that all {world_size} ranks have come to the "
                 "meeting; look at the log of rank 0, which has not come, or names there who is missing"
             ) from error
-        start = prefix.removeprefix(_MISSING)
+        start, _, refusal = prefix.removeprefix(_MISSING).removeprefix(_REFUSED).partition(" ")
         store.set(f"par_groups/received/{start}/{rank}", "")
-        if start != prefix:
+        if prefix.startswith(_REFUSED):
+            raise ValueError(refusal)
+        if prefix.startswith(_MISSING):
             verdict = f"par_groups/verdict/{start}"
             store.wait([verdict], 2 * _TO_HEAR)  # longer than rank 0 waits for others to say that they are here
             text = store.get(verdict).decode()
@@ -284,11 +294,14 @@ def _prefix_of_start(store: Any, rank: int, world_size: int) -> str:
         if time.monotonic() > deadline:
             raise TimeoutError(_name_missing(store, received, word, seconds))
         if store.check(questions):
-            asked = [each.decode() for each in _all_of(store, questions)]
-            answers = [f"par_groups/answer/{each}" for each in asked if each not in answered]
-            _set_all(store, answers, word)
-            answered.update(asked)
+            asked = [each.decode().partition(" ")[::2] for each in _all_of(store, questions)]
+            contradiction = contradiction or next((text for _, text in asked if text), "")
+            answers = [f"par_groups/answer/{each}" for each, _ in asked if each not in answered]
+            _set_all(store, answers, f"{_REFUSED}{word} {contradiction}" if contradiction else word)
+            answered.update(each for each, _ in asked)
         time.sleep(0.01)
+    if contradiction:
+        raise ValueError(contradiction)
     return word
 
 
@@ -309,7 +322,7 @@ def _name_missing(store: Any, received: list[str], word: str, seconds: float) ->
     key_of = dict(enumerate(received, 1))
     asked = [rank for rank in key_of if store.check([f"par_groups/question/{rank}"])]
     words = _all_of(store, [f"par_groups/question/{rank}" for rank in asked])
-    _set_all(store, [f"par_groups/answer/{each.decode()}" for each in words], f"{_MISSING}{word}")
+    _set_all(store, [f"par_groups/answer/{each.decode().partition(' ')[0]}" for each in words], f"{_MISSING}{word}")
     with suppress(RuntimeError):  # not all will
         store.wait([key_of[rank] for rank in asked], _TO_HEAR)
     here = [key for key in received if store.check([key])]

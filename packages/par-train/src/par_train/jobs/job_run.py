@@ -44,7 +44,7 @@ def train(options: Options, stop: Stop) -> int:
         StoppedEarly: This rank, or another, was asked to leave before training began; on every rank.
     """
     cpu = options.device == "cpu" or not torch.cuda.is_available()
-    with launch(device="cpu" if cpu else None) as environment, one_traceback():
+    with _launched("cpu" if cpu else None) as environment, one_traceback():
         _set_threads(environment)
         topology = check_config(options, environment.world_size)
         with ProcessGroups(topology) as groups, ExitStack() as held:
@@ -55,6 +55,14 @@ def train(options: Options, stop: Stop) -> int:
                     run.after_step(result)
             dist.barrier()  # nobody leaves, and is taken for failed, while the master still writes
             return run.ended_by
+
+
+def _launched(device: str | None) -> Environment:
+    """The running world of all ranks. What `launch` refuses in words, such as two launchers, is the user's mistake."""
+    try:
+        return launch(device=device)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 class JobRun(Run):
