@@ -10,7 +10,7 @@ import pytest
 
 from par_train.command.cli import main
 from par_train.config.settings import settings
-from par_train.jobs.options import Options, PlanOptions
+from par_train.jobs.options import Options, PlanOptions, RenderOptions
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers, which is looked for, is not installed"
@@ -264,7 +264,9 @@ def test_an_unknown_command(without_torch):
     assert_one_line(without_torch(".", "rum"), "'rum'", "run")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["plan", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["plan", "--help"], ["render", "--help"], ["--version"]]
+)
 def test_help_needs_no_torch(without_torch, arguments):
     done = without_torch(".", *arguments)
     assert done.returncode == 0, done.stderr
@@ -272,10 +274,18 @@ def test_help_needs_no_torch(without_torch, arguments):
 
 
 def test_help_names_every_key(without_torch):
-    for command in ("run", "plan"):
+    for command in ("run", "plan", "render"):
         text = without_torch(".", command, "--help").stdout
         assert all(f"{setting.flag} " in text or f"{setting.flag}, " in text for setting in settings(Options).values())
-    assert all(f"{setting.flag} " in text for setting in settings(PlanOptions).values())
+        own = {"plan": PlanOptions, "render": RenderOptions}.get(command, Options)
+        assert all(f"{setting.flag} " in text or f"{setting.flag}, " in text for setting in settings(own).values())
+
+
+def test_rendering_needs_no_torch(without_torch, folder):
+    for words in (["slurm"], ["ray"], ["kubernetes", "--image=par"]):
+        done = without_torch(folder, "render", *words, "--world=8")
+        assert done.returncode == 0, done.stderr
+        assert "8 ranks on 1 node, written by" in done.stdout
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -7,22 +7,28 @@ the input. 130: left on Ctrl-C. Nothing here imports torch: `--help` and mistake
 import argparse
 import dataclasses
 import difflib
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from .. import __version__
 from .._errors import UserError
 from .._units import format_bytes
 from ..config.kinds import BOOL, BYTES
 from ..config.settings import Setting, load, settings, unknown_key
-from ..jobs.options import Options, PlanOptions
+from ..jobs.options import Options, PlanOptions, RenderOptions
 
 _CONFIG = (
     "tables [data], [model], [adapter], [train], [sample], [pipeline], [memory], [parallel]; or a .py file with these "
     "names"
 )
+
+_OWN: Mapping[str, type] = {"plan": PlanOptions, "render": RenderOptions}
+"""Options that a sub-command has beside those of a run."""
+
+OwnOptions = TypeVar("OwnOptions", PlanOptions, RenderOptions)
 
 _EPILOG = """parallel:
   --parallel.AXIS N, --parallel.AXIS.KEY VALUE
@@ -57,6 +63,8 @@ def _run(arguments: Sequence[str]) -> int:
     rest, parallel = _split_parallel(arguments)
     given, unknown = _parser().parse_known_args(rest)
     command, path, flags = given.command, getattr(given, "config", None), vars(given)
+    if path is None and unknown and not unknown[0].startswith("-"):
+        path = unknown.pop(0)  # behind a flag, where argparse does not look for a second positional word
     if unknown:
         raise _unknown_argument(unknown[0], command)
     if command is None:
@@ -67,13 +75,37 @@ def _run(arguments: Sequence[str]) -> int:
         from ..jobs.start import run  # noqa: PLC0415 - `--help` is quicker without
 
         return run(options)
-    for key, setting in settings(PlanOptions).items():
-        if setting.default is dataclasses.MISSING and key not in flags:
-            raise UserError(f"{setting.flag} is missing: {setting.help}; see par-train plan --help")
-    plan_options = load(PlanOptions, None, {key: flags[key] for key in settings(PlanOptions) if key in flags})
+    if command == "render":
+        from .render import render  # noqa: PLC0415 - as above
+
+        return render(
+            given.scheduler,
+            options,
+            _own_options(RenderOptions, command, flags),
+            command=shlex.join(["par-train", *arguments]),
+            config=None if path is None else Path(path),
+            flags=[*_as_words(run_flags), *(word for key, text in parallel.items() for word in (f"--{key}", text))],
+        )
+    plan_options = _own_options(PlanOptions, command, flags)
     from .plan import plan  # noqa: PLC0415 - the formulas need torch
 
     return plan(options, plan_options)
+
+
+def _own_options(kind: type[OwnOptions], command: str, flags: Mapping[str, Any]) -> OwnOptions:
+    """The options of a sub-command alone, from its flags."""
+    for key, setting in settings(kind).items():
+        if setting.default is dataclasses.MISSING and key not in flags:
+            raise UserError(f"{setting.flag} is missing: {setting.help}; see par-train {command} --help")
+    return load(kind, None, {key: flags[key] for key in settings(kind) if key in flags})
+
+
+def _as_words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags of a run as the words that give them."""
+    words: list[str] = []
+    for key, value in flags.items():
+        words += [f"--{'' if value else 'no-'}{key}"] if isinstance(value, bool) else [f"--{key}", value]
+    return words
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,7 +131,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Predicts what the config takes of memory, traffic and time on many devices, and ranks the "
         "configurations that fit. Nothing is started, and no device is needed.",
     )
-    for command, kinds in ((run, [Options]), (plan, [PlanOptions, Options])):
+    render = commands.add_parser(
+        "render",
+        help="write the file that starts a run on SLURM, Ray or Kubernetes",
+        description="Writes the file with which SLURM, Ray or Kubernetes runs the config on many nodes, and goes on "
+        "from its last checkpoint when time is up or ranks are lost. Nothing is started.",
+    )
+    render.add_argument("scheduler", choices=["slurm", "ray", "kubernetes"], help="whose file it is")
+    for command, kinds in ((run, [Options]), (plan, [PlanOptions, Options]), (render, [RenderOptions, Options])):
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.epilog, command.allow_abbrev, command.argument_default = _EPILOG, False, argparse.SUPPRESS
         command.add_argument("config", nargs="?", metavar="CONFIG.toml", help=_CONFIG)
@@ -112,7 +151,7 @@ def _add_flags(command: argparse.ArgumentParser, options: type) -> None:
     """One flag for each setting, in one group for each table of the config file."""
     groups = {}
     for key, setting in settings(options).items():
-        title = key.rpartition(".")[0] or ("plan" if options is PlanOptions else "run")
+        title = key.rpartition(".")[0] or next((name for name, own in _OWN.items() if own is options), "run")
         if title not in groups:
             groups[title] = command.add_argument_group(title)
         shown = _default(setting)
@@ -153,8 +192,8 @@ def _unknown_argument(argument: str, command: str | None) -> UserError:
     name = argument.partition("=")[0]
     if not name.startswith("--"):
         return UserError(f"unexpected argument {argument!r}; give one config file, and flags as --train.steps 100")
-    if command == "plan":
-        own = [setting.flag for setting in settings(PlanOptions).values()]
+    if command in _OWN:
+        own = [setting.flag for setting in settings(_OWN[command]).values()]
         near = difflib.get_close_matches(name, [*own, *(setting.flag for setting in settings(Options).values())], n=1)
         if near and near[0] in own:
             return UserError(f"unknown flag {name}; did you mean {near[0]}?")

@@ -1,8 +1,8 @@
-"""Every flag of `par-train run` and `par-train plan`, and every key of a config file: declared here, once.
+"""Every flag of `par-train run`, `plan` and `render`, and every key of a config file: declared here, once.
 
 A field of `Options` or of one of its tables is a key of a config file and a flag, such as `train.steps` and
-`--train.steps`; a field of `PlanOptions` is a flag of `par-train plan` alone. Pure records: `config` fills and checks
-them.
+`--train.steps`; a field of `PlanOptions` or `RenderOptions` is a flag of `par-train plan` or `par-train render` alone.
+Pure records: `config` fills and checks them.
 """
 
 import math
@@ -249,6 +249,27 @@ class PlanOptions(FlagsAlone):
     )
     disk_read: float = option(Machine.disk_read, "bytes a second that a node reads from its disk", above=0, kind=BYTES)
     disk_write: float = option(Machine.disk_write, "bytes a second that it writes there", above=0, kind=BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderOptions(FlagsAlone):
+    """What `par-train render` takes beside the options of a run: the cluster to write a file for."""
+
+    world: int = option(MISSING, "number of ranks, one for each device, such as 64; needed", low=1)
+    devices_per_node: int = option(Machine.devices_per_node, "ranks on a node", low=1)
+    host_memory: float = option(0.0, "memory of a node that the job takes, such as 1TB; 0: all", low=0, kind=BYTES)
+    cores: int = option(8, "processor cores for each rank", low=1)
+    interface: str = option("", "network interface that ranks talk over, such as eth0; left empty, that of host names")
+    name: str = option("", "name of the job; left empty, that of the output folder")
+    minutes: int = option(240, "SLURM: minutes after which a job is ended, and has saved", low=1)
+    warning: int = option(300, "seconds that ranks have to save and leave, once they are told", low=30)
+    resumes: int = option(
+        0, "SLURM: jobs of an array, of which each goes on where the last left; 0: one job, which is requeued", low=0
+    )
+    restarts: int = option(20, "Ray, Kubernetes: times that lost ranks are replaced", low=0)
+    image: str = option("", "Kubernetes: container image that has par-train and torch; needed")
+    claim: str = option("work", "Kubernetes: claim of the volume that all pods share, for data and output")
+    file: str = option("", "file to write; left empty, it is printed")
 
 
 def learning_rate(options: Options, step: int) -> float:

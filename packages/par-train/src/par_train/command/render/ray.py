@@ -1,0 +1,77 @@
+"""A program for a Ray cluster: one worker a rank, all started again where one is lost."""
+
+import json
+from typing import Any
+
+from ...jobs.options import RenderOptions
+from .place import Place
+
+_PROGRAM = '''\
+"""{summary}, written by
+
+    {command}
+
+Run it on the cluster's head, in a folder that all nodes share, with the Python that has par-train and ray[train].
+"""
+
+import os
+import socket
+import subprocess
+import sys
+
+import ray
+import torch.distributed as dist
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+FOLDER = os.getcwd()
+COMMAND = [sys.executable, "-P", "-m", "par_train"]
+COMMAND += {words}
+VARIABLES = {variables}
+
+
+def rank():
+    """One rank, as a process of this worker's, which it ends with. Ray has set RANK, WORLD_SIZE and LOCAL_RANK."""
+    meeting = [None]
+    if dist.get_rank() == 0:
+        with socket.create_server(("", 0)) as free:
+            meeting = [(ray.util.get_node_ip_address(), free.getsockname()[1])]
+    dist.broadcast_object_list(meeting)
+    address, port = meeting[0]
+    where = {{"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": {name}}}
+    subprocess.run(COMMAND, cwd=FOLDER, env={{**os.environ, **VARIABLES, **where}}, check=True)
+
+
+trainer = TorchTrainer(
+    rank,
+    torch_config=TorchConfig(backend="gloo"),  # by which workers agree where ranks meet; it needs no GPU memory
+    scaling_config=ScalingConfig(num_workers={world}, use_gpu={use_gpu}, resources_per_worker={resources}),
+    run_config=RunConfig(name={name}, failure_config=FailureConfig(max_failures={restarts})),
+)
+trainer.fit()
+'''
+
+
+def ray(place: Place, options: RenderOptions) -> str:
+    """The text of a Python program.
+
+    Args:
+        place: Nodes, ranks and what they run.
+        options: How often lost workers are replaced.
+    """
+    return _PROGRAM.format(
+        summary=place.summary,
+        command=place.command,
+        words=_literal(place.run()[1:]),
+        variables=_literal(dict(place.variables)),
+        world=place.world,
+        use_gpu=place.gpus > 0,
+        resources=_literal({"CPU": place.cores, **({"GPU": 1} if place.gpus else {})}),
+        name=json.dumps(place.name),
+        restarts=options.restarts,
+    )
+
+
+def _literal(value: Any) -> str:
+    """Strings, numbers, lists and mappings as Python writes them, with double quotes: JSON is the same for these."""
+    return json.dumps(value)
