@@ -485,6 +485,35 @@ def test_halves_are_about_as_exact_as_torchs_own(dtype):
                 assert a <= 1.5 * b, (config, what, a / b)
 
 
+def lying(x, how):
+    """The same numbers, whose features, heads or tokens are not next to each other in memory."""
+    if how == "features and heads":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    if how == "features and tokens":
+        return x.transpose(1, 3).contiguous().transpose(1, 3)
+    if how == "every second feature":
+        return torch.stack([x, x], -1)[..., 0]
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.ranks(2)
+def test_numbers_may_lie_in_any_order():
+    """The CPU's kernel takes features for neighbours, wherever they are."""
+    mask, orders = Mask(causal=True, window=20), ("features and heads", "features and tokens", "every second feature")
+    for config in MODES[2]:
+        with live(config) as groups:
+            context = Context(groups, block=16)
+            parts = (numbers(2, 48, heads, 8, seed=heads).detach() for heads in (4, 2, 2))
+            cut, tokens = context.cut(tuple(parts))
+            leaves = [x.requires_grad_() for x in cut]
+            out = context.attention(*leaves, tokens, mask=mask)
+            expected = (out, *torch.autograd.grad(out, leaves, out.detach()))
+            for how in (*orders, "tokens and heads"):
+                again = context.attention(*(lying(x, how) for x in leaves), tokens, mask=mask)
+                found = (again, *torch.autograd.grad(again, leaves, lying(out.detach(), how)))
+                assert all(map(torch.equal, found, expected)), (config, how)
+
+
 @pytest.mark.ranks(2)
 def test_halves_and_autocast():
     with live({"mode": "ring"}) as groups:
@@ -496,6 +525,19 @@ def test_halves_and_autocast():
             out = context.attention(q, k, v, tokens)
         assert out.dtype == torch.bfloat16
         assert torch.equal(out, context.attention(*halves, tokens))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_autocast_rounds_what_it_is_given_and_nothing_inside(kernel):
+    """Products of kernels and gradients of sinks are those of halves without it, also where backward is inside."""
+    context, mask, results = Context(None, kernel=kernel), Mask(causal=True, window=9), []
+    for is_on in (False, True):
+        q, k, v = (numbers(1, 40, heads, 8, seed=heads).bfloat16() for heads in (4, 2, 2))
+        sinks = numbers(4, seed=5, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            out = context.attention(q, k, v, mask=mask, sinks=sinks)
+            results.append((out, *torch.autograd.grad(out, (q, k, v, sinks), out.detach())))
+    assert all(map(torch.equal, *results))
 
 
 ALIVE = """

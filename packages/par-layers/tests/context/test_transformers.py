@@ -170,6 +170,24 @@ def test_padding_and_positions_are_documents():
     compare("Llama", {"mode": "gather"}, packed, [[9, 15]])
 
 
+def test_padding_is_no_document_whatever_its_positions():
+    context, batch, counted = Context(None), batch_of(), torch.arange(24).expand(2, -1)
+    right = {**batch, "attention_mask": torch.ones(2, 24, dtype=torch.int64), "position_ids": counted}
+    right["attention_mask"][1, 20:] = 0
+    assert context.cut(right)[1].documents == ((24,), (20, 4))
+    left = {**batch, "attention_mask": (counted >= 3).long()}
+    anew = (counted - 3).clamp_min(0)
+    assert context.cut({**left, "position_ids": anew})[1].documents == ((1, 1, 1, 21),)
+    with pytest.raises(ValueError, match=r"padding before tokens whose position_ids count on; they must begin anew"):
+        context.cut({**left, "position_ids": counted})
+    pairs = torch.ones(2, 1, 24, 24).tril()
+    for positions in ({}, {"position_ids": counted}):
+        with pytest.raises(ValueError, match=r"attention_mask is \[2, 1, 24, 24\] and input_ids are \[2, 24\]; masks of"):
+            context.cut({"input_ids": batch["input_ids"], "attention_mask": pairs, **positions})
+    with pytest.raises(ValueError, match=r"position_ids are \[3, 2, 24\]; they must be \[B, length\]"):
+        context.cut({**batch, "position_ids": counted.expand(3, 2, 24)})
+
+
 def test_masks_are_read_of_the_functions_of_models():
     zero = torch.zeros(1, dtype=torch.int64)
     for function, mask in [

@@ -435,6 +435,7 @@ class Context:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: GatherPlan | RingPlan, how: Attention
     ) -> Tensor:
         """Attention over the ranks that exchange keys."""
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # kernels do not look at this stride
         if isinstance(plan, RingPlan):
             return attend_ring(q, k, v, sinks, plan=plan, how=how, options=self._ring)
         return attend(q, k, v, sinks, plan=plan, how=how, options=self._gather)

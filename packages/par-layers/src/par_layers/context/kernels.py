@@ -340,7 +340,7 @@ class Math:
                 new = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 weights, kept = torch.exp(scores - new), torch.exp(largest - new)
                 total = total * kept + weights.sum(-1, keepdim=True)
-                mixed = mixed * kept + torch.einsum("bhgqk,bkhd->bhgqd", weights, values[:, columns])
+                mixed = mixed * kept + products("bhgqk,bkhd->bhgqd", weights, values[:, columns])
                 largest = new
             out[:, rows] = (mixed / total).permute(0, 3, 1, 2, 4).flatten(2, 3)
             lse[:, :, rows] = (largest + total.log()).squeeze(-1).flatten(1, 2)
@@ -369,11 +369,11 @@ class Math:
             delta = (upstream * out[:, rows].to(wide).unflatten(2, shared)).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
             for columns in blocks:
                 weights = torch.exp(_scores(q, k, rows, columns, visible=visible, scale=scale) - sums)
-                dv[:, columns] += torch.einsum("bhgqk,bqhgd->bkhd", weights, upstream)
-                by_weight = torch.einsum("bqhgd,bkhd->bhgqk", upstream, values[:, columns])
+                dv[:, columns] += products("bhgqk,bqhgd->bkhd", weights, upstream)
+                by_weight = products("bqhgd,bkhd->bhgqk", upstream, values[:, columns])
                 by_score = weights * (by_weight - delta) * scale
-                dq[:, rows] += torch.einsum("bhgqk,bkhd->bqhgd", by_score, keys[:, columns]).flatten(2, 3)
-                dk[:, columns] += torch.einsum("bhgqk,bqhgd->bkhd", by_score, queries)
+                dq[:, rows] += products("bhgqk,bkhd->bqhgd", by_score, keys[:, columns]).flatten(2, 3)
+                dk[:, columns] += products("bhgqk,bqhgd->bkhd", by_score, queries)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _blocks(self, queries: int, keys: int, kind: Kind) -> list[tuple[slice, list[slice]]]:
@@ -392,7 +392,7 @@ def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, *, visible: Visib
     """Scaled products of a block of queries and one of keys, [B, Hk, H / Hk, q, k], -inf where the mask hides."""
     wide = wide_dtype(q.dtype)
     queries, keys = q[:, rows].to(wide).unflatten(2, (k.shape[2], -1)), k[:, columns].to(wide)
-    scores = torch.einsum("bqhgd,bkhd->bhgqk", queries, keys) * scale
+    scores = products("bqhgd,bkhd->bhgqk", queries, keys) * scale
     if visible.bias is not None:
         scores += visible.bias[rows, columns]
     elif visible.kind == "causal":
@@ -459,6 +459,12 @@ def check_kernel(kernel: object) -> None:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that pieces are added in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def products(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.einsum` in the dtype of its factors, also under autocast, which would round them."""
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.einsum(equation, a, b)
 
 
 def _check(q: Tensor, k: Tensor) -> None:

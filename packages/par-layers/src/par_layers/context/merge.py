@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import wide_dtype
+from .kernels import products, wide_dtype
 from .pieces import Piece
 
 Spans = tuple[tuple[int, int, bool], ...]
@@ -105,6 +105,6 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of the sinks, [H], from the final output, its gradient, and the final log-sum-exp."""
-    along = torch.einsum("bshd,bshd->bhs", gradient.to(lse.dtype), out.to(lse.dtype))
+    along = products("bshd,bshd->bhs", gradient.to(lse.dtype), out.to(lse.dtype))
     weights = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return -(weights * along).sum((0, 2)).to(sinks.dtype)

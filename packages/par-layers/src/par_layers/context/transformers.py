@@ -125,8 +125,13 @@ def whole_batch(
     """
     result = {name: x for name, x in batch.items() if name not in {"attention_mask", "position_ids"}}
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is not None and mask.shape != batch["input_ids"].shape:
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)} and input_ids are {list(batch['input_ids'].shape)}; masks of pairs "
+            "are not supported, documents= says what is packed"
+        )
     if documents is None and positions is not None:
-        documents = _documents_by_position(positions)
+        documents = _documents_by_position(positions, mask)
     elif documents is None and mask is not None:
         documents = _documents_without_padding(mask)
     if batch.get("labels") is None:
@@ -153,17 +158,28 @@ def _documents_without_padding(mask: Tensor) -> list[list[int]]:
     """The documents of rows that are padded at the right: what is padding is a document of its own."""
     numbers, length = mask.bool().sum(1), mask.shape[-1]
     places = torch.arange(length, device=mask.device)
-    if mask.dim() != 2 or not torch.equal(mask.bool(), places < numbers[:, None]):
+    if not torch.equal(mask.bool(), places < numbers[:, None]):
         raise ValueError("attention_mask must be [B, length], with padding at the right alone; give documents= instead")
     return [[number, length - number] if 0 < number < length else [length] for number in numbers.tolist()]
 
 
-def _documents_by_position(positions: Tensor) -> list[list[int]]:
-    """The documents of rows whose positions begin anew with each."""
+def _documents_by_position(positions: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """The documents of rows whose positions begin anew with each; padding is none of them, and has its own."""
     here = positions.cpu()
+    if here.dim() != 2:
+        raise ValueError(f"position_ids are {list(here.shape)}; they must be [B, length]")
     begins = here == 0
     if not bool((begins | (here == functional.pad(here[:, :-1] + 1, (1, 0)))).all()):
         raise ValueError("position_ids must count up from 0 in each document; give documents= instead")
+    if mask is not None:
+        seen = mask.cpu().bool()
+        before = functional.pad(seen[:, :-1], (1, 0), value=True)
+        if bool((seen & ~before & ~begins).any()):
+            raise ValueError(
+                "attention_mask has padding before tokens whose position_ids count on; they must begin anew behind "
+                "it, or give documents= instead"
+            )
+        begins = begins | (before & ~seen)
     ends = [[*row.nonzero()[:, 0].tolist(), here.shape[1]] for row in begins]
     return [[b - a for a, b in pairwise(row)] for row in ends]
 
