@@ -24,3 +24,14 @@ def test_a_strided_shard_has_a_factor_and_others_have_none():
     assert _torch_private.split_factor(_StridedShard(0, split_factor=3)) == 3
     assert _torch_private.split_factor(Shard(0)) is None
     assert _torch_private.split_factor(Replicate()) is None
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_torch_notes_its_collectives_and_counts_those_of_a_group():
+    before = _torch_private.operations_begun(dist.group.WORLD)
+    dist.barrier()
+    assert _torch_private.operations_begun(dist.group.WORLD) == before + 1
+    entry = _torch_private.flight_trace()["entries"][-1]
+    used = "process_group collective_seq_id p2p_seq_id is_p2p profiling_name input_sizes input_dtypes retired state"
+    assert set(f"{used} time_created_ns frames".split()) <= set(entry)
+    assert {"filename", "line"} <= set(entry["frames"][0])

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import ProcessGroups
+    from .live.recorder import Communicator, FlightRecorder
+    from .live.trace import Operation
     from .sharding.dtensor import to_dtensor
     from .sharding.gradients import (
         gradients,
@@ -41,9 +43,12 @@ __all__ = [
     "Box",
     "Channels",
     "Collective",
+    "Communicator",
     "Environment",
+    "FlightRecorder",
     "JointOptimizer",
     "Launch",
+    "Operation",
     "ProcessGroups",
     "RankLogger",
     "Registry",
@@ -92,6 +97,8 @@ _MODULE_OF = {
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("ProcessGroups",),
+        "live.recorder": ("Communicator", "FlightRecorder"),
+        "live.trace": ("Operation",),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": (
             *("gradients", "on_settle", "on_written", "set_gradient_elsewhere"),

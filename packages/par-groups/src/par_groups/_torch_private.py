@@ -1,7 +1,8 @@
 """What this package uses of torch that has no public name: the first file to look at when torch moves."""
 
+import pickle
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -36,6 +37,28 @@ def number_of_groups() -> int:
     group meet from this number, so that ranks with different numbers would wait for each other for ever.
     """
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def flight_trace() -> dict[str, Any]:
+    """What torch's flight recorder has noted in this process: "entries", one for each collective of gloo and NCCL.
+
+    `_distributed_c10d._dump_fr_trace`, in torch 2.11 to 2.13. No public call gives it; torch pickles it in C++.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]  # noqa: PLC0415 - no stub
+
+    trace: dict[str, Any] = pickle.loads(_dump_fr_trace())  # noqa: S301 - this process has just written it
+    return trace
+
+
+def operations_begun(group: dist.ProcessGroup) -> int:
+    """How many operations a group has begun on this rank; 0 where its backend does not count.
+
+    `ProcessGroup._get_sequence_number_for_group`, in torch 2.11 to 2.13; it raises for backends without such a number.
+    """
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
 
 
 def split_factor(placement: "Placement") -> int | None:

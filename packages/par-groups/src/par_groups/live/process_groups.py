@@ -74,6 +74,7 @@ class ProcessGroups:
         self._timeout = as_timedelta(timeout) or timeout_of(_world(), self.device)
         self._groups: dict[Key, dist.ProcessGroup] = {}
         self._channels: dict[Key, tuple[dist.ProcessGroup, ...]] = {}
+        self._names: dict[Key, str] = {}  # the first name that each was asked for by
         self._shared_world = backend is None and timeout is None
         declared = tuple(declare)
         _check_topologies(topology, declared, self.device)
@@ -96,6 +97,7 @@ class ProcessGroups:
         """
         key = self.topology.blocks(axes)
         if not key and key not in self._groups:
+            self._names.setdefault(key, "alone")
             self._groups[key] = self._alone()
         if key not in self._groups:
             known = ", ".join(self.topology.axes | dict.fromkeys(self.topology.products))
@@ -157,6 +159,19 @@ class ProcessGroups:
         if len(names) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+
+    def named(self) -> dict[str, dist.ProcessGroup]:
+        """The communicators of several ranks that this rank has now, by name. No communication.
+
+        The name is the axes', such as "tensor" or "dataxsequence"; where several have the same ranks, they share one
+        communicator and the first one's name. Channels have numbers, and the default group is "world".
+        """
+        named = {self._names[key]: group for key, group in self._groups.items()}
+        for key, channels in self._channels.items():
+            named |= {f"channel {number} of {self._names[key]}": group for number, group in enumerate(channels)}
+        several = {label: group for label, group in named.items() if dist.get_world_size(group) > 1}
+        world = _world()
+        return several if world in several.values() or self.topology.world_size == 1 else {"world": world, **several}
 
     @property
     def is_master(self) -> bool:
@@ -225,6 +240,7 @@ class ProcessGroups:
             self._make(wanted)
             return
         key = self.topology.blocks(wanted.axes)
+        self._names.setdefault(key, _label(wanted.axes))
         there = self._channels.get(key, ())
         missing = range(wanted.count - len(there))
         self._channels[key] = there + tuple(self._new(wanted.axes) if key else self._alone() for _ in missing)
@@ -234,6 +250,7 @@ class ProcessGroups:
         key = self.topology.blocks(axes)
         if not key or key in self._groups:
             return
+        self._names.setdefault(key, _label(axes))
         is_world = self.topology.size(axes) == self.topology.world_size
         self._groups[key] = _world() if is_world and self._shared_world else self._new(axes)
 
@@ -244,8 +261,9 @@ class ProcessGroups:
             return _checked(dist.new_group(list(mine), self._timeout, self._backend), mine)
         if self._backend is None and _is_splittable(self.device):
             all_groups = [list(ranks) for ranks in self.topology.groups(axes)]
-            label = axes if isinstance(axes, str) else "x".join(axes)
-            return _checked(dist.split_group(split_ranks=all_groups, timeout=self._timeout, group_desc=label), mine)
+            return _checked(
+                dist.split_group(split_ranks=all_groups, timeout=self._timeout, group_desc=_label(axes)), mine
+            )
         made = None
         for ranks in self.topology.groups(axes):
             group = dist.new_group(list(ranks), self._timeout, self._backend)
@@ -259,6 +277,11 @@ class ProcessGroups:
         mine = [self.global_rank]
         group = dist.new_group(mine, self._timeout, self._backend, use_local_synchronization=True)
         return _checked(group, mine)
+
+
+def _label(axes: Axes) -> str:
+    """What a group over these axes is called."""
+    return axes if isinstance(axes, str) else "x".join(axes)
 
 
 def default_device() -> torch.device:
