@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ._policy import Policy
 from ._torch_private import takes_scale
 from ._weights import Change, Weights
-from .norm.clip import clip_coefficient
+from .norm.clip import check_limit, clip_coefficient
 from .norm.norm import counted_parts
 from .norm.sums import sum_of_powers
 from .scale.scaling import Scaling
@@ -197,6 +197,22 @@ class MixedOptimizer(Optimizer):
             scheduler: A scheduler of this optimizer or of the user's.
         """
         return Schedule(scheduler, lambda: self.last is not None and bool(self.last.skipped))
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Largest norm that all gradients together keep in the steps to come, the same on all ranks; None: any norm.
+
+        A trainer that is told the norm before each step sets it here; `mixed(clip_norm=...)` says what it is at first.
+        """
+        return self._clip.norm
+
+    @clip_norm.setter
+    def clip_norm(self, norm: float | None) -> None:
+        if norm is not None:
+            check_limit(norm, "clip_norm")
+            if self._clip.value is not None:
+                raise ValueError(f"clip_norm={norm} and clip_value={self._clip.value}: give one of them")
+        self._clip = Clip(norm=norm, value=self._clip.value)
 
     # What is saved
 

@@ -95,7 +95,7 @@ def _complete_before_step(optimizer: Optimizer, handlers: Sequence[GradientHandl
     """Lets handlers complete the gradients before each step."""
 
     def complete(_: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if len(args) > 1 or keywords.get("closure") is not None:
+        if any(given is not None for given in (*args[1:], *keywords.values())):
             raise ValueError("step() was given a closure; call Strategy.backward() first, then step() without one")
         for handler in handlers:
             handler.handle_gradient()

@@ -1,0 +1,95 @@
+"""What `TrainingArguments` and a Trainer cannot say beside a strategy, each with what says it."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ..strategy.strategy import Strategy
+from ._options import StrategyKeywords
+
+REFUSED = {
+    "fsdp": "strategy=dict(zero=3)",
+    "deepspeed": "strategy=dict(zero=...), and memory= for what leaves the device",
+    "parallelism_config": "strategy=dict(parallel=...)",
+    "ddp_find_unused_parameters": "nothing: parameters without a gradient are found",
+    "ddp_bucket_cap_mb": "strategy=dict(zero=dict(stage=..., bucket=...))",
+    "ddp_broadcast_buffers": "nothing: buffers are each rank's own",
+    "ddp_static_graph": "nothing: no graph is recorded",
+    "torch_compile": "a plugin of the strategy that compiles modules",
+    "auto_find_batch_size": "per_device_train_batch_size; Strategy.plan(model) says what a batch takes",
+    "fp16_full_eval": "strategy=dict(precision=...), which evaluates in it too",
+    "bf16_full_eval": "strategy=dict(precision=...), which evaluates in it too",
+    "save_on_each_node": "an output_dir that all nodes share",
+}
+"""Arguments that must not be set, and what to give instead."""
+
+
+def check_arguments(args: Any, given: StrategyKeywords | Strategy | None) -> None:
+    """Checks that arguments say nothing that a strategy says.
+
+    Args:
+        args: The `TrainingArguments`.
+        given: The strategy's keywords, or the strategy.
+
+    Raises:
+        ValueError: One does; the message names it and what to give instead.
+    """
+    for name, instead in REFUSED.items():
+        value = getattr(args, name, None)
+        if value or (name.startswith("ddp_") and value is not None):
+            raise ValueError(f"TrainingArguments has {name}={value!r}; leave it out and give {instead}")
+    options: Any = given.options if isinstance(given, Strategy) else None
+    clip_norm = (given or {}).get("clip_norm") if options is None else options.clip_norm  # type: ignore[union-attr]
+    if clip_norm is not None:
+        raise ValueError(
+            f"the strategy has clip_norm={clip_norm}; leave it out: TrainingArguments(max_grad_norm=...) says it"
+        )
+    recompute = (given or {}).get("recompute") if options is None else options.recompute  # type: ignore[union-attr]
+    if recompute and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing):
+        raise ValueError(
+            f"TrainingArguments asks for checkpointing of activations and the strategy for recompute={recompute!r}, and both "
+            "compute again; give one"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs, which is nn.DataParallel; start a process for each: torchrun"
+        )
+    if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        raise ValueError(
+            f"there are {dist.get_world_size()} ranks, of which TrainingArguments sees {args.world_size}; on CPUs give "
+            "use_cpu=True, and start the ranks with torchrun before they are made"
+        )
+
+
+def check_trainer(trainer: Any, loss: Any, strategy: Strategy) -> None:
+    """Checks that a trainer's loss and batches are such as the strategy can compute.
+
+    Args:
+        trainer: The trainer.
+        loss: `Trainer.compute_loss` of transformers.
+        strategy: The strategy.
+
+    Raises:
+        ValueError: They are not; the message names what to change.
+    """
+    args, groups = trainer.args, strategy.groups
+    together = [axis for axis in ("tensor", "pipeline", "sequence") if groups.size(axis) > 1]
+    if together and args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            f"train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and the {together[0]} ranks of a "
+            "replica have the same; use 'random' or 'group_by_length'"
+        )
+    if strategy.schedule is None and strategy.averaged_over == "data":
+        return
+    over = next(axis for axis in ("pipeline", "sequence") if groups.size(axis) > 1)
+    own = {
+        "compute_loss of its own": type(trainer).compute_loss is not loss,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+    }
+    for name, has in own.items():
+        if has:
+            raise ValueError(
+                f"this {type(trainer).__name__} has a {name}, and over {over}={groups.size(over)} the loss is the model's own "
+                "causal one; leave it out, or use tensor and data ranks"
+            )

@@ -1,0 +1,380 @@
+"""Accelerate on a `Strategy`: a script that has an `Accelerator` gets a `ParAccelerator`, and stays as it is.
+
+Models and optimizers are the strategy's; data loaders, lr schedulers, trackers and the state of random generators stay
+Accelerate's own. A "process" of Accelerate is a data rank here: the ranks that share a replica are given its batches.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..strategy.strategy import Strategy
+from ._options import StrategyKeywords, make_strategy, missing
+
+try:
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import GradientAccumulationPlugin, convert_file_size_to_int, recursively_apply
+except ImportError as error:
+    raise missing("accelerate", "accelerate", "accelerate") from error
+
+from ._accelerated import ParOptimizer, ParScheduler, Refusing
+
+REFUSED = {
+    "deepspeed_plugin": "strategy=dict(zero=...), and memory= for what leaves the device",
+    "deepspeed_plugins": "strategy=dict(zero=...), and an accelerator for each model",
+    "fsdp_plugin": "strategy=dict(zero=3)",
+    "megatron_lm_plugin": "strategy=dict(parallel=dict(tensor=..., pipeline=...))",
+    "torch_tp_plugin": "strategy=dict(parallel=dict(tensor=dict(size=..., mode='1d')))",
+    "parallelism_config": "strategy=dict(parallel=...)",
+    "dynamo_backend": "a plugin of the strategy that compiles modules",
+    "dynamo_plugin": "a plugin of the strategy that compiles modules",
+    "kwargs_handlers": "the strategy's keywords: mixed=dict(scale=...), precision=; find_unused_parameters needs nothing",
+}
+"""Arguments of `Accelerator` that say what the strategy says, and what says it."""
+
+_LAUNCHED = {
+    "ACCELERATE_USE_DEEPSPEED": REFUSED["deepspeed_plugin"],
+    "ACCELERATE_USE_FSDP": REFUSED["fsdp_plugin"],
+    "ACCELERATE_USE_MEGATRON_LM": REFUSED["megatron_lm_plugin"],
+    "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
+}
+"""What `accelerate launch` leaves in the environment for the same."""
+
+
+class AcceleratorKeywords(TypedDict, total=False):
+    """The keywords of `Accelerator` that mean here what they mean there."""
+
+    device_placement: bool
+    split_batches: bool
+    gradient_accumulation_steps: int
+    dataloader_config: DataLoaderConfiguration
+    rng_types: Sequence[str]
+    log_with: Any
+    project_dir: str | os.PathLike[str]
+    project_config: Any
+    gradient_accumulation_plugin: GradientAccumulationPlugin
+    step_scheduler_with_optimizer: bool
+
+
+class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """An `Accelerator` whose models and optimizers are those of a `Strategy`.
+
+    `num_processes` is the number of data ranks and `process_index` is this rank's place among them, so batches, schedules
+    and what is gathered count each sample once under every parallelism. `is_main_process` is true on rank 0 alone.
+
+    Args:
+        strategy: Keywords of `par_train.Strategy`, such as dict(parallel=..., zero=3), or a strategy; None: data parallel.
+        mixed_precision: "no", "bf16" or "fp16", which is autocast: "bf16-amp" and "fp16-amp" of the strategy.
+        cpu: Whether to compute on the CPU where there is an accelerator.
+        **accelerator: Keywords of `Accelerator` that mean what they mean there.
+
+    Attributes:
+        strategy: The strategy, for what Accelerate has no name for, such as `execute_pipeline` and `sample`.
+
+    Raises:
+        ValueError: An argument, or a variable of `accelerate launch`, that says what the strategy says.
+
+    Example:
+        accelerator = ParAccelerator(strategy=dict(parallel=dict(tensor=dict(size=2, mode="1d")), zero=1))
+        model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+    """
+
+    calls_models = True  # a trainer that runs microbatches through stages says otherwise
+
+    def __init__(
+        self,
+        *,
+        strategy: StrategyKeywords | Strategy | None = None,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        **accelerator: Unpack[AcceleratorKeywords],
+    ) -> None:
+        for name, instead in REFUSED.items():
+            if accelerator.pop(name, None) is not None:  # type: ignore[misc]
+                raise ValueError(f"ParAccelerator was given {name}; leave it out and give {instead}")
+        for name, instead in _LAUNCHED.items():
+            if os.environ.get(name, "false").lower() in ("true", "1"):
+                raise ValueError(f"the environment has {name}; launch without that and give ParAccelerator {instead}")
+        mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        config = accelerator.pop("dataloader_config", DataLoaderConfiguration())
+        if config.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches=True has rank 0 read for all; leave it out: each data rank reads its own samples"
+            )
+        said = f"mixed_precision={mixed_precision!r}"
+        device = "cpu" if cpu else "auto"
+        self.strategy = make_strategy(strategy, mixed_precision=mixed_precision, said_by=said, device=device)
+        place = self.strategy.environment
+        if place.world_size > 1:  # Accelerate asks these who it is, which SLURM and Open MPI name otherwise
+            for name, number in (("RANK", place.rank), ("WORLD_SIZE", place.world_size)):
+                os.environ.setdefault(name, str(number))
+            os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+            os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world_size))
+        super().__init__(
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            dataloader_config=replace(config, dispatch_batches=False),
+            **accelerator,
+        )
+        self.scaler = None  # the strategy's optimizer scales
+
+    @property
+    def num_processes(self) -> int:
+        """The number of data ranks."""
+        return self.strategy.groups.size("data")
+
+    @property
+    def process_index(self) -> int:
+        """This rank's place among the data ranks."""
+        return self.strategy.groups.rank("data")
+
+    # What is done once
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """As `Accelerator.prepare`; a model and the optimizer of its parameters come in one call. Collective.
+
+        Raises:
+            ValueError, TypeError: What `Strategy.initialize` refuses, on every rank.
+        """
+        if device_placement is not None:
+            raise ValueError("device_placement was given to prepare(); everything comes to the strategy's device")
+        became = {id(each): each for each in args}
+        became |= self._initialized([each for each in args if _is_the_strategys(each) and not _is_prepared(each)])
+        for each in became.values():
+            kept = self._models if isinstance(each, nn.Module) else self._optimizers
+            if _is_the_strategys(each) and not any(each is one for one in kept):
+                kept.append(each)
+        others = [each for each in args if not _is_the_strategys(each)]
+        for other in others:
+            became[id(other)] = self._prepare_one(other, first_pass=True)
+        for other in others:  # lr schedulers, which ask optimizers
+            became[id(other)] = self._prepare_one(became[id(other)])
+        for each in became.values():
+            if any(each is one for one in (*self._models, *self._optimizers, *self._schedulers, *self._dataloaders)):
+                each._is_accelerate_prepared = True
+        result = tuple(became[id(each)] for each in args)
+        return result if len(result) > 1 else result[0]
+
+    def _initialized(self, objects: list[Any]) -> dict[int, Any]:
+        """What models and optimizers have become, by the id of each."""
+        if not objects:
+            return {}
+        if self.strategy.schedule is not None and self.calls_models:
+            raise ValueError(
+                "the strategy has a pipeline, whose stages no loop calls as a model; use Strategy.execute_pipeline in a "
+                "loop of your own, or par_train.adapters.transformers.ParTrainer"
+            )
+        for each in objects:
+            if isinstance(each, nn.Module) and self.verify_device_map(each):
+                raise ValueError(f"this {type(each).__name__} was loaded with a device_map; load it without one")
+        held = [_ids_in(each.param_groups) if isinstance(each, Optimizer) else set() for each in objects]
+        given = self.strategy.initialize(*objects)
+        given = [given] if len(objects) == 1 else list(given)
+        here = {id(each) for model in given if isinstance(model, nn.Module) for each in model.parameters()}
+        for place, optimizer in enumerate(given):
+            if isinstance(optimizer, Optimizer):
+                given[place] = ParOptimizer(optimizer, held[place] & here, self.strategy.options.clip_norm)
+                self.scaler = given[place].scaling
+        return {id(old): new for old, new in zip(objects, given, strict=True)}
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepares a model that is only run; one that is trained comes to `prepare` with its optimizer."""
+        del device_placement, evaluation_mode
+        prepared: nn.Module = self.prepare(model)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Gives back an optimizer that is prepared; one that is not comes to `prepare` with its model."""
+        del device_placement
+        prepared: Optimizer = self.prepare(optimizer)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A scheduler that steps with the optimizers, as often as there are data ranks, as Accelerate's do."""
+        if not _is_prepared(scheduler):
+            scheduler = ParScheduler(
+                scheduler,
+                self._optimizers,
+                step_with_optimizer=self.step_scheduler_with_optimizer,
+                times=1 if self.split_batches else self.num_processes,
+            )
+        if not any(scheduler is one for one in self._schedulers):
+            self._schedulers.append(scheduler)
+        return scheduler
+
+    # What is done in each step
+
+    def backward(
+        self, loss: Tensor, *, weight: Tensor | float | None = None, optimizer: Optimizer | None = None, **others: Any
+    ) -> None:
+        """Runs the backward pass of a loss.
+
+        Args:
+            loss: A scalar. Without a weight it is divided by `gradient_accumulation_steps`, as Accelerate does.
+            weight: The number of things, such as tokens, that the loss is a mean of: gradients become the mean over all
+                of them, on all ranks and in all passes of the step.
+            optimizer: The prepared optimizer that trains what the loss depends on; needed where there are several.
+            **others: What `Tensor.backward` takes is refused.
+
+        Raises:
+            ValueError: It is not known which optimizer is meant.
+        """
+        if others:
+            raise ValueError(f"backward() was given {sorted(others)}; it takes a loss, weight= and optimizer=")
+        meant = [each for each in self._optimizers if optimizer is None or each is optimizer]
+        if len(meant) != 1:
+            raise ValueError(
+                f"backward() does not know which of {len(self._optimizers)} prepared optimizers is meant; prepare a model "
+                "with its optimizer, and where there are several give backward() one with optimizer="
+            )
+        loss = loss if weight is not None else loss / self.gradient_accumulation_steps
+        self.strategy.backward(loss, meant[0].optimizer, weight)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside add up gradients on each rank; see `Strategy.no_sync`."""
+        with self.strategy.no_sync(model):
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Lets the step to come scale all gradients of an optimizer down to a norm.
+
+        Gradients that are cut are complete in the step alone, so that is where it happens.
+
+        Args:
+            parameters: All parameters that an optimizer trains.
+            max_norm: The largest norm that they keep; inf never clips.
+            norm_type: 2.
+
+        Returns:
+            The norm of all gradients before that: an fp64 scalar, NaN until the optimizer has stepped.
+
+        Raises:
+            ValueError: Another norm, or parameters that are not all that an optimizer trains.
+        """
+        if norm_type != 2:
+            raise ValueError(f"norm_type is {norm_type}; gradients are clipped by their 2-norm alone")
+        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for optimizer in self._optimizers:
+            if optimizer.trained <= given:
+                return optimizer.clip(float(max_norm))
+        raise ValueError(
+            f"clip_grad_norm_ was given {len(given)} parameters, which are not all that a prepared optimizer trains; all "
+            "its gradients have one norm: give it model.parameters()"
+        )
+
+    # What ranks tell each other
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all data ranks, one after another along the first dimension, as `Accelerator.gather`."""
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if self.num_processes == 1:
+            return tensor
+        mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.num_processes)]
+        dist.all_gather(parts, mine, group=self.strategy.groups["data"])
+        return torch.cat(parts)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `Accelerator.gather_for_metrics`, over the data ranks."""
+        try:
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)
+        parts: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(parts, input_data, group=self.strategy.groups["data"])
+        every, state = [each for part in parts for each in part], self.gradient_state
+        return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sums or means over the data ranks, as `Accelerator.reduce`."""
+
+        def reduced(one: Tensor) -> Tensor:
+            total = one.detach().clone()
+            dist.all_reduce(total, group=self.strategy.groups["data"])
+            return total / self.num_processes * scale if reduction == "mean" else total * scale
+
+        return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    # Files
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a model as a folder that transformers opens; see `Strategy.save`. Collective."""
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False; models are written as safetensors alone")
+        self.strategy.save(model, save_directory, max_file_size_gb=convert_file_size_to_int(max_shard_size) / 1e9)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **others: Any) -> str:
+        """Writes everything that training needs to go on. Collective.
+
+        Models and optimizers are a checkpoint of the strategy in the folder, which knows nothing of ranks; the rest is
+        what `Accelerator.save_state` writes.
+        """
+        with self._without_models():
+            folder: str = super().save_state(output_dir, safe_serialization, **others)
+        self.strategy.checkpoint(folder, step=self.strategy.steps)
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **others: Any
+    ) -> None:
+        """Goes on from what `save_state` wrote, under this or another topology. Collective."""
+        folders: list[str] = []
+        hook = Accelerator.register_load_state_pre_hook(self, lambda _, folder: folders.append(folder))
+        try:
+            with self._without_models():
+                super().load_state(input_dir, load_kwargs, **others)
+        finally:
+            hook.remove()
+        if self.strategy.resume(folders[0]) is None:
+            raise ValueError(
+                f"{folders[0]!r} holds no checkpoint of a strategy; give a folder of ParAccelerator.save_state"
+            )
+
+    @contextmanager
+    def _without_models(self) -> Iterator[None]:
+        """A context in which Accelerate sees what it has prepared itself."""
+        models, optimizers, scaler = self._models, self._optimizers, self.scaler
+        self._models, self._optimizers, self.scaler = [], [], None
+        try:
+            yield
+        finally:
+            self._models, self._optimizers, self.scaler = models, optimizers, scaler
+
+    def end_training(self) -> None:
+        """Ends trackers, and what the strategy has started."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.strategy.close()
+        self.state.destroy_process_group()
+
+
+def _is_the_strategys(value: Any) -> bool:
+    return isinstance(value, nn.Module | Optimizer)
+
+
+def _is_prepared(value: Any) -> bool:
+    return getattr(value, "_is_accelerate_prepared", False)
+
+
+def _ids_in(groups: list[dict[str, Any]]) -> set[int]:
+    return {id(each) for group in groups for each in group["params"]}

@@ -1,0 +1,268 @@
+"""transformers' `Trainer` on a `Strategy`: its loop, its callbacks and its files, over any parallelism.
+
+    trainer = ParTrainer(model, args, train_dataset=rows, strategy=dict(parallel=..., zero=3))
+
+The Trainer's accelerator is a `ParAccelerator`. Over a pipeline, and over a sequence that is cut, a batch goes through
+`Strategy.execute_pipeline`, for there no rank calls the model; elsewhere the loop is the Trainer's own throughout.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from par_groups import together
+from par_layers import parallel_of
+
+from ..data.packing import IGNORED
+from ..strategy.existing import logits_of, next_labels
+from ..strategy.pretrained.adapters import has_adapters
+from ..strategy.strategy import Strategy
+from ._options import StrategyKeywords, make_strategy, missing
+
+try:
+    from transformers import Trainer
+    from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+except ImportError as error:
+    raise missing("transformers", "transformers", "trainer") from error
+
+from ._arguments import check_arguments, check_trainer
+from .accelerate import ParAccelerator
+
+
+class _Accelerator(ParAccelerator):
+    """The accelerator of a Trainer, which runs stages by `Strategy.execute_pipeline`."""
+
+    calls_models = False
+
+
+class ParTrainerMixin:
+    """Puts a trainer that is built on transformers' `Trainer`, such as TRL's, on a strategy.
+
+    Args:
+        *args: The trainer's own.
+        strategy: Keywords of `par_train.Strategy`, such as dict(parallel=..., zero=3), or a strategy; None: data parallel.
+        **trainer: The trainer's own.
+
+    Attributes:
+        strategy: The strategy.
+
+    Raises:
+        ValueError: An argument that says what the strategy says, with the name of what says it; on every rank.
+
+    Example:
+        class ParSFTTrainer(ParTrainerMixin, SFTTrainer): ...
+    """
+
+    args: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    accelerator: ParAccelerator
+    strategy: Strategy
+
+    def __init__(self, *args: Any, strategy: StrategyKeywords | Strategy | None = None, **trainer: Any) -> None:
+        self._given = strategy
+        try:
+            super().__init__(*args, **trainer)
+            check_trainer(self, Trainer.compute_loss, self.strategy)
+        except Exception:
+            if hasattr(self, "strategy") and self.strategy is not strategy:
+                self.strategy.close()
+            raise
+
+    # What is done once
+
+    def _build_accelerator_args(self, **keywords: Any) -> dict[str, Any]:
+        """What an accelerator is told; the rest is said to the strategy."""
+        kept = {name: keywords[name] for name in ("dataloader_config", "gradient_accumulation_plugin")}
+        self._told: dict[str, Any] = {"cpu": self.args.use_cpu, "mixed_precision": "no", **kept}
+        return self._told
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes a `ParAccelerator` in the place of the Trainer's own, told the same."""
+        args = self.args
+        check_arguments(args, self._given)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.strategy = make_strategy(
+            self._given,
+            mixed_precision=args.mixed_precision,
+            said_by=f"TrainingArguments({args.mixed_precision}=True)",
+            device="cpu" if args.use_cpu else "auto",
+            seed=args.seed,
+        )
+        self.accelerator = _Accelerator(strategy=self.strategy, **self._told)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves that to the strategy, which first cuts the model."""
+
+    def _prepare_for_training(self, max_steps: int, *others: Any, **keywords: Any) -> Any:
+        self._count_parameters()
+        return super()._prepare_for_training(max_steps, *others, **keywords)  # type: ignore[misc]
+
+    def _count_parameters(self) -> None:
+        """Counts what takes arithmetic while the model is whole."""
+        if not self.accelerator._models and hasattr(self.model, "num_parameters"):
+            self._arithmetic = 6 * self.model.num_parameters(exclude_embeddings=True)
+
+    def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
+        """As the Trainer's; a model that may be trained later is prepared for that, for this is done once."""
+        if not self.accelerator._models and self.train_dataset is not None:  # type: ignore[attr-defined]
+            self._count_parameters()
+            self.create_optimizer()  # type: ignore[attr-defined]
+            self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        return super().evaluation_loop(*args, **keywords)  # type: ignore[misc]
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("hyperparameter_search trains many models in a process; start each trial as a run of its own")
+
+    # What is done in each step
+
+    @property
+    def _runs_batches(self) -> bool:
+        """Whether batches go through `Strategy.execute_pipeline`, for no rank can call the model."""
+        return self.strategy.schedule is not None or self.strategy.averaged_over != "data"
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Forward and backward of a batch. Returns what it adds to the mean loss of the step."""
+        if not self._runs_batches:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            return loss
+        model.train()
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        mean = self._run(model, inputs, self.optimizer.optimizer)[0]
+        count = (next_labels(inputs) != IGNORED).sum()
+        items = count if num_items_in_batch is None else num_items_in_batch
+        replicas = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return (torch.where(count > 0, mean * count, 0.0) / items * replicas).float()
+
+    def _run(self, model: nn.Module, inputs: dict[str, Any], optimizer: Any = None, outputs: bool = False) -> Any:
+        """The mean loss of a batch and, if asked for, its logits on the last stage; each microbatch has a row."""
+        rows, least = len(inputs["input_ids"]), self.strategy.make_schedule().microbatches
+        if rows < least:  # the last batch of an epoch: more rows, of which nothing counts
+            again = torch.arange(least) % rows
+            labels = next_labels(inputs)[again]
+            labels[rows:] = IGNORED
+            inputs = {
+                **{name: each[again] for name, each in inputs.items() if name != "labels"},
+                "shift_labels": labels,
+            }
+        run = partial(self.strategy.execute_pipeline, iter([inputs]), model, None)
+        if optimizer is not None:
+            return run(optimizer), None
+        loss, logits = run(return_outputs=True, forward_only=True) if outputs else (run(forward_only=True), None)
+        return loss, None if logits is None else logits_of(logits)[:rows]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Loss, logits and labels of a batch, on every rank."""
+        if not self._runs_batches:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc, no-any-return]
+        if not prediction_loss_only and self.strategy.averaged_over != "data":
+            raise ValueError(
+                "predictions were asked for, of sequences that are cut over ranks; give prediction_loss_only=True, or save "
+                "the model and predict without the axis"
+            )
+        model = self.model_wrapped
+        model.eval()
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            loss, logits = self._run(model, inputs, outputs=not prediction_loss_only)
+        loss = loss.float() if inputs.get("labels") is not None else None
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, self._from_last_stage(logits), inputs.get("labels")
+
+    def _from_last_stage(self, logits: Tensor | None) -> Tensor:
+        """Logits of the last stage on all stages, whole."""
+        known = parallel_of(self.model)
+        if logits is not None and known is not None:
+            logits = known.gather(logits)
+        schedule, group = self.strategy.schedule, self.strategy.groups["pipeline"]
+        if schedule is None:
+            return logits  # type: ignore[return-value]  # there is one stage
+        last = schedule.rank_of(schedule.stages - 1)
+        about: list[Any] = [None if logits is None else (logits.shape, logits.dtype)]
+        dist.broadcast_object_list(about, group=group, group_src=last)
+        shape, dtype = about[0]
+        whole = torch.empty(shape, dtype=dtype, device=self.strategy.device) if logits is None else logits.contiguous()
+        dist.broadcast(whole, group=group, group_src=last)
+        return whole
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """What the whole model computes for a batch, shared out over the ranks of a replica, which the Trainer adds up."""
+        sharing = self.strategy.environment.world_size // self.accelerator.num_processes
+        tokens = inputs[self.model.main_input_name].numel() if hasattr(self, "_arithmetic") else 0
+        return tokens * getattr(self, "_arithmetic", 0) / sharing
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step over all data ranks."""
+        rows: int = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        return rows * self.accelerator.num_processes
+
+    # Files
+
+    @property
+    def _plan(self) -> str:
+        return "peft" if has_adapters(self.model) else "huggingface"
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Writes the model, whatever ranks have of it, as the Trainer's own files in its own layout. Collective."""
+        del state_dict
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        staging = folder / "par_saving"  # a folder that has other files is never replaced
+        if not self.accelerator._models:
+            raise ValueError("the model is saved before train() or evaluate() has prepared it; save the one you gave")
+        self.strategy.save(self.model_wrapped, staging, plan=self._plan)
+        with together("saving", None):
+            if self.args.should_save:
+                for file in staging.iterdir():
+                    file.replace(folder / file.name)
+                staging.rmdir()
+                processing = getattr(self, "processing_class", None) or getattr(self.data_collator, "tokenizer", None)  # type: ignore[attr-defined]
+                if processing is not None:
+                    processing.save_pretrained(folder)
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.strategy.save(self.optimizer.optimizer, output_dir)  # as output_dir/optimizer
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Leaves that until the model is prepared, and each rank can read its own."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not os.path.isdir(os.path.join(checkpoint, "optimizer")):
+            raise ValueError(
+                f"{checkpoint!r} has no folder `optimizer`, so training cannot go on from it; give a checkpoint of ParTrainer "
+                "that was not saved with save_only_model, or make the model from it and begin anew"
+            )
+        self.strategy.load(self.model_wrapped, checkpoint, plan=self._plan)
+        self.strategy.load(self.optimizer.optimizer, checkpoint)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        self.strategy.steps = self.state.global_step
+
+    def _load_best_model(self) -> None:
+        self.strategy.load(self.model_wrapped, self.state.best_model_checkpoint, plan=self._plan)
+
+
+class ParTrainer(ParTrainerMixin, Trainer):  # type: ignore[misc]  # transformers has no types
+    """transformers' `Trainer`, with its arguments, on a strategy; see `ParTrainerMixin`."""
