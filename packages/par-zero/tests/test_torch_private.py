@@ -74,13 +74,15 @@ def test_every_one_does_what_it_is_used_for():
     assert [list(hooks.values()) for hooks in private.hooks_of(optimizer).values() if hooks] == [[hook]]
     handle.remove()
     private.call_first_after_step(optimizer, lambda *_: heard.append("first"))
+    private.call_last_before_step(optimizer, lambda *_: heard.append("at last"))
     optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
     heard.clear()
     private.bare_step(optimizer)(optimizer)
     assert not heard
     optimizer.register_step_post_hook(lambda *_: heard.append("last"))
+    optimizer.register_step_post_hook(lambda optimizer, *_: heard.append(private.is_within_step(optimizer)))
     optimizer.step()
-    assert heard == ["before", "first", "last"]
+    assert heard == ["before", "at last", "first", "last", False]
     assert dist.get_world_size() == 1
     apart = dist.new_group([0], timedelta(seconds=7))
     assert private.timeout_of(apart) == timedelta(seconds=7)

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -89,6 +92,9 @@ def test_who_has_work_under_way_hears_of_a_reader_and_not_of_a_writer():
     assert heard == [("settle", 2)]
     written_([one, two])
     assert heard == [("settle", 2), ("written", 1)]
+    for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        settle_([other])
+        written_([other])
     registration.remove()
     settle_([one, two])
     assert len(heard) == 2

@@ -1,7 +1,6 @@
 """The engine of a sharded module: what happens around its forward, its backward and the optimizer's step."""
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -18,7 +17,13 @@ from ._gather import Gatherer, computed
 from ._order import Order
 from ._reduce import Reducer
 from ._stage import Stage
-from ._torch_private import call_first_after_step, has_compiled, without_torch_functions
+from ._torch_private import (
+    call_first_after_step,
+    call_last_before_step,
+    has_compiled,
+    is_within_step,
+    without_torch_functions,
+)
 from ._unit import Unit
 from .layout.chunk import Chunk
 from .layout.meter import Meter
@@ -96,7 +101,8 @@ class Engine:
             wholes = self._assemblies[number].wholes if number in self._assemblies else ()
             rewire_(optimizer, self._stepped[number], first, wholes, cuts)
             first += len(optimizer.param_groups)
-            optimizer.register_step_pre_hook(partial(self._before_step, number))
+            # Hooks of the user's may change gradients and settings before.
+            call_last_before_step(optimizer, partial(self._before_step, number))
             if away is None or away.disk is None:
                 optimizer.register_step_post_hook(partial(self._after_step, number))
             else:  # hooks of the user's are to see all gradients and all that was stepped
@@ -225,22 +231,24 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those too that wait under `no_sync`. It is the module's method."""
-        self._finish_with_gradients(set_to_none)
+        self._finish_with_gradients(range(len(self._optimizers)), set_to_none)
         self._reducer.forget(self._trained)
         for optimizer in self._optimizers:
             type(optimizer).zero_grad(optimizer, set_to_none)
 
     def _zero_grad_of_optimizer(self, number: int, set_to_none: bool = True) -> None:
         """Drops the gradients of what one optimizer steps. It is the optimizer's method."""
-        self._finish_with_gradients(set_to_none)
+        self._finish_with_gradients([number], set_to_none)
         self._reducer.forget(self._stepped[number])
         optimizer = self._optimizers[number]
         type(optimizer).zero_grad(optimizer, set_to_none)
 
-    def _finish_with_gradients(self, set_to_none: bool) -> None:
-        """Waits, where gradients are about to be written that a step may still need."""
-        if self._stream is not None and not set_to_none:
-            self._stream.join()
+    def _finish_with_gradients(self, numbers: Iterable[int], set_to_none: bool) -> None:
+        """Waits, where gradients of some optimizers are about to be written that a step may still need."""
+        if self._stream is not None:
+            self._stream.forget_gradients(numbers)
+            if not set_to_none:
+                self._stream.join()
 
     def _zero_grad_of(self, item: int, set_to_none: bool = True) -> None:  # noqa: ARG002 - the module's signature
         """Drops the gradients of one of several called modules."""
@@ -286,6 +294,8 @@ class Engine:
         self, number: int, optimizer: Optimizer, args: Any, keywords: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         """Notes what must not move; of a step with a closure, when that has made the gradients."""
+        if is_within_step(optimizer):
+            return None
         chunks = self._stepped[number]
 
         def prepare() -> None:
@@ -303,26 +313,25 @@ class Engine:
 
         given = dict(zip(("self", "closure"), args, strict=False)) | keywords
         closure = given.pop("closure", None)
-        # What is on the disk is stepped when all hooks have been called, which may change gradients and settings.
-        waits = self._stream is not None and "closure" in inspect.signature(type(optimizer).step).parameters
-        if closure is None and not waits:
+        if closure is None:
             prepare()
             return None
 
         def closure_then_prepare() -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            with torch.enable_grad():
+                loss = closure()
             prepare()
             return loss
 
         return (given.pop("self"), closure_then_prepare), given
 
-    def _after_step(self, number: int, *_: Any) -> None:
+    def _after_step(self, number: int, optimizer: Optimizer, *_: Any) -> None:
         """Brings what an optimizer has updated to the parameters, and to the other ranks."""
+        if is_within_step(optimizer):
+            return
         if self._stream is not None:
             self._stream.end_step(number)
+        self._reducer.end_step(self._stepped[number])
         unmoved = self._unmoved.pop(number, None)
         if unmoved is not None:
             unmoved.restore_()

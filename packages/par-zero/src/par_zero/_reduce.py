@@ -172,16 +172,17 @@ class Reducer:
             self._deferring -= 1
 
     def unused(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """For each of some chunks, the members that had no gradient on any rank since the last call with it.
+        """For each of some chunks, the members that had no gradient on any rank since a step of it has ended.
 
         An all-reduce of a number for each member, if none of the ranks had gradients of all.
         """
         self._share_used()
-        flags = [self._used[chunk.number] for chunk in chunks]
-        unused = [(used == 0).nonzero().flatten().tolist() for used in flags]
-        for used in flags:
-            used.zero_()
-        return unused
+        return [(self._used[chunk.number] == 0).nonzero().flatten().tolist() for chunk in chunks]
+
+    def end_step(self, chunks: Sequence[Chunk]) -> None:
+        """Some chunks have been stepped, and no gradient has come since."""
+        for chunk in chunks:
+            self._used[chunk.number].zero_()
 
     def forget(self, chunks: Sequence[Chunk]) -> None:
         """Drops the gradients of some chunks that are not reduced, and which of their members had any."""

@@ -4,6 +4,7 @@
 that a wrapper would show in a step.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,6 +29,10 @@ tree_leaves = _pytree.tree_leaves
 
 Since torch 2.2. torch.export's public registry has no function that reads containers.
 """
+
+
+_WITH_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""The code of every `step` that calls hooks."""
 
 
 def is_in_backward() -> bool:
@@ -143,6 +148,37 @@ def call_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> No
     handle = optimizer.register_step_post_hook(hook)
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
+
+
+def call_last_before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
+    """Registers a hook that runs before each step, after all others of this optimizer, those too that come later.
+
+    `_optimizer_step_pre_hooks` is there since torch 2.0. The public method puts a hook behind those that there are.
+    """
+    own = optimizer.register_step_pre_hook(hook)
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    register = optimizer.register_step_pre_hook
+
+    def register_before(other: Callable[..., Any]) -> Any:
+        handle = register(other)
+        hooks.move_to_end(own.id)
+        return handle
+
+    optimizer.register_step_pre_hook = register_before  # type: ignore[assignment, method-assign]
+
+
+def is_within_step(optimizer: Optimizer) -> bool:
+    """Whether a hook of a step is called by a step that another one of the same optimizer has called.
+
+    A subclass whose `step` calls that of its parent has hooks called for both, where an optimizer of the parent's class
+    was made too: torch wraps the `step` of a class when the first of its optimizers is made. Since torch 2.0 that
+    wrapper is of `profile_hook_step`, with the optimizer as its `self`. Nothing public tells one call from the other.
+    """
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None:
+        calls += frame.f_code is _WITH_HOOKS and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return calls > 1
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

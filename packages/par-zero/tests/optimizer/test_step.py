@@ -135,3 +135,76 @@ def test_names_given_to_the_optimizer_do_no_harm(stage):
         loss_of(model, batch(0, width=8)).backward()
         each.step()
     assert_same(whole(module), whole(other))
+
+
+class Shrinking(torch.optim.AdamW):
+    """Does something of its own behind the step of its parent."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.mul_(0.9)
+        return loss
+
+
+@for_each_stage
+@pytest.mark.ranks(2)
+def test_a_step_that_calls_its_parent_s_is_one_step_though_torch_calls_hooks_for_both(stage):
+    """Torch does so as soon as there is an optimizer of the parent's class."""
+    adamw(mlp().parameters())
+    module, optimizer = sharded(mlp(), stage, lambda parameters: Shrinking(parameters, lr=1e-2, eps=1e-3))
+    reference = mlp()
+    its = Shrinking(reference.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(3):
+        for one, each, rows in ((module, optimizer, batch), (reference, its, joint)):
+
+            def closure(one=one, each=each, rows=rows, step=step):
+                each.zero_grad()
+                loss_of(one, rows(step, width=8)).backward()
+
+            if step == 1:
+                each.step(closure)
+            else:
+                closure()
+                each.step()
+    assert_near(whole(module), copies(reference))
+
+
+class Stumbling(torch.optim.AdamW):
+    """Fails once before it has stepped anything, in the main thread."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if type(self).fails:
+            type(self).fails = False
+            raise ArithmeticError("a step stumbles")
+        return super().step(closure)
+
+
+def stumble(*_):
+    raise ArithmeticError("a hook stumbles")
+
+
+@for_each(stage=STAGES, where=("hook", "step"))
+@pytest.mark.ranks(2)
+def test_a_step_that_has_failed_before_it_began_is_made_when_it_is_called_again(stage, where):
+    results = []
+    for fails in (False, True):
+        module, optimizer = sharded(mlp(), stage, lambda parameters: Stumbling(parameters, lr=1e-2))
+        for step in range(3):
+            loss_of(module, batch(step, width=8)).backward()
+            if step == 1 and fails:
+                Stumbling.fails = where == "step"
+                hook = optimizer.register_step_pre_hook(stumble) if where == "hook" else None
+                with pytest.raises(ArithmeticError, match="stumbles"):
+                    optimizer.step()
+                if hook is not None:
+                    hook.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(whole(module))
+    assert_same(*results)

@@ -84,11 +84,19 @@ class Registration:
                 setattr(tensor, attribute, [])
             getattr(tensor, attribute).append(self)
 
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """A copy of a tensor is nobody's concern: what is copied or pickled with it calls nobody."""
+        return Registration, ((), _nobody, self._attribute)
+
     def remove(self) -> None:
         """Ends the registration; a second call does nothing."""
         for tensor in self._tensors:
             getattr(tensor, self._attribute).remove(self)
         self._tensors = ()
+
+
+def _nobody(_: Sequence[torch.Tensor]) -> None:
+    """What a copied registration calls."""
 
 
 def on_written(tensors: Iterable[torch.Tensor], callback: Written) -> Registration:

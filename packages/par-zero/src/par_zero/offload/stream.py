@@ -18,7 +18,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Condition
 from typing import TYPE_CHECKING, Any
@@ -147,7 +147,7 @@ class Piece:
 
     def stored(self, state: State) -> int:
         """Number of the first bytes of the block that are in use: without state those of the copy alone."""
-        if any(name in state for name in self.views):
+        if any(state.get(name) is not None for name in self.views):
             return self.block.size
         return self.block.copy_size
 
@@ -158,7 +158,8 @@ class Piece:
 
     def stay_(self, state: State) -> None:
         """From now on its state is in memory."""
-        state.update({name: state[name].clone() for name in self.views if name in state})
+        slots = {name: state[name] for name in self.views if state.get(name) is not None}
+        state.update({name: slot.clone() for name, slot in slots.items()})
         if self.used is not None:
             self.tensor.data = self.tensor.detach().clone()
         set_slots(self.tensor, {})
@@ -166,7 +167,7 @@ class Piece:
 
     def versions(self, state: State) -> list[tuple[int, int]]:
         """What shows whether somebody has changed its state, or the parameters that are read with it."""
-        seen = [self.tensor, *(state[name] for name in self.views if name in state)]
+        seen = [self.tensor, *(state[name] for name in self.views if state.get(name) is not None)]
         if self.start is not None and self.used is None:
             seen += [self.chunk.own, *(member.parameter for member in self.chunk.members)]
         return [(id(tensor), tensor._version) for tensor in seen]
@@ -231,6 +232,13 @@ class _Own:
     moved: Sequence[Piece] = ()
     gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
     work: "_Work | None" = None
+
+    def show_gradients(self) -> None:
+        """Gives pieces the gradients back that the optimizer's own step must not see, and has not, if it has failed."""
+        for tensor, gradient in self.gradients:
+            if tensor.grad is None:
+                tensor.grad = gradient
+        self.gradients = []
 
 
 @dataclass(eq=False, kw_only=True)
@@ -441,6 +449,11 @@ class Stream:
             if piece.tensor in optimizer.state:
                 _adopt_(piece, optimizer.state[piece.tensor])
 
+    def forget_gradients(self, owners: Iterable[int]) -> None:
+        """Drops what is hidden of gradients, where the own step of some optimizers has failed."""
+        for owner in owners:
+            self._own[owner].gradients = []
+
     @torch.no_grad()
     def read_ahead(self, optimizers: Sequence[Optimizer]) -> None:
         """Begins to read what the next step needs first, as far as there are buffers: a backward pass has begun.
@@ -452,6 +465,8 @@ class Stream:
             optimizers: All optimizers, by number.
         """
         self.join()
+        for own in self._own.values():
+            own.show_gradients()
         if self._latest and not self._reading:
             owner = self._latest[0]
             self._latest = []
@@ -478,7 +493,7 @@ class Stream:
         self.shares.drop()
         found_inf = getattr(optimizer, "found_inf", None)  # as torch's GradScaler sets it, for kernels that skip
         gradients = {piece: piece.tensor.grad for piece in own.pieces if piece.tensor.grad is not None}
-        own.gradients = [(piece.tensor, gradient) for piece, gradient in gradients.items()]
+        own.gradients += [(piece.tensor, gradient) for piece, gradient in gradients.items()]
         if found_inf is None or not float(found_inf):
             states = {piece: optimizer.state[piece.tensor] for piece in gradients}
             own.work = _Work(twins=Twins(optimizer), states=states, gradients=gradients, unmoved=unmoved)
@@ -488,6 +503,7 @@ class Stream:
         for tensor, _ in own.gradients:
             tensor.grad = None
 
+    @torch.inference_mode(mode=False)  # where what is made would have no version
     @torch.no_grad()
     def _run(self, own: _Own, work: _Work) -> None:
         """Steps the pieces of an optimizer, on whichever thread."""
@@ -592,18 +608,19 @@ class Stream:
         copy = lent.pop(COPY, used if piece.used is None else None)
         if copy is not None:
             piece.tensor.data = copy
-        stepped = state | {name: tensor for name, tensor in lent.items() if name in state}
+        stepped = state | {name: tensor for name, tensor in lent.items() if state.get(name) is not None}
         work.step(piece, stepped, piece.used if used is None or piece.used is None else used)
         if used is None:
             self._tell(piece)
+        lent = {name: tensor for name, tensor in lent.items() if stepped.get(name) is not None}
         for name, tensor in lent.items():
-            if name in stepped and stepped[name] is not tensor:  # such as what a first step makes
+            if stepped[name] is not tensor:  # such as what a first step makes
                 tensor.copy_(stepped[name].view(-1))
                 stepped[name] = tensor
         state.clear()
         state.update(stepped)
         handle = piece.write(self._disk, buffer)
-        shown = {name: (tensor, tensor._version) for name, tensor in lent.items() if name in state}
+        shown = {name: (tensor, tensor._version) for name, tensor in lent.items()}
         if copy is not None:
             shown[COPY] = (piece.tensor, piece.tensor._version)
         self._writing.append(_Writing(piece=piece, buffer=buffer, handle=handle, state=state, shown=shown))
@@ -701,6 +718,7 @@ class Stream:
             OSError: That has failed, here or on another rank. An all-reduce, where a thread steps.
         """
         if self.is_late:
+            self._own[owner].show_gradients()  # no thread has stepped these, where the optimizer's own step has failed
             if self._own[owner].work is not None:
                 self.join()
             self.raise_problem()
@@ -754,9 +772,7 @@ class Stream:
     def end_step(self, owner: int) -> None:
         """After the optimizer's own step: what it must not see comes back, or goes to a thread."""
         own = self._own[owner]
-        for tensor, gradient in own.gradients:
-            tensor.grad = gradient
-        own.gradients = []
+        own.show_gradients()
         if own.work is None:
             return
         if self._worker is None:
