@@ -46,6 +46,23 @@ def test_what_is_written_is_read_by_file_and_by_mapping(direct, tmp_path, monkey
         assert into.tensor(0, torch.float32, 6)[5] == -1
 
 
+def test_where_a_file_system_makes_no_file_without_a_name_it_is_taken_away_at_once(tmp_path, monkeypatch):
+    original = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return original(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    disk = Disk(str(tmp_path), MIB, threads=1)
+    assert not list(tmp_path.iterdir())
+    buffer = Buffer(4096)
+    buffer.tensor(0, torch.int32, 1024).fill_(7)
+    disk.write(4096, buffer.bytes).wait()
+    assert disk.tensor(4096, torch.int32, 1024).eq(7).all()
+
+
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 def test_calls_of_the_kernel_that_move_less_than_they_are_told_to_go_on(name, tmp_path, monkeypatch):
     original = getattr(os, name)
@@ -111,7 +128,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, monkeypat
         resource.RLIMIT_FSIZE, (MIB, limits[1])
     )  # the kernel refuses to make room, as where others took it
     try:
-        with pytest.raises(ValueError, match=r"free and 0.0 GB are needed; free some, or offload less"):
+        with pytest.raises(ValueError, match=r"free and 2.1 MB are needed; free some, or offload less"):
             Disk(str(tmp_path), 2 * MIB, threads=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

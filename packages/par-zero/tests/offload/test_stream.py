@@ -23,10 +23,12 @@ MAKERS = OPTIMIZERS | {
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "plain": lambda p: torch.optim.SGD(p, lr=0.05),
     "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9),  # which goes on for 20 steps
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
 }
 
 PARTS = ("disk", {"host": 0.3, "disk": 0.4})
+ALL_PARTS = (*PARTS, "host", 0.5)
 FP32 = {}
 
 
@@ -45,10 +47,12 @@ def trained(stage, make, offload, steps=3):
     return {"loss": torch.stack(losses)} | whole(module) | moments(optimizer)
 
 
-def compare(name, stage, path):
-    expected = trained(stage, MAKERS[name], None)
-    for parts in PARTS:
-        assert_same(trained(stage, MAKERS[name], on_disk(path, parts, piece=80_000)), expected)
+def compare(name, stage, path, *, parts=PARTS, steps=3):
+    expected = trained(stage, MAKERS[name], None, steps)
+    for each in parts:
+        assert_same(trained(stage, MAKERS[name], on_disk(path, each, piece=80_000), steps), expected)
+    if stage == 3:
+        assert_same(trained(stage, MAKERS[name], on_disk(path, piece=80_000, overlap=True), steps), expected)
     assert not list(path.iterdir())
 
 
@@ -58,25 +62,51 @@ def test_state_on_a_disk_changes_no_number(case, tmp_path):
     compare(*case, tmp_path)
 
 
+@pytest.mark.ranks(2)
+def test_state_on_the_host_is_cut_and_changes_no_number(tmp_path):
+    compare("fused", 2, tmp_path, parts=("host", 0.5))
+
+
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
 @pytest.mark.ranks(1, timeout=400)
 def test_every_optimizer_at_every_stage_in_a_world_of_one(name, stage, tmp_path):
-    compare(name, stage, tmp_path)
+    compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
 @pytest.mark.ranks(2, timeout=400)
 def test_every_optimizer_at_every_stage_in_a_world_of_two(name, stage, tmp_path):
-    compare(name, stage, tmp_path)
+    compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
 
 
 @pytest.mark.storm
 @for_each(name=tuple(MAKERS), stage=STAGES)
 @pytest.mark.ranks(4, timeout=400)
 def test_every_optimizer_at_every_stage_in_a_world_of_four(name, stage, tmp_path):
-    compare(name, stage, tmp_path)
+    compare(name, stage, tmp_path, parts=ALL_PARTS, steps=20)
+
+
+@pytest.mark.ranks(4)
+def test_hybrid_sharding_and_state_on_a_disk(tmp_path):
+    """Two groups of two, each of which keeps the whole state; a rank's replica is in the other."""
+    rank = dist.get_rank()
+    near = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    far = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+
+    def run(stage, offload):
+        module = mlp()
+        optimizer = small(module.parameters())
+        shard(module, optimizer, stage=stage, group=near, replicas=far, bucket=300, offload=offload)
+        for step in range(3):
+            loss_of(module, batch(step, width=8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(module) | moments(optimizer)
+
+    for stage, late in ((1, False), (3, True)):
+        assert_same(run(stage, on_disk(tmp_path, overlap=late)), run(stage, None))
 
 
 @for_each(stage=STAGES)

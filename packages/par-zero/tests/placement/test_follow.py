@@ -183,6 +183,29 @@ def test_where_activations_vary_units_stay_in_what_room_they_leave():
 
 
 @pytest.mark.ranks(2)
+def test_looking_ahead_moves_less_with_accumulation_evaluation_and_activations_that_vary():
+    """Bytes of all-gathers, counted and simulated, of three microbatches and an evaluation a step."""
+    room, moved = 54_000, {}
+    for policy in POLICIES:
+        module, optimizer, sizes = sharded(policy, room)
+
+        def grow(_, __, output, module=module):
+            if output.requires_grad:
+                module.active = 18_000
+                output.register_hook(lambda _: setattr(module, "active", 0))
+
+        module.blocks[1].register_forward_hook(grow)
+        for step in range(3):
+            with count_collectives() as counted:
+                run(module, step, microbatches=3, evaluations=1)
+            finish(optimizer)
+        fetched = gathered(counted, sizes)
+        assert fetched == expected(module, sizes, room, policy)
+        moved[policy] = sum(count * sizes[name] for name, count in fetched.items())
+    assert moved["next_use"] < moved["static"] < moved["behind"]
+
+
+@pytest.mark.ranks(2)
 def test_two_orders_in_turn_are_learned_and_followed():
     """A step in another order runs as without a placement; from the fifth on both are followed."""
     room = 36_000

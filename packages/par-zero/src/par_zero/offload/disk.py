@@ -20,6 +20,7 @@ from weakref import finalize
 
 import torch
 
+from .._tiers import text_of
 from .pieces import PAGE, Block, pages
 
 _CALL = 2**22
@@ -191,8 +192,7 @@ def _too_small(folder: str, size: int) -> ValueError:
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     return ValueError(
-        f"the disk at {folder!r} has {free / 1e9:.1f} GB free and {size / 1e9:.1f} GB are needed; free some, or "
-        "offload less"
+        f"the disk at {folder!r} has {text_of(free)} free and {text_of(size)} are needed; free some, or offload less"
     )
 
 
