@@ -17,18 +17,6 @@ pytest.importorskip("safetensors")
 VOCABULARY, STEPS = 29, 2
 
 
-class Adapted(nn.Module):
-    """A frozen linear and an adapter of low rank beside it."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.base = nn.Linear(size, size).requires_grad_(False)
-        self.down, self.up = nn.Linear(size, 4, bias=False), nn.Linear(4, size, bias=False)
-
-    def forward(self, x):
-        return (self.base(x) + self.up(self.down(x))).tanh()
-
-
 def gpt(layers):
     """A GPT as layers one after the other, as a pipeline takes it."""
     parts = GPT(layers, VOCABULARY, 32, 4, 2, 12, tied=False)
@@ -38,8 +26,13 @@ def gpt(layers):
 
 
 def adapted(_):
+    """Frozen layers, with peft's adapters of low rank in them."""
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(VOCABULARY, 24), *(Adapted(24) for _ in range(3)), nn.Linear(24, VOCABULARY))
+    blocks = [nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 24), *blocks, nn.Linear(24, VOCABULARY))
+    config = peft.LoraConfig(r=4, target_modules=[f"{number}.0" for number in (1, 2, 3)])
+    return peft.inject_adapter_in_model(config, model)
 
 
 def adamw(model):
@@ -167,6 +160,11 @@ def compare(case, path, *, saved):
 def test_state_on_a_disk_changes_no_bit_of_what_a_strategy_trains(tmp_path):
     compare(CASES["zb_h1 x data"], tmp_path, saved=False)
     compare(CASES["tensor x data"], tmp_path, saved=True)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_state_on_a_disk_of_adapters_changes_no_bit(tmp_path):
+    compare(CASES["adapters"], tmp_path, saved=True)
 
 
 @pytest.mark.storm

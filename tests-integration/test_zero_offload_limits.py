@@ -1,4 +1,4 @@
-"""States of four times the room that the operating system leaves train, are killed, and go on; a full disk loses nothing.
+"""States of four times the room that the operating system leaves train, are killed, go on, and fill the disk.
 
 Four processes, each a world of its own: one without a limit, one that runs out of memory, one that is killed, and one
 that goes on from the checkpoint of that and then fills the disk.

@@ -1,42 +1,54 @@
 """A step of AdamW whose moments lie on a disk, beside what the disk itself takes for the same bytes.
 
 One process, so that nothing but the disk and the arithmetic takes part. Contenders take turns. Run as
-`python tools/bench/offload.py [parameters] [rounds]`; writes docs/benchmarks/offload.md and .json. It needs a folder on
-a disk with room for six times the state, by default the current one; `OFFLOAD_PATH` names another. DeepSpeed takes part
-where it is installed (`pip install deepspeed`, with libaio-dev and a compiler for its extensions).
+`python tools/bench/offload.py [parameters] [rounds]`, or with `room` for the second table alone, of a process that the
+operating system gives a quarter of the room that its state takes; writes docs/benchmarks/offload.md and .json. It needs
+a folder on a disk with room for six times the state, by default the current one; `OFFLOAD_PATH` names another.
+DeepSpeed takes part where it is installed (`pip install deepspeed`, with libaio-dev and a compiler for its extensions).
 """
 
 import importlib.util
+import json
 import mmap
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from _table import write
+from _offload_bare import Contender, moving
+from _offload_room import NOTE as ROOM_NOTE
+from _offload_room import rows as rows_of_room
+from _table import FOLDER, Section, write_sections
 from _turns import ratio, shuffled
 from torch import nn
 
 from par_groups import launch, settle_
 from par_zero import Offload, shard
-from par_zero.offload.disk import Buffer, Disk
-from par_zero.offload.pieces import Block, blocks
 
 PIECE, AHEAD, THREADS = 2**24, 4, 2
 
 IN_MEMORY, ON_DISK, BARE = "state in memory", "state on the disk", "the same reads and writes alone"
+STEP = "A step"
 RETURNS = "state on the disk, a half read ahead, until it returns"
 
-Contender = tuple[Callable[[], None], Callable[[], None]]
-"""What comes before a step, and the step, which is measured."""
+
+def main(*what: str) -> None:
+    """Measures both tables, or that of the room alone: then the other one stays as it was measured."""
+    if what == ("room",):
+        sections = json.loads((FOLDER / "offload.json").read_text())["sections"]
+        section = next(Section(**each) for each in sections if each["title"] == STEP)
+    else:
+        section = step(*map(int, what))
+    with tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_PATH", ".")) as folder:
+        room = Section(title="A quarter of the room", note=ROOM_NOTE, rows=rows_of_room(folder))
+    write_sections("offload", "State on a disk", [section, room])
 
 
-def main(parameters: int = 200_000_000, rounds: int = 7) -> None:
+def step(parameters: int = 200_000_000, rounds: int = 7) -> Section:
     """Measures all contenders, in turns."""
     torch.manual_seed(0)
     pieces = -(-parameters // (PIECE // 4))
@@ -45,7 +57,7 @@ def main(parameters: int = 200_000_000, rounds: int = 7) -> None:
             IN_MEMORY: training(parameters, None),
             "state on the host": training(parameters, Offload(optimizer="host")),
             ON_DISK: training(parameters, on_disk(folder, AHEAD)),
-            BARE: moving(parameters, folder),
+            BARE: moving(parameters, folder, PIECE, AHEAD, THREADS),
             "memory-mapped state, not cached": mapped(parameters, folder),
             RETURNS: training(parameters, on_disk(folder, pieces // 2), waits=False),
         }
@@ -86,7 +98,7 @@ def main(parameters: int = 200_000_000, rounds: int = 7) -> None:
         f"{ratio(times[RETURNS], allowed):.2f} of the arithmetic and of the disk's time for the other half. "
         "ZeRO-Infinity keeps parameters in fp32 on the disk too, and so moves half as much again."
     )
-    write("offload", "State on a disk", rows, note)
+    return Section(title=STEP, note=note, rows=rows)
 
 
 class Weight(nn.Module):
@@ -167,32 +179,6 @@ def infinity(parameters: int, folder: str) -> Contender:
     return lambda: engine.backward(engine(0.5)), engine.step
 
 
-def moving(parameters: int, folder: str) -> Contender:
-    """The reads and writes of a step, through as many buffers, of pieces that nobody steps."""
-    count = PIECE // 4
-    sizes = [min(count, parameters - start) for start in range(0, parameters, count)]
-    places = blocks((size, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}) for size in sizes)
-    disk = Disk(folder, sum(place.size for place in places), THREADS)
-    ring = [Buffer(places[0].size) for _ in range(AHEAD)]
-
-    def part(number: int, place: Block) -> memoryview:
-        return ring[number % AHEAD].bytes[: place.size]
-
-    def move() -> None:
-        reads = [disk.read(place.start, part(number, place)) for number, place in enumerate(places[:AHEAD])]
-        writes = []
-        for number, place in enumerate(places):
-            reads[number].wait()
-            writes.append(disk.write(place.start, part(number, place)))
-            if number + AHEAD < len(places):
-                following = places[number + AHEAD]
-                reads.append(disk.read(following.start, part(number, following), after=writes[-1]))
-        for written in writes:
-            written.wait()
-
-    return lambda: None, move
-
-
 def mapped(parameters: int, folder: str) -> Contender:
     """A step of the same kernel on state that lies in a file which is mapped into memory."""
     with (Path(folder) / "mapped").open("w+b") as file:
@@ -221,4 +207,4 @@ def mapped(parameters: int, folder: str) -> Contender:
 
 
 if __name__ == "__main__":
-    main(*(int(value) for value in sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -101,6 +101,11 @@ class Unit:
         """Whether nothing of whole parameters is there or on its way."""
         return self.state is State.FREED
 
+    def _check(self, what: str, *states: State) -> None:
+        """Refuses what cannot be done in the state that it is in: it would read or drop memory that is not there."""
+        if self.chunks and self.state not in states:
+            raise RuntimeError(f"{self.name} is {self.state.name} and cannot be {what}; a bug of par-zero")
+
     def await_step(self) -> None:
         """Waits until this rank's parts are those after the latest step."""
         if self.on_read is not None:
@@ -108,6 +113,7 @@ class Unit:
 
     def begin_gathering(self) -> None:
         """Takes memory for whole parameters of a freed unit, and begins to fill it. All-gather over the group."""
+        self._check("gathered", State.FREED)
         self.await_step()
         self.state = State.ARRIVING
         for chunk in self.chunks:
@@ -154,6 +160,7 @@ class Unit:
         """The parameters of a gathered unit become whole."""
         if self.state is State.SHOWN:
             return
+        self._check("shown", State.HIDDEN)
         self.state = State.SHOWN
         for chunk in self.chunks:
             chunk.show_whole()
@@ -176,6 +183,7 @@ class Unit:
 
     def write_back(self) -> None:
         """This rank's part becomes what was written to whole parameters."""
+        self._check("written back", State.HIDDEN, State.SHOWN)
         for chunk in self.chunks:
             low, high = chunk.share
             part = chunk.flat[low:high]
