@@ -30,8 +30,8 @@ STEPS, KILLED_AT = 13, 7
 NOTE = (
     f"A model of {PARAMETERS / 1e6:.0f}e6 fp32 parameters, whose state takes {STATE / 1e6:.0f} MB, in a process that "
     f"RLIMIT_DATA leaves {ROOM / 1e6:.0f} MB beside parameters and gradients, a quarter of it. A checkpoint is saved, "
-    f"the process is killed in step {KILLED_AT + 1}, and another one goes on under the same limit; with state in memory "
-    "the allocator fails under it. Seconds of `optimizer.step()` until everything is written, and of the whole step, "
+    f"the process is killed in step {KILLED_AT + 1}, and another one goes on under the same limit; with state in "
+    "memory the allocator fails under it. Seconds of `optimizer.step()` until everything is written, and of the whole step, "
     "forward and backward included; each is followed by the same reads and writes alone, in the same process. Pieces "
     f"of {PIECE >> 20} MiB a slot, {AHEAD} ahead. Medians, and of the ratios within a step; the first of each process, "
     "which makes state or buffers, is left out."
@@ -65,7 +65,7 @@ def rows(folder: str) -> list[dict[str, object]]:
             "reads and writes alone": f"{median(step['bare'] for step in steps):.2f}" if "bare" in steps[0] else "",
             "optimizer.step() by these": _by("step", steps),
             "the whole step by these": _by("whole", steps),
-            "losses": "" if steps is memory else same,
+            "losses": "" if found is memory else same,
         }
         for name, found in timed.items()
         for steps in [found[1:]]
