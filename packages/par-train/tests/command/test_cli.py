@@ -148,7 +148,10 @@ TINY = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
         (["--model.path=list", "--data.path=corpus.jsonl"], ["list/config.json' holds a list", "must hold a table"]),
         (["--model.path=bare", "--data.path=corpus.jsonl"], ["'bare' holds no weights", "model.config"]),
         (["--model.config=bare", "--data.path=corpus.jsonl"], ["'bare' holds no tokenizer"]),
-        (["--model.path=tiny", "--data.path=nowhere"], ["data.path: the corpus 'nowhere' is no file", "correct the path"]),
+        (
+            ["--model.path=tiny", "--data.path=nowhere"],
+            ["data.path: the corpus 'nowhere' is no file", "correct the path"],
+        ),
         (
             ["--model.path=tiny", '--data.sources=[{path="a", weight=1}]'],
             ["data.sources[0]: the corpus 'a' is no file"],

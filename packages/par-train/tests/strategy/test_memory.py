@@ -10,7 +10,7 @@ from torch import nn
 from par_recompute import saved
 from par_train import Strategy
 from par_train.strategy import plugins
-from par_zero import on_disk
+from par_zero import on_disk, residency
 
 ROWS, WIDTH = 6, 16
 
@@ -99,6 +99,35 @@ def test_every_budget_gives_the_same_bits(zero, tmp_path):
                     moments * spent.shares.parts["optimizer"]["disk"], rel=0.01
                 )
     assert "opt 25% host, 75% disk" in str(spent)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_at_stage_3_parameters_leave_when_state_does_not_do(tmp_path):
+    zero = {"stage": 3, "bucket": 1000}
+    expected, *_ = trained(None, zero)
+    _, whole, kept = trained({"device": 2**30}, zero)
+    unit = 4 * max(sum(each.numel() for each in block.parameters()) for block in blocks()) / 2
+    shares = whole.kinds["parameters"]
+    assert whole.kinds["two units"] == 4 * unit, "of three"
+    least = whole.state - whole.kinds["optimizer"] - shares + kept[0] + kept[2] / 3 + PADDING
+    for rooms in ({"host": 2**20}, {"disk": 2**20}, {"host": int(whole.kinds["optimizer"] + unit), "disk": 2**20}):
+        memory = {"device": least + 0.3 * shares, "path": str(tmp_path), **rooms}
+        with Strategy(memory=memory, zero=zero) as strategy:
+            model, optimizer = start(strategy)
+            losses = [step(strategy, model, optimizer, number) for number in range(3)]
+            there, spent = residency(model), strategy.spent
+            assert there.now["device"]["parameters"] <= spent.kinds["parameters"] + PADDING
+            assert spent.state + max(saved(model).counted, kept[0]) <= memory["device"]
+            away = there.now["host"]["parameters"] + there.now["disk"]["parameters"]
+            assert 0.5 * shares < away <= there.total("host") + there.total("disk")
+            assert there.total("host") - there.now["host"]["buffers"] <= rooms.get("host", 0)
+        assert all(map(torch.equal, losses, expected)), rooms
+        assert spent.shares.part("optimizer") == pytest.approx(1), "which leaves first"
+        assert "param" in str(spent)
+    words = "and 64.8 kB are the least: two units 17.3, gradients 13.0, buffers 34.6; raise it"
+    memory = {"device": 50_000, "host": 2**20}
+    with Strategy(memory=memory, zero=zero) as strategy, pytest.raises(ValueError, match=words):
+        start(strategy)
 
 
 @pytest.mark.ranks(2, timeout=60)

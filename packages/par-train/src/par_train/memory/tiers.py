@@ -28,12 +28,14 @@ class Source:
         takes: Bytes that all of it takes elsewhere, by tier.
         beside: Bytes that it takes on the host when all of it is away, wherever that is, such as gradients that a
             host steps by.
+        grain: Bytes of the device in the largest thing that lies in one tier; 0: all can be cut anywhere.
     """
 
     name: str
     frees: float
     takes: Mapping[str, float]
     beside: float = 0.0
+    grain: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +100,15 @@ def share_out(missing: float, sources: Sequence[Source], rooms: Mapping[str, flo
     for source in sources:
         if missing <= _NOTHING * source.frees or source.frees <= 0:
             continue
-        part = min(1.0, missing / source.frees)
+        uneven = source.grain / source.frees / 2  # a thing lies where its middle would
+        part = min(1.0, missing / source.frees + uneven)
         missing -= part * source.frees
         parts[source.name] = {}
         beside = part * source.beside
         for tier in AWAY:
             size = source.takes[tier]
             room = left[tier] - (beside if tier == "host" else 0)
-            here = part if size <= 0 else max(0.0, min(part, room / size))
+            here = part if size * part <= room else max(0.0, room / size - uneven)
             if here > 0:
                 parts[source.name][tier] = here
                 part -= here

@@ -1,7 +1,7 @@
 """What the models of a strategy take on this rank, by the formulas of the planner. No process is asked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from par_pipeline import Schedule, simulate
 from .._units import format_bytes
 from ..memory.budget import Budget, Spent, choose
 from .inputs import Job, Machine
-from .memory import BUCKET, Memory, optimizer_away, state_memory
+from .memory import BUCKET, Memory, optimizer_away, parameters_away, state_memory
 from .model import PlannedModel
 from .predict import predict, predict_parameters, replicas_of_parameters
 from .shape import sequence_ranks
@@ -138,7 +138,12 @@ def spent_on(
         name, gathered = ("gathered", total) if replicas.accumulates else ("two units", min(total, 2 * sizes.largest))
         kinds[name] = gathered * weight
     kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
-    return choose(kinds, [optimizer_away(replicas, job.numbers, slots)], budget, measures=measures)
+    sources = [optimizer_away(replicas, job.numbers, slots)]
+    if (units := parameters_away(replicas, job.numbers)) is not None:
+        frees = kinds["parameters"]  # with those that are frozen
+        takes = dict.fromkeys(units.takes, frees)
+        sources.append(replace(units, frees=frees, takes=takes, grain=sizes.largest * weight / ranks))
+    return choose(kinds, sources, budget, measures=measures)
 
 
 def plan_of_whole(shape: PlannedModel, topology: Topology, job: Job, *, rank: int, gloo: bool) -> StrategyPlan:

@@ -263,9 +263,8 @@ class Zero(Plugin):
             dtype = None if precision.rounded else dtype
         group, share_of = strategy.groups[averaged], partial(strategy.groups.topology.index, averaged)
         away: dict[str, Any] = {}
-        if strategy.spent is not None and optimizer is not None and strategy.spent.shares.part("optimizer"):
-            parts = strategy.spent.shares.parts["optimizer"]
-            away = {"offload": Offload(optimizer=parts, path=strategy.spent.budget.path)}
+        if strategy.spent is not None and optimizer is not None and any(strategy.spent.shares.parts.values()):
+            away = {"offload": Offload(**strategy.spent.shares.parts, path=strategy.spent.budget.path)}
         keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **away, **options.zero_keywords}
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}

@@ -152,7 +152,7 @@ class Piece:
         return self.block.copy_size
 
     @property
-    def size(self) -> int:
+    def state_size(self) -> int:
         """Bytes of all of its slots, without padding."""
         return sum(slot.count * slot.dtype.itemsize for slot in self.block.slots)
 
@@ -387,7 +387,8 @@ class Stream:
     def _recallable(self) -> list[tuple[int, Piece]]:
         """What is on the disk and may leave it, with the number of its optimizer: first what a step waits for most.
 
-        State beside parameters or gradients that lie there themselves stays. What comes first in the file is read while backward runs, and what a thread steps first is needed first.
+        State beside parameters or gradients that lie there themselves stays. What comes first in the file is read
+        while backward runs, and what a thread steps first is needed first.
         """
         return [
             (owner, piece)
@@ -414,7 +415,7 @@ class Stream:
             seconds.append(time.perf_counter() - began)
         size = sum(block.size for block, _ in tried)
         read, write = (size / each if size else math.inf for each in seconds)
-        return OnDisk(pieces=tuple(piece.size for piece in pieces), read=read, write=write)
+        return OnDisk(pieces=tuple(piece.state_size for piece in pieces), read=read, write=write)
 
     @torch.no_grad()
     def recall(self, size: int, optimizers: Sequence[Optimizer]) -> int:
@@ -430,9 +431,9 @@ class Stream:
         self.settle()
         recalled = 0
         for owner, piece in self._recallable():
-            if recalled + piece.size <= size:
+            if recalled + piece.state_size <= size:
                 piece.stay_(optimizers[owner].state.get(piece.tensor, {}))
-                recalled += piece.size
+                recalled += piece.state_size
         for own in self._own.values():
             own.moved = [piece for piece in own.moved if not piece.in_memory]
         return recalled
