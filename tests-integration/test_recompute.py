@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_groups import ProcessGroups, Topology
-from par_layers import layer_set
+from par_layers import initialize, layer_set
 from par_pipeline import Offload, Pipeline, one_f_one_b, zb_h1
 from par_recompute import Drop, Keep, ToHost, checkpoint_layers, saved
 from par_zero import shard
@@ -34,12 +34,12 @@ def blocks(count=3, width=15):
     return nn.Sequential(*(Block(width) for _ in range(count)))
 
 
-def trained(model, inputs, stage, steps=3):
-    """Losses, and parameters after the steps."""
+def trained(model, batches, stage, **options):
+    """Losses of three steps with one batch, or of a step with each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    shard(model, optimizer, stage=stage, group=dist.group.WORLD)
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, **options)
     losses = []
-    for _ in range(steps):
+    for inputs in batches if isinstance(batches, list) else [batches] * 3:
         loss = model(inputs).square().mean()
         loss.backward()
         optimizer.step()
@@ -57,6 +57,64 @@ def test_every_stage_of_zero_has_the_same_bits(stage):
         model = checkpoint_layers(blocks(), policy, example=inputs if name == "Keep" else None)
         assert all(map(torch.equal, trained(model, inputs, stage), expected))
         assert all(line.predicted in {None, line.counted} for line in saved(model).lines)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_with_other_sizes_and_budgets_make_plans_of_their_own(stage):
+    """What grows on one rank is looked at there alone; layers that call no collective may run again there alone."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    rows = [[5, 5, 7, 3, 9, 9, 2], [5, 8, 5, 5, 12, 4, 4]][rank]
+    batches = [torch.randn(count, 15, generator=generator) for count in rows]
+    expected = trained(blocks(), batches, stage)
+    for policy in (Keep(0.5), Keep(["6KB", "12KB"][rank])):
+        model = checkpoint_layers(blocks(), policy)
+        assert all(map(torch.equal, trained(model, batches, stage), expected))
+
+
+@pytest.mark.ranks(2)
+def test_modules_whose_parameters_are_cut_apart_from_their_users_are_refused():
+    inputs, single = torch.randn(5, 15), [nn.Linear, nn.LayerNorm]
+    expected = trained(blocks(), inputs, 3)
+
+    def run(policy):
+        model = checkpoint_layers(blocks(), policy)
+        return trained(model, inputs, 3, units=[each for each in model.modules() if type(each) in single])
+
+    assert all(map(torch.equal, run("layers"), expected))
+    with pytest.raises(RuntimeError, match=r"'2.norm' is called again while its '(weight|bias)' is cut, .*'layers'"):
+        run("cheap")
+
+
+@pytest.mark.ranks(4, backend="gloo")  # strict ranks are no part of torch's dispatcher, where collectives are seen
+def test_a_norm_that_calls_a_collective_stays_and_the_activation_does_not():
+    with ProcessGroups(Topology.from_config({"tensor": {"size": 4, "mode": "2d"}}, 4)) as groups:
+        layers = layer_set("auto", groups)
+
+        class Over(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.fc = layers.LayerNorm(8), layers.Linear(8, 16)
+                self.act, self.out = nn.GELU(), layers.Linear(16, 8)
+
+            def forward(self, x):
+                return self.out(self.act(self.fc(self.norm(x))))
+
+        model = nn.Sequential(Over(), Over())
+        initialize(model, 0)
+        inputs = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()  # of 4 rows, 8 wide
+
+        def gradients():
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+            return [parameter.grad for parameter in model.parameters()]
+
+        expected = gradients()
+        checkpoint_layers(model, "cheap")
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(), expected))
+        assert [line.dropped for line in saved(model).lines] == [("act",)] * 2
 
 
 @pytest.mark.ranks(2)

@@ -2,15 +2,19 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from par_recompute import Drop, Keep, Layers, Ops, checkpoint_layers, kept, measure, saved
+from par_recompute import Drop, Keep, Layers, Ops, ToHost, checkpoint_layers, frontier, kept, measure, saved
+from par_recompute.plan.frontier import FLOPS_PER_BYTE
+from par_recompute.run.planner import RATE
 
 from .models import MODELS, Block
-from .training import equal, flops, handed_on, train
+from .training import Living, equal, flops, handed_on, train
 
 POLICIES = {
     "cheap": "cheap",
@@ -88,6 +92,40 @@ def test_the_least_budget_is_enough_and_a_byte_less_names_it():
     checkpoint_layers(model, Keep(least), example=inputs)  # nothing was left of the first
     model(inputs).sum().backward()
     assert saved(model).counted == least
+
+
+def test_within_a_budget_the_seconds_are_the_fewest_of_all_combinations():
+    """Four layers of two kinds, which save different things; every choice of each, at 20 budgets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), *(nn.Sequential(nn.LayerNorm(32), Block(), nn.SiLU()) for _ in "ab"))
+    given = torch.randn(2, 15, 32, requires_grad=True)
+    looked_at = copy.deepcopy(model)
+    checkpoint_layers(looked_at, Keep(1.0), layers=list(looked_at), example=given)
+    tables = [next(iter(layer.par_recompute_layer.known.seen.values())).table for layer in looked_at]
+    frontiers = [frontier(table, RATE, bandwidth=RATE / FLOPS_PER_BYTE["cpu"]) for table in tables]
+    every = [sum(kept(table, ()) for table in tables), sum(kept(table, {""}) for table in tables)]
+    combinations = torch.zeros(1), torch.zeros(1)  # bytes and seconds, of all choices so far
+    for choices in frontiers:
+        sizes, seconds = (torch.tensor([choice[field] for choice in choices]).double() for field in (1, 2))
+        combinations = (
+            (combinations[0][:, None] + sizes).flatten(),
+            (combinations[1][:, None] + seconds).flatten(),
+        )
+    for twentieth in range(20):
+        budget = every[1] + (every[0] - every[1]) * twentieth // 19
+        other = copy.deepcopy(model)
+        checkpoint_layers(other, Keep(budget), layers=list(other), example=given)
+        other(given).sum().backward()
+        report = saved(other)
+        assert report.counted == report.predicted <= budget
+        again = [
+            table if name == "" else table.modules[name]
+            for line, table in zip(report.lines, tables, strict=True)
+            for name in line.dropped
+        ]
+        seconds = sum((each.flops + each.moved * FLOPS_PER_BYTE["cpu"]) / RATE for each in again)
+        best = float(combinations[1][combinations[0] <= budget].min())
+        assert seconds == pytest.approx(best, rel=1e-9)  # sums in another order
 
 
 def test_a_part_is_shared_out_when_all_layers_have_run():
@@ -172,6 +210,22 @@ def test_operations_are_kept_as_by_torchs_selective_checkpoint():
     assert "the layer" in str(saved(model))
 
 
+def test_what_is_kept_of_operations_is_what_torchs_own_keeps():
+    block, given = Block(), torch.randn(2, 15, 32, requires_grad=True)
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    with Living() as living:
+        held = checkpoint(block, given, use_reentrant=False, context_fn=contexts)
+        expected = living.bytes()
+    del held
+    layers = nn.Sequential(block)
+    checkpoint_layers(layers, Ops(products))
+    with Living() as living:
+        held = layers(given)
+        assert living.bytes() == expected
+    assert held.shape == given.shape
+
+
 def test_copies_and_pickles_of_a_model_drop_by_themselves():
     model, inputs = MODELS["gpt"]()
     checkpoint_layers(model, "cheap", example=inputs)
@@ -252,8 +306,49 @@ def test_compiled_layers_are_refused():
         checkpoint_layers(model, "cheap")
 
 
-def test_under_torch_compile_a_layer_says_what_to_use():
-    block = nn.Sequential(Block())
-    checkpoint_layers(block, "layers")
+def test_layers_in_something_compiled_are_refused():
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.LayerNorm(32))
+    model[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"layer '0.0' is compiled; call checkpoint_layers before torch.compile"):
+        checkpoint_layers(model, "cheap", layers=list(model[0]))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("policy", ["layers", "cheap"])
+def test_under_torch_compile_a_layer_says_what_to_use(policy, fullgraph):
+    torch.compiler.reset()
+    model, given = nn.Sequential(Block(), Block()), torch.randn(1, 2, 32)
+    checkpoint_layers(model, policy, example=given)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     with pytest.raises(Exception, match="checkpoint_layers is for eager layers"):
-        torch.compile(block, backend="eager", fullgraph=True)(torch.randn(1, 2, 32))
+        compiled(given)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with torch.no_grad():
+        assert torch.equal(compiled(given), model(given))
+    model(given).sum().backward()
+
+
+@pytest.mark.parametrize("policy", ["layers", "cheap", None])
+def test_within_torch_func_a_layer_says_what_to_use(policy):
+    model, ids = MODELS["gpt"]()
+    checkpoint_layers(model, policy, to_host=ToHost())
+    parameters = {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (ids,)).sum()
+
+    with pytest.raises(RuntimeError, match=r"layer 'h.0' runs within torch.func, .*; use a model without"):
+        torch.func.grad(loss)(parameters)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with torch.no_grad():
+        assert torch.func.vmap(model.ln_f)(model.wte.weight).shape == (50, 32)
+
+
+def test_layers_within_layers_of_another_call_are_refused():
+    model, _ = MODELS["gpt"]()
+    checkpoint_layers(model, "cheap", layers=[model.h[0]])
+    with pytest.raises(ValueError, match=r"layer 'h.0.attn' lies within a layer that drops activations already"):
+        checkpoint_layers(model, "layers", layers=[block.attn for block in model.h])
+    with pytest.raises(ValueError, match=r"layer 'h' has a layer in it that drops activations already"):
+        checkpoint_layers(model, "layers", layers=[model.h])
+    checkpoint_layers(model, "layers", layers=[model.h[1]])  # beside it

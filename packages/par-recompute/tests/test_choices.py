@@ -20,7 +20,7 @@ def test_layers_keep_their_inputs_until_a_budget_is_said():
     assert all(line.dropped == ("",) for line in saved(model).lines)
     (found,) = choices(model)
     assert len(found.layers) == len(found.frontiers) == 3
-    assert found.calls == 2, "in two steps"
+    assert found.forwards == 2, "in two steps"
     bytes_of = [
         sum(one.bytes for one in some) for some in ([f[0] for f in found.frontiers], [f[-1] for f in found.frontiers])
     ]

@@ -86,6 +86,8 @@ def test_each_storage_is_put_away_once_and_brought_back_once(name, policy):
     assert shelf.bytes() == report.on_host == report.counted - held > 0
     loss.backward()
     loads = [number for kind, number in shelf.log if kind == "load"]
+    moved = shelf.bytes() + sum(shelf.values[number].nbytes for number in loads)
+    assert moved == 2 * report.on_host
     assert sorted(loads) == list(range(len(shelf.values)))
     fetched = [place for place, (kind, _) in enumerate(shelf.log) if kind == "fetch"]
     assert len({shelf.log[place] for place in fetched}) == len(fetched) > 0
@@ -232,15 +234,18 @@ def test_copies_beside_the_computation_are_waited_for(policy, ahead, reference):
         assert all(stream.ran > 0 for stream in streams.made[1:])
 
 
+@pytest.mark.parametrize("resident", [0, 3])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_on_the_device_are_the_running_layer_and_those_ahead(ahead):
+def test_on_the_device_are_what_may_stay_the_running_layer_and_those_ahead(ahead, resident):
     layers = 8
     model, given = chain(layers)
     streams, there = LateStreams(), {"forward": [], "backward": []}
-    away = put_on(model, None, streams, ahead=ahead)
+    away = put_on(model, None, streams, ahead=ahead, resident=resident * 24 * 4)
 
     def count(when):
         elements = [each for each in away._elements.values() if each.is_stored]
+        staying = [each for each in away._elements.values() if not each.is_stored]
+        assert sum(each.size for each in staying) <= resident * 24 * 4
         there[when].append(
             sum(
                 each._held is not None or each._loaded is not None or each._value.coming is not None
@@ -254,7 +259,8 @@ def test_on_the_device_are_the_running_layer_and_those_ahead(ahead):
     with streams:
         model(given.requires_grad_()).sum().backward()
     each = 8  # of a layer: x and x * x of each square
-    assert there["forward"] == [each * min(number + 1, ahead + 1) for number in range(layers)]
+    away_of = [each - resident, *(each for _ in range(layers - 1))]
+    assert there["forward"] == [sum(away_of[max(number - ahead, 0) : number + 1]) for number in range(layers)]
     assert max(there["backward"]) <= each * (ahead + 1)
 
 

@@ -10,7 +10,7 @@ from ._to_host import ToHost
 from ._torch_private import is_compiled
 from .observe.measure import ATTRIBUTE, on_fakes
 from .run.away import Away
-from .run.layer import Layer
+from .run.layer import Enter, Layer, Leave
 from .run.planner import Planner
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -64,19 +64,34 @@ def checkpoint_layers(
         return model
     named = choose_layers(model, layers)
     for name, layer in named.items():
-        if any(is_compiled(module) for module in (model, layer)):
+        parts = name.split(".")
+        around: list[nn.Module] = [
+            model,
+            *(model.get_submodule(".".join(parts[:count])) for count in range(1, len(parts))),
+        ]
+        if any(is_compiled(module) for module in (*around, layer)):
             raise ValueError(f"layer {name!r} is compiled; call checkpoint_layers before torch.compile")
-        if hasattr(layer, ATTRIBUTE):
+        if ATTRIBUTE in layer.__dict__:
             raise ValueError(f"layer {name!r} drops activations already; call checkpoint_layers once for each layer")
+        if any(ATTRIBUTE in module.__dict__ for module in around if module is not layer):
+            raise ValueError(f"layer {name!r} lies within a layer that drops activations already; give one of them")
+        if any(ATTRIBUTE in module.__dict__ for module in layer.modules()):
+            raise ValueError(f"layer {name!r} has a layer in it that drops activations already; give one of them")
     planner = Planner(chosen, named)
     away = None if to_host is None else Away(to_host)
     hooked = [Layer(known, planner, away) for known in planner.layers]
     for each in hooked:
         each.known.module.__dict__[ATTRIBUTE] = each
+    handles = [
+        model.register_forward_pre_hook(Enter(planner), prepend=True),
+        model.register_forward_hook(Leave(planner), always_call=True),
+    ]
     if example is not None and not isinstance(chosen, Layers | Ops | None):
         try:
             _look(model, planner, example)
         except BaseException:
+            for handle in handles:
+                handle.remove()
             for each in hooked:
                 each.remove()
                 del each.known.module.__dict__[ATTRIBUTE]

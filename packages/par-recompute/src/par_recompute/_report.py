@@ -14,7 +14,7 @@ from .run.planner import Choices, Planner
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What one layer keeps.
+    """What one layer keeps; of a layer that runs several times in a forward, what all these calls do.
 
     Args:
         layer: Its name in the model.
@@ -22,6 +22,7 @@ class Line:
         predicted: Bytes that the plan says; None if no call of these sizes was looked at, as under Layers and Ops.
         counted: Bytes that the latest forward kept for its backward; None under Ops, which keeps results unseen.
         on_host: Bytes of these that it has put away into host memory.
+        calls: How many calls of the layer these are.
     """
 
     layer: str
@@ -29,6 +30,7 @@ class Line:
     predicted: int | None
     counted: int | None
     on_host: int = 0
+    calls: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,9 @@ class Report:
 
 
 def saved(model: nn.Module) -> Report:
-    """What the layers of a model kept in their latest forward: the bytes predicted, and those counted.
+    """What the layers of a model kept in its latest forward: the bytes predicted, and those counted.
+
+    Where the model itself is not called, but its layers are, by a pipeline say, it is the latest call of each layer.
 
     Args:
         model: A model after `checkpoint_layers`.
@@ -78,10 +82,10 @@ def saved(model: nn.Module) -> Report:
         ValueError: No layer of it drops activations.
     """
     layers = _layers(model)
-    lines = tuple(_line(layer) for layer in layers if layer.dropped is not None)
-    known = all(line.counted is not None for line in lines)
-    counted, on_host = _together(layer.counted or {} for layer in layers), _together(layer.on_host for layer in layers)
-    return Report(lines=lines, counted=counted if known else None, on_host=on_host)
+    lines = tuple(_line(layer) for layer in layers if layer.ran)
+    ran = [each for layer in layers for each in layer.ran]
+    on_host = _together(each.on_host for each in ran) or 0
+    return Report(lines=lines, counted=_together(each.counted for each in ran), on_host=on_host)
 
 
 def choices(model: nn.Module) -> tuple[Choices, ...]:
@@ -130,19 +134,26 @@ def _layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def _together(sizes: Iterable[dict[int, int]]) -> int:
-    """The sum over storages, those that several layers have counted once."""
-    return sum({identity: size for each in sizes for identity, size in each.items()}.values())
+def _together(calls: Iterable[dict[int, int] | None]) -> int | None:
+    """The sum over storages, those that several calls have counted once; None if that of a call is not known."""
+    together: dict[int, int] = {}
+    for sizes in calls:
+        if sizes is None:
+            return None
+        together |= sizes
+    return sum(together.values())
 
 
 def _line(layer: Layer) -> Line:
-    dropped = layer.dropped or frozenset()
+    predicted = [layer.known.predict(each.kind, each.sizes, each.dropped) for each in layer.ran]
+    known = [size for size in predicted if size is not None]
     return Line(
         layer=layer.known.name,
-        dropped=tuple(sorted(dropped)),
-        predicted=layer.known.predict(dropped),
-        counted=None if layer.counted is None else sum(layer.counted.values()),
-        on_host=sum(layer.on_host.values()),
+        dropped=tuple(sorted(frozenset[str]().union(*(each.dropped for each in layer.ran)))),
+        predicted=sum(known) if len(known) == len(predicted) else None,
+        counted=_together(each.counted for each in layer.ran),
+        on_host=_together(each.on_host for each in layer.ran) or 0,
+        calls=len(layer.ran),
     )
 
 

@@ -27,9 +27,13 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "checkpointed",
+    "compiles_frames",
     "flops_of",
     "identity_of",
+    "in_checkpoint",
+    "in_transform",
     "is_compiled",
+    "negated",
     "outer_hooks",
     "tree_leaves",
     "tree_map",
@@ -53,6 +57,16 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 identity_of: Callable[[Any], int] = attrgetter("_cdata")
 """A number that tells storages apart, those of fake tensors too, whose address is always 0. In 2.11 already."""
 
+negated: Callable[[Tensor], Tensor] = torch._neg_view
+"""A view whose elements are read with the other sign, as of the imaginary part of a conjugate. In 2.11 already."""
+
+compiles_frames: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""A function if what is called now is under torch.compile, though it runs as Python, after a break of the graph say.
+
+In 2.11 already; `torch.compiler` only says whether code is being traced right now. No function of ours, which would be
+compiled itself.
+"""
+
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -63,6 +77,23 @@ def outer_hooks() -> Hooks | None:
     """
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def in_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint of torch keeps what is saved now, or saves it again.
+
+    In 2.11 already: its hooks are functions of that module. It has no way to ask.
+    """
+    hooks = outer_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", None) == noop_context_fn.__module__
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, such as grad, vmap or jvp.
+
+    In 2.11 already. Tensors within it have no storage, and nothing public says that it runs.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def checkpointed(

@@ -41,6 +41,20 @@ def test_fake_tensors_have_the_bytes_of_a_real_call(block):
     assert output.shape == x.shape
 
 
+def test_weights_in_bf16_gain_by_every_norm_and_activation():
+    layer, given = Block().bfloat16(), torch.randn(2, 15, 32, dtype=torch.bfloat16, requires_grad=True)
+    table, h = measure(layer, given), 2 * 15 * 32 * 2
+    assert [kept(table, ()) - kept(table, {name}) for name in ("ln1", "ln2", "act", "fc")] == [h, h, 4 * h, 4 * h]
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Sigmoid(), nn.Softmax(-1)])
+def test_what_a_module_saves_of_its_own_output_gains_nothing(act):
+    layer = nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8))
+    table = measure(layer, torch.randn(4, 8))
+    assert table.modules["1"].obstacle is None
+    assert kept(table, {"1"}) == kept(table, ())
+
+
 class InPlace(nn.Module):
     def forward(self, x):
         return x.mul_(2) + 1

@@ -68,6 +68,18 @@ def test_each_product_is_done_again_once(names, twelfths):
     assert after - before == twelfths * 2 * 8 * 32**2
 
 
+def test_a_whole_layer_does_eight_twelfths_again_as_torchs_checkpoint_does():
+    """All products but the last. The counter does not know attention on a CPU, which is done again, too."""
+    layer, given = Block(), torch.randn(1, 8, 32, requires_grad=True)
+    counts = [flops(lambda: ran(layer, given))]
+    counts.append(
+        flops(lambda: torch.utils.checkpoint.checkpoint(layer, given, use_reentrant=False).square().sum().backward())
+    )
+    checkpoint_layers(layer, "layers", layers=[layer])
+    counts.append(flops(lambda: ran(layer, given)))
+    assert [count - counts[0] for count in counts[1:]] == [8 * 2 * 8 * 32**2] * 2
+
+
 def test_what_is_dropped_lives_no_longer():
     layer, given = Block(), torch.randn(2, 16, 32, requires_grad=True)
     living = {}
@@ -123,6 +135,36 @@ def residual_in_place(layer, x):
 def returned(layer, x):
     y = layer.norm(x)
     return y + 0 * layer.fc(y)
+
+
+class Complex(nn.Module):
+    """Whose conjugates, and their imaginary parts, are views that are read in another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8, dtype=torch.cfloat)
+
+    def forward(self, x):
+        y = self.fc(x)
+        conjugate = y.conj()
+        return (conjugate * conjugate * y).abs() * conjugate.imag * y.imag * y.real
+
+
+@pytest.mark.parametrize("names", [(), ("fc",)])
+def test_conjugated_and_negated_views_are_what_they_were(names):
+    torch.manual_seed(0)
+    layer, given = Complex(), torch.randn(4, 8, dtype=torch.cfloat, requires_grad=True)
+
+    def gradients():
+        return torch.autograd.grad(layer(given).sum(), [given, *layer.parameters()])
+
+    expected = gradients()
+    checkpoint_layers(layer, Drop(lambda name, module: True), layers=[layer], example=given)
+    (seen,) = layer.par_recompute_layer.known.seen.values()
+    seen.dropped = frozenset(names)
+    assert same(gradients(), expected)
+    (line,) = saved(layer).lines
+    assert line.predicted == line.counted
 
 
 @pytest.mark.parametrize("use", [twice, views, used_twice, in_place, residual_in_place, returned])

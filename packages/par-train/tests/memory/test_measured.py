@@ -24,7 +24,7 @@ def rest(room, *, rate=2.0, calls=1, held=1.0, pieces=PIECES):
     spent = Spent(
         budget=Budget(device=40.0 + room), shares=Shares(), kinds=KINDS, reasons=("device", "activations"), is_open=True
     )
-    model = Choices(layers=("0", "1", "2"), frontiers=FRONTIERS, calls=calls)
+    model = Choices(layers=("0", "1", "2"), frontiers=FRONTIERS, forwards=calls)
     return spend_rest(spent, Measured(models=(model,), held=held, disk=OnDisk(pieces=pieces, read=rate, write=rate)))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ class Observer(TorchDispatchMode):
                 self._saved(tensor)
             return tensor if outer is None else outer[0](tensor)
 
+        if outer is not None:
+            update_wrapper(pack, outer[0])  # who asks for the hooks around sees whose they are
         self._hooks = saved_tensors_hooks(pack, _same if outer is None else outer[1])
         self._hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]

@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_private import StorageWeakRef, identity_of, outer_hooks, version_of
 from ..observe.observer import is_plain
-from .packed import Geometry, Kept, Packed, Part, changed_since, take, use
+from .packed import Geometry, Kept, Packed, Part, take, use
+from .then import Then
 
 
 class Note:
@@ -32,13 +33,14 @@ class Note:
 
     __slots__ = (
         "_autocast",
+        "_device",
         "_geometry",
         "_left",
         "_made",
         "_module",
         "_name",
         "_requires_grad",
-        "_state",
+        "_then",
         "dtype",
         "source",
         "uses",
@@ -49,7 +51,8 @@ class Note:
         self._name, self._module, self.source = name, module, source
         self._requires_grad = input_.requires_grad
         self._geometry, self.version, self.dtype = Geometry.of(output), version_of(output), output.dtype
-        self._state = _versions(module)
+        self._then = Then(module)
+        self._device = input_.device
         self._autocast = _autocast(input_.device.type)
         self.uses = self._left = 0
         self._made: Tensor | None = None
@@ -67,15 +70,20 @@ class Note:
         """Calls the module's forward as it was called: with gradients, under the autocast of then.
 
         Raises:
-            RuntimeError: The module's parameters were changed in place since, or it gives another layout than then.
+            RuntimeError: The module's parameters or buffers were changed in place since, or it gives another layout
+                than then, or draws random numbers.
         """
         source = self.source.take().detach().requires_grad_(self._requires_grad)
-        for parameter, version in zip(self._module.parameters(), self._state, strict=True):
-            if version_of(parameter) != version:
-                changed_since(parameter, version, f"module {self._name!r}")
+        self._then.check(f"module {self._name!r}")
+        random = _random(self._device)
         # The graph of this call is never used, so what it would save is thrown away at once.
-        with torch.enable_grad(), self._autocast(), saved_tensors_hooks(_nothing, _never):
+        with torch.enable_grad(), self._autocast(), self._then.restored(), saved_tensors_hooks(_nothing, _never):
             made: Tensor = self._module.forward(source).detach()
+        if any(not torch.equal(now, before) for now, before in zip(_random(self._device), random, strict=True)):
+            raise RuntimeError(
+                f"module {self._name!r} draws random numbers, which it did not when it was looked at; drop only "
+                "modules that give the same for the same input"
+            )
         if Geometry.of(made) != self._geometry:
             raise RuntimeError(
                 f"module {self._name!r} gave {self._geometry} in forward, and {Geometry.of(made)} when it was called "
@@ -189,8 +197,11 @@ def _never(_: object) -> NoReturn:
     raise AssertionError("the graph of a module that is called again has no backward")
 
 
-def _versions(module: nn.Module) -> list[int]:
-    return [version_of(parameter) for parameter in module.parameters()]
+def _random(device: torch.device) -> list[Tensor]:
+    """The state of the random numbers of the CPU, and of another device."""
+    module = None if device.type in {"cpu", "meta"} else torch.get_device_module(device)
+    others = [] if module is None else [module.get_rng_state(device)]
+    return [torch.get_rng_state(), *others]
 
 
 def _autocast(device_type: str) -> Callable[[], AbstractContextManager[object]]:

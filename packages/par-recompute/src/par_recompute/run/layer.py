@@ -4,16 +4,17 @@ The objects here are hooks of modules, so they are copied and pickled with the m
 """
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._torch_private import compiles_frames, in_checkpoint, in_transform
 from ..observe.observer import Observer, is_plain
 from ..plan.table import WHOLE, Table
 from .away import Away, Call
 from .frame import Frame
-from .planner import Known, Planner, joined
+from .planner import Kind, Known, Planner, joined
 from .whole import Whole, Written
 
 
@@ -40,6 +41,24 @@ class Watched:
         return self._whole.close()
 
 
+class Ran(NamedTuple):
+    """A call of a layer that has ended.
+
+    Args:
+        kind: Its kind; None under a policy that is the same for all.
+        sizes: Shapes of its tensors.
+        dropped: What it dropped.
+        counted: Bytes of each storage that it kept, by the storage's identity; None under Ops.
+        on_host: Bytes of each of these that was put away.
+    """
+
+    kind: Kind | None
+    sizes: tuple[torch.Size, ...]
+    dropped: frozenset[str]
+    counted: dict[int, int] | None
+    on_host: dict[int, int]
+
+
 class Layer:
     """One layer of a model that drops activations.
 
@@ -49,17 +68,13 @@ class Layer:
         away: Where what it keeps is put away; None: it stays.
 
     Attributes:
-        dropped: What the latest call dropped; None before the first.
-        counted: Bytes of each storage that it kept, by the storage's identity; None before the first, and under Ops.
-        on_host: Bytes of each storage of these that was put away.
+        ran: Its calls in the latest forward of the model; the latest call alone if somebody else calls layers.
     """
 
     def __init__(self, known: Known, planner: Planner, away: Away | None = None) -> None:
         self.known, self.planner, self._away = known, planner, away
-        self.dropped: frozenset[str] | None = None
-        self.counted: dict[int, int] | None = None
-        self.on_host: dict[int, int] = {}
-        self._runs: list[tuple[Frame | Whole | Watched, Call | None] | None] = []
+        self.ran: list[Ran] = []
+        self._runs: list[tuple[Frame | Whole | Watched, Call | None, frozenset[str]] | None] = []
         self._again = False
         self._written = Written()
         self._hooked: frozenset[str] = frozenset()
@@ -76,22 +91,35 @@ class Layer:
             handle.remove()
 
     def forget(self) -> None:
-        """Forgets the latest call."""
-        self.dropped = self.counted = None
-        self.on_host = {}
+        """Forgets the latest calls."""
+        self.ran = []
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begins a call."""
+        """Begins a call.
+
+        Within a checkpoint of torch, which saves nothing and runs all of it again, what depends on other calls is left
+        out: the second run must save what the first one did.
+        """
         self._runs.append(None)
         if self._again or not torch.is_grad_enabled():
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or callable(compiles_frames()):
             raise RuntimeError(
                 f"layer {self.known.name!r} is being compiled, and checkpoint_layers is for eager layers; compile "
                 "without it, with torch.utils.checkpoint or torch's activation_memory_budget"
             )
+        if in_transform():
+            raise RuntimeError(
+                f"layer {self.known.name!r} runs within torch.func, whose tensors have no hooks and no storage; use a "
+                "model without checkpoint_layers there, or torch.no_grad()"
+            )
+        within = in_checkpoint()
+        if within and self.planner.is_table:
+            return
+        if not self.known.is_in(self.planner.forward):
+            self.ran = []
         dropped = self.planner.choose(self.known, args, kwargs)
-        away = None if self.planner.fake else self._away
+        away = None if self.planner.fake or within else self._away
         call = None if away is None else away.begin(self.known.name, self.known.module)
         run: Frame | Whole | Watched
         if dropped is None:
@@ -103,25 +131,25 @@ class Layer:
             self._hook(dropped)
             run = Frame(self.known.name, self.known.module)
         run.open()
-        self._runs[-1] = run, call
-        self.dropped = frozenset({WHOLE}) if dropped is None else dropped
+        self._runs[-1] = run, call, frozenset({WHOLE}) if dropped is None else dropped
 
     def end(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Ends a call, also one that has raised, whose output is None."""
-        both = self._runs.pop() if self._runs else None
-        if both is None:
+        running = self._runs.pop() if self._runs else None
+        if running is None:
             return
-        run, call = both
+        run, call, dropped = running
         sizes = run.close()
-        self.on_host = {} if call is None else call.close()
-        self.counted = None if self.planner.contexts() else sizes
+        on_host = {} if call is None else call.close()
+        counted = None if self.planner.contexts() else sizes
+        self.ran.append(Ran(self.known.current, self.known.sizes, dropped, counted, on_host))
         if isinstance(run, Watched) and run.table is not None and output is not None:
             self.planner.record(self.known, args, kwargs, run.table)
 
     def note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Takes down what a dropped module has made, unless it was called in another way than when it was looked at."""
-        both = self._runs[-1] if self._runs else None
-        run = None if both is None else both[0]
+        running = self._runs[-1] if self._runs else None
+        run = None if running is None else running[0]
         if isinstance(run, Frame) and len(args) == 1 and not kwargs and is_plain(args[0]) and is_plain(output):
             run.note(joined(self.known.name, name), module, args[0], output)
 
@@ -160,6 +188,36 @@ class Layer:
             for name in sorted(dropped)
         ]
         self._hooked = dropped
+
+
+class Enter:
+    """The hook before a model's forward.
+
+    Args:
+        planner: Is told of it.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def __call__(self, *_: Any) -> None:
+        """Begins a forward."""
+        self._planner.enter()
+
+
+class Leave:
+    """The hook after a model's forward, called if it raised, too.
+
+    Args:
+        planner: Is told of it.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def __call__(self, *_: Any) -> None:
+        """Ends a forward."""
+        self._planner.leave()
 
 
 class _Begin:

@@ -6,21 +6,30 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from .._torch_private import version_of
+from .._torch_private import negated, version_of
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
+    """How a tensor lies in its storage, and how its elements are read: complex ones as conjugates, or negated."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int | torch.SymInt, ...]
     offset: int | torch.SymInt
+    is_conj: bool
+    is_neg: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Geometry":
         """How this one does."""
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
 
 class Kept:
@@ -83,8 +92,11 @@ class Part:
 
     def take(self) -> Tensor:
         """The tensor, as it was."""
-        _, size, stride, offset = self._geometry
-        return self.source.take().as_strided(size, stride, offset)
+        _, size, stride, offset, is_conj, is_neg = self._geometry
+        part = self.source.take().as_strided(size, stride, offset)
+        if part.is_conj() != is_conj:
+            part = part.conj()
+        return part if part.is_neg() == is_neg else negated(part)
 
 
 Packed = Kept | Part

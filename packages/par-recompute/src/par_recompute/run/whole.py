@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._torch_private import FakeTensor, checkpointed, identity_of, tree_leaves
 from ..observe.observer import is_plain
+from .then import Then
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -87,6 +88,7 @@ class Whole:
         next(self._generator, None)
         with torch.no_grad():
             self._buffers = self._written.after(self._module, self._before)
+        self._then = Then(self._module)
         del self._before
         return self._inputs
 
@@ -96,7 +98,8 @@ class Whole:
         for buffer, then in self._buffers:
             buffer.data.copy_(then)
         try:
-            return self._run(*args, **kwargs)
+            with self._then.restored():
+                return self._run(*args, **kwargs)
         finally:
             for (buffer, _), value in zip(self._buffers, now, strict=True):
                 buffer.data.copy_(value)

@@ -76,7 +76,7 @@ def spend_rest(spent: Spent, measured: Measured) -> Rest:
     per_byte = 1 / measured.disk.read + 1 / measured.disk.write
     state = [Item("state", size, size * per_byte) for size in measured.disk.pieces]
     kept = [
-        Item(f"layers {number}", held * size, model.calls * seconds)
+        Item(f"layers {number}", held * size, model.forwards * seconds)
         for number, (model, of_model) in enumerate(zip(measured.models, frontiers, strict=True))
         for one in of_model
         for size, seconds in _increments(one)
