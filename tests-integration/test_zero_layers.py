@@ -1,6 +1,10 @@
 """Tensor parallelism and ZeRO together: two ranks cut the model, two such pairs share the data."""
 
+import ctypes
+import resource
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +104,37 @@ def assert_filled_as_the_whole(stage, tied):
             for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
                 assert torch.equal(mine, other), name
         check_all_counted(optimizer)
+
+
+def private_bytes():
+    """What RLIMIT_DATA counts of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+
+
+@for_each(stage=(0, 3), filled=(False, True))
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere RLIMIT_DATA leaves out most memory")
+@pytest.mark.ranks(1)
+def test_a_gpt_of_24_blocks_is_sharded_in_a_fifth_more_than_its_parameters_take(stage, filled):
+    """The operating system gives no more, and a world of one keeps all of them."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: else glibc keeps memory that was given back
+    model = GPT(layer_set(None), 29, 256, 4, 24, 12, tied=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    size = sum(each.nbytes for each in model.parameters())
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = private_bytes() + int(1.2 * size)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    try:
+        if not filled:
+            initialize(model, seed=0)
+        options = {"fill": lambda unit, prefix: initialize(unit, 0, prefix)} if filled else {}
+        shard(model, optimizer, stage=stage, group=dist.group.WORLD, bucket=2**20, **options)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.empty(size // 4)
+        with torch.no_grad():
+            assert loss_of(model, data(0)).isfinite()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
 def check_all_counted(optimizer):

@@ -28,13 +28,13 @@ ROOM = STATE // 4
 STEPS, KILLED_AT = 13, 7
 
 NOTE = (
-    f"A model of {PARAMETERS / 1e6:.0f}e6 fp32 parameters, whose state takes {STATE / 1e6:.0f} MB, in a process that "
-    f"RLIMIT_DATA leaves {ROOM / 1e6:.0f} MB beside parameters and gradients, a quarter of it. A checkpoint is saved, "
-    f"the process is killed in step {KILLED_AT + 1}, and another one goes on under the same limit; with state in "
-    "memory the allocator fails under it. Seconds of `optimizer.step()` until everything is written, and of the whole step, "
-    "forward and backward included; each is followed by the same reads and writes alone, in the same process. Pieces "
-    f"of {PIECE >> 20} MiB a slot, {AHEAD} ahead. Medians, and of the ratios within a step; the first of each process, "
-    "which makes state or buffers, is left out."
+    f"A model of {PARAMETERS / 1e6:.0f}e6 fp32 parameters, whose state takes {STATE / 1e6:.0f} MB, in a process "
+    f"that RLIMIT_DATA leaves {ROOM / 1e6:.0f} MB beside parameters and gradients, a quarter of it. A checkpoint "
+    f"is saved, the process is killed in step {KILLED_AT + 1}, and another one goes on under the same limit; with "
+    "state in memory the allocator fails under it. Seconds of `optimizer.step()` until everything is written, and "
+    "of the whole step, forward and backward included; each is followed by the same reads and writes alone, in "
+    f"the same process. Pieces of {PIECE >> 20} MiB a slot, {AHEAD} ahead. Medians, and of the ratios within a "
+    "step; the first of each process, which makes state or buffers, is left out."
 )
 
 

@@ -1,6 +1,7 @@
 """Mistakes end in one clear error on every rank, before any other collective; failures leave nobody waiting."""
 
 import copy
+import errno
 import io
 import os
 import pickle
@@ -260,6 +261,29 @@ def test_a_full_disk_of_one_rank_is_refused_on_all_before_anything_is_changed(tm
     train(module, optimizer, [[batch(0, width=8)]])
 
 
+@pytest.mark.ranks(2, timeout=10)
+def test_a_folder_that_one_rank_may_not_write_to_is_refused_on_all(tmp_path, monkeypatch):
+    original = os.open
+
+    def refuse(path, flags, *mode):
+        if str(path) == str(tmp_path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path, flags, *mode)
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(os, "open", refuse)
+    module = mlp()
+    optimizer = adamw(module.parameters())
+    parameters = list(module.parameters())
+    offload = {"optimizer": "disk", "path": tmp_path}
+    with pytest.raises((ValueError, PermissionError), match="Permission denied"):
+        shard(module, optimizer, stage=1, group=dist.group.WORLD, offload=offload)
+    assert optimizer.param_groups[0]["params"] == parameters
+    monkeypatch.undo()
+    shard(module, optimizer, stage=1, group=dist.group.WORLD, offload=offload)
+    train(module, optimizer, [[batch(0, width=8)]])
+
+
 TYPES = {
     "buckets": 3,
     "bucket": "25MB",
@@ -349,7 +373,7 @@ def test_a_mistake_on_one_rank_is_told_to_the_other(mistake):
         refused(ValueError, *words, stage=stage, **mine)
 
 
-@for_each(differ=("sizes", "stage", "bucket", "inflight", "dtype", "groups", "units"))
+@for_each(differ=("sizes", "stage", "bucket", "inflight", "dtype", "groups", "units", "offload"))
 @pytest.mark.ranks(4)
 def test_ranks_that_differ_are_named(differ):
     odd = dist.get_rank() == 2
@@ -369,6 +393,7 @@ def test_ranks_that_differ_are_named(differ):
         bucket=1 if odd and differ == "bucket" else 500,
         inflight=1 if odd and differ == "inflight" else None,
         units=[] if odd and differ == "units" else "auto",
+        offload={"optimizer": 0.5} if odd and differ == "offload" else None,
     )
 
 

@@ -21,7 +21,7 @@ MAKERS = OPTIMIZERS | {
     "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "plain": lambda p: torch.optim.SGD(p, lr=0.05),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.002),
     "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9),  # which goes on for 20 steps
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
