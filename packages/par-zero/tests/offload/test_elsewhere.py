@@ -14,7 +14,7 @@ from torch import nn
 from par_groups import gradients as gradients_of
 from par_groups import settle_
 from par_testing import for_each
-from par_zero import Offload, memory, no_sync, residency, shard, summon, transfers
+from par_zero import Offload, memory, no_sync, place, residency, shard, simulate, summon, trace, transfers
 
 from ..helpers import assert_same, batch, loss_of, mlp, sharded, whole
 from .cases import BF16, failing, moments, on_disk, small, two_models, with_copies, with_everything
@@ -457,3 +457,30 @@ def test_every_optimizer_in_a_world_of_two(name, tmp_path):
 @pytest.mark.ranks(4, timeout=400)
 def test_every_optimizer_in_a_world_of_four(name, tmp_path):
     compare(MAKERS[name], tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_within_a_budget_shares_are_read_as_often_as_simulate_says(tmp_path):
+    unit, share = WIDTH**2 * 4, WIDTH**2 * 2  # bytes of a unit that is whole, and of this rank's part
+    resident = BLOCKS * share * 3  # gradients and Adam's slots; parameters are on the disk
+    offload = Offload(parameters="disk", path=tmp_path, piece=8192, budget=resident + 3 * unit)
+    module, optimizer = even(offload, FP32)
+    expected = None
+    for step in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            moved = counted(patch)
+            for micro in range(3):
+                with no_sync(module):
+                    module(torch.ones(2, WIDTH) * (step + micro)).square().mean().backward()
+            module(torch.ones(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fetched = sum(moved["preadv"]) - BLOCKS * share  # which the step reads itself
+        if expected is not None:
+            assert fetched == expected
+        needed = trace(module)
+        sizes = {moment.unit: unit for moment in needed.moments if moment.unit}
+        ledger = simulate(needed, sizes, place(needed, sizes, {"device": 3 * unit, "disk": "1GB"}))
+        assert set(ledger.moved) == {("disk", "device")}
+        expected = ledger.moved["disk", "device"] // 2
+    assert 0 < expected < 8 * BLOCKS * share
