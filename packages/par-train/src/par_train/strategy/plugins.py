@@ -264,7 +264,9 @@ class Zero(Plugin):
         group, share_of = strategy.groups[averaged], partial(strategy.groups.topology.index, averaged)
         away: dict[str, Any] = {}
         if strategy.spent is not None and optimizer is not None and any(strategy.spent.shares.parts.values()):
-            away = {"offload": Offload(**strategy.spent.shares.parts, path=strategy.spent.budget.path)}
+            parts, path = strategy.spent.shares.parts, strategy.spent.budget.path
+            offload = Offload(optimizer=parts.get("optimizer", 0.0), parameters=parts.get("parameters", 0.0), path=path)
+            away = {"offload": offload}
         keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **away, **options.zero_keywords}
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}

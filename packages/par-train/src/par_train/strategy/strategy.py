@@ -67,10 +67,11 @@ class Strategy(Setup):
             such as "cheap", "layers", "layers:2", "keep:0.4" or "keep:6GB"; None: nothing. It is for models that come
             with an optimizer, and changes no loss.
         memory: Bytes of a rank in each tier, such as {"device": "80GB", "host": "200GB", "disk": "1TB", "path":
-            "/scratch"}: what of the optimizer's state the device has no room for lies on the host, then on the disk;
-            layers keep for backward what still has room, and compute the rest again, unless `recompute` says what. In
-            the first step they keep their inputs alone. "activations" are the bytes left for them when it is chosen
-            what lies elsewhere, a quarter of the device's without. For one optimizer. None: everything is kept.
+            "/scratch"}. In the first step all of the optimizer's state that has room there lies on the host, then on
+            the disk, at stage 3 parameters too if that is too little, and layers keep their inputs alone. It is
+            measured, and from the second step on the device has what saves most seconds a byte: what layers keep for
+            backward, or state from the disk. With `recompute` what is missing lies elsewhere from the beginning.
+            "activations" are bytes that must be left for these. For one optimizer. None: everything is kept.
 
     Attributes:
         options: The options, as `StrategyOptions`.
