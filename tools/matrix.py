@@ -35,14 +35,14 @@ these ranks are 1.2 times as far from the exact ones as those of one process, wh
 optimizer is AdamW with a warm-up of the learning rate; gradients are clipped by the norm of all of them, data are
 shuffled, and fp16 has a dynamic loss scale that grows once.
 
-DP: data parallel. TP: 1D tensor parallel. SP: TP with sequence parallelism. 2D, 2.5D, 3D: tensor modes. PP: a
-pipeline, with its schedule and 4 microbatches. The number is that of ranks. Tied: the logits share the embedding's
-table. ZeRO 3 is refused with schedules that take weight gradients after a backward, for it has freed the weights.
-Gather, Ring, Ulysses: a sequence that is cut over ranks, by its mode. Packed: rows of several documents, unevenly
-many targets in each, in the GPT of `par-train run`; its one process takes each document by itself. Expert parallelism
-does not exist yet, and so has no rows. Llama: a model of transformers in the place of the GPT, as it is, of as many
-layers. Muon: an optimizer that steps whole matrices, and all else with momentum; its one process is a strategy of one
-rank, where q, k and v, which lie in one weight, are matrices of their own.
+DP: data parallel. TP: 1D tensor parallel. SP: TP with sequence parallelism. 2D, 2.5D, 3D: tensor modes. PP: a pipeline,
+with its schedule and 4 microbatches. The number is that of ranks. Tied: the logits share the embedding's table. ZeRO 3
+is refused with schedules that take weight gradients after a backward, for it has freed the weights. Gather, Ring,
+Ulysses: a sequence that is cut over ranks, by its mode; two of these names are its mode 2d. Packed: rows of several
+documents, unevenly many targets in each, in the GPT of `par-train run`; its one process takes each document by itself.
+Expert parallelism does not exist yet, and so has no rows. Llama: a model of transformers in the place of the GPT, as it
+is, of as many layers. Muon: an optimizer that steps whole matrices, and all else with momentum; its one process is a
+strategy of one rank, where q, k and v, which lie in one weight, are matrices of their own.
 
 Each cell has two numbers: the largest relative difference of the loss to one process in the same precision, over 20
 steps, and how many seconds the run took. In the row "one rank" a strategy runs, but nothing is cut. Under autocast

@@ -22,6 +22,8 @@ SEQUENCE: dict[str, dict[str, Any]] = {
     "Gather2": {"size": 2, "mode": "gather"},
     "Ring2": {"size": 2, "mode": "ring"},
     "Ulysses2": {"size": 2, "mode": "ulysses"},
+    "Ulysses2 x Ring2": {"size": 4, "mode": "2d"},
+    "Ulysses2 x Gather2": {"size": 4, "mode": "2d", "outer": "gather"},
 }
 MICROBATCHES = 4
 BUCKET = 20_000  # bytes: some chunks on each rank
@@ -127,6 +129,7 @@ def every_cell() -> list[Cell]:
     packed = [case(model="Packed"), *(case(sequence=name, model="Packed") for name in SEQUENCE)]
     packed += [
         case(2, sequence="Ring2", zero=3, model="Packed"),
+        case(2, sequence="Ulysses2 x Ring2", zero=2, model="Packed"),
         case(tensor="SP2", sequence="Gather2", model="Packed"),
     ]
     packed += [case(pipeline="1f1b", sequence="Gather2", tied=True, model="Packed")]

@@ -123,6 +123,12 @@ def test_the_2d_sequence_mode_has_ulysses_inside():
     assert "sequence mode: 2d {'ulysses': 2, 'cut': 'zigzag'}" in text
 
 
+def test_the_2d_sequence_mode_has_pairs_inside_where_nobody_says():
+    for size in (2, 4):
+        topology = Topology.from_config({"sequence": {"size": size, "mode": "2d"}}, size)
+        assert (topology.axes["ring"], topology.axes["ulysses"]) == (size // 2, 2)
+
+
 def test_the_2d_sequence_mode_may_gather_between_its_groups():
     config = {"size": 4, "mode": "2d", "ulysses": 4, "outer": "gather", "parts": 2, "keep": True}
     topology = Topology.from_config({"sequence": config}, 4)
@@ -143,7 +149,7 @@ def test_the_2d_sequence_mode_may_gather_between_its_groups():
             {"mode": "ulysses", "cut": "zigzag"},
             "mode 'ulysses': cut is 'zigzag', .*leave cut out, or use mode 'gather'",
         ),
-        ({"mode": "2d"}, r"mode '2d' needs the option 'ulysses': sequence=dict\(..., ulysses=...\)"),
+        ({"mode": "2d", "size": 3}, "ulysses=2 does not divide the 3 ranks; use one of 1, 3"),
         ({"mode": "2d", "ulysses": 3}, "ulysses=3 does not divide the 4 ranks; use one of 1, 2, 4"),
         ({"mode": "2d", "ulysses": 0}, "ulysses is 0; it must be a whole number of at least 1"),
         ({"mode": "2d", "ulysses": 2, "outer": "rings"}, "outer is 'rings'; did you mean 'ring'"),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_layers import Context, Mask
-from par_layers.context.transformers import read
+from par_layers.context.transformers import NAME, _attention, read
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 masking_utils = pytest.importorskip("transformers.masking_utils")
@@ -45,11 +45,23 @@ MODELS = {
     ),
 }
 
+LENGTHS = {
+    "longrope": {"original_max_position_embeddings": 16, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+    "dynamic": {"factor": 2.0},
+}
+"""Rotations that are others where the last token of a batch is far away, as it is on the second rank alone."""
+
+
+def of_length(rope):
+    angles = {"rope_type": rope, "rope_theta": 100.0, **LENGTHS[rope]}
+    sizes = {**SIZES, "max_position_embeddings": 16, "rope_parameters": angles}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
 
 def made(name):
     """A model whose parameters are the same on every rank, in float64."""
     torch.manual_seed(3)
-    return MODELS[name]().double().train()
+    return (of_length(name) if name in LENGTHS else MODELS[name]()).double().train()
 
 
 def whole_loss(model, ids, labels, documents):
@@ -115,6 +127,8 @@ def test_models_are_those_of_one_device():
     for name, mode in zip(MODELS, modes, strict=True):
         compare(name, {"mode": mode}, batch_of(), DOCUMENTS, documents=DOCUMENTS)
     compare("Llama", {"mode": "ring"}, batch_of(), DOCUMENTS, documents=DOCUMENTS, recompute=True)
+    for rope in LENGTHS:  # of one device, which turns all tokens by the longest document of the batch
+        compare(rope, {"mode": "gather"}, batch_of(), [[24], [24]])
     check_two_contexts_in_one_process()
 
 
@@ -150,7 +164,7 @@ def check_two_contexts_in_one_process():
 @pytest.mark.parametrize("name", [*MODELS, "Llama 4"])
 def test_models_over_more_ranks(name):
     if name == "Llama 4":  # slow to import; its first layer sees chunks, its second one everything
-        small = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 6}
+        small = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 6, "floor_scale": 4}
         MODELS[name] = lambda: transformers.Llama4ForCausalLM(
             transformers.Llama4TextConfig(**SIZES, **small, no_rope_layers=[1, 0])
         )
@@ -182,7 +196,9 @@ def test_padding_is_no_document_whatever_its_positions():
         context.cut({**left, "position_ids": counted})
     pairs = torch.ones(2, 1, 24, 24).tril()
     for positions in ({}, {"position_ids": counted}):
-        with pytest.raises(ValueError, match=r"attention_mask is \[2, 1, 24, 24\] and input_ids are \[2, 24\]; masks of"):
+        with pytest.raises(
+            ValueError, match=r"attention_mask is \[2, 1, 24, 24\] and input_ids are \[2, 24\]; masks of"
+        ):
             context.cut({"input_ids": batch["input_ids"], "attention_mask": pairs, **positions})
     with pytest.raises(ValueError, match=r"position_ids are \[3, 2, 24\]; they must be \[B, length\]"):
         context.cut({**batch, "position_ids": counted.expand(3, 2, 24)})
@@ -212,6 +228,9 @@ def test_what_cannot_be_equal_is_refused():
     t5 = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=10)
     with pytest.raises(ValueError, match="has an encoder"):
         context.transformers_(transformers.T5ForConditionalGeneration(t5))
+    bart = transformers.BartConfig(d_model=8, decoder_layers=1, decoder_attention_heads=2, vocab_size=10)
+    with pytest.raises(ValueError, match="BartForCausalLM takes no position_ids"):
+        context.transformers_(transformers.BartForCausalLM(bart))
     mamba = transformers.MambaConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, state_size=4)
     with pytest.raises(ValueError, match="its sequence cannot be cut"):
         context.transformers_(transformers.MambaForCausalLM(mamba))
@@ -271,3 +290,69 @@ def test_a_copy_has_the_context_and_another_model_has_none():
     loss, other = model(**mine, par_tokens=tokens).loss, copy.deepcopy(model)(**mine, par_tokens=tokens).loss
     assert loss.equal(other)
     torch.testing.assert_close(loss, plain(**batch_of()).loss, rtol=1e-6, atol=0, check_dtype=False)  # in float32
+
+
+def attend(context, mask, **keywords):
+    """Calls attention as a layer of a model does, with heads first."""
+    q, module = torch.zeros(1, 2, 8, 4), torch.nn.Module()
+    if context is not None:
+        setattr(module, NAME, context)
+    return _attention(module, q, q, q, mask, par_tokens=Context(None).tokens(8), **keywords)
+
+
+def test_what_only_a_call_shows_is_refused():
+    context, causal = Context(None), Mask(causal=True)
+    for keywords, words in [
+        ({"softcap": 30.0}, "Module wants softcap, which attention over ranks has not"),
+        ({"position_bias": torch.zeros(1)}, "Module wants position_bias, which attention over ranks has not"),
+        ({"output_attentions": True}, "Module wants output_attentions, which attention over ranks has not"),
+        ({"sliding_window": 5}, r"has a window of 5, but its mask is Mask\(causal=True\)"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            attend(context, causal, **keywords)
+    for mask, window in ((Mask(causal=True, window=5), 5), (Mask(window=6), 5)):
+        attend(context, mask, sliding_window=window, softcap=None, output_attentions=False)
+    for mask in (None, torch.ones(1, 1, 8, 8)):
+        with pytest.raises(
+            ValueError, match="in the place of a mask of positions; masks of pairs and attention without"
+        ):
+            attend(context, mask)
+    with pytest.raises(ValueError, match=r"Module has no context; call context\.transformers_\(model\)"):
+        attend(None, causal)
+
+
+def test_what_a_mask_of_a_call_cannot_say_is_refused():
+    context, model = Context(None), made("Llama")
+    context.transformers_(model)
+    mine, tokens = context.cut(batch_of())
+    cache = model(**mine, par_tokens=tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"past_key_values have tokens of earlier calls.*use_cache=False"):
+        model(**mine, par_tokens=tokens, past_key_values=cache)
+    hidden = {**mine, "attention_mask": (torch.arange(24) < 20).expand(2, -1).long()}
+    with pytest.raises(RuntimeError, match=r"attention_mask has padding; documents say it: context\.cut makes them"):
+        model(**hidden, par_tokens=tokens)
+    with pytest.raises(ValueError, match="the model adds an or_mask_function or and_mask_function of its own"):
+        masking_utils.create_causal_mask(
+            config=model.config,
+            inputs_embeds=torch.zeros(2, 24, 32),
+            attention_mask=mine["attention_mask"],
+            past_key_values=None,
+            position_ids=mine["position_ids"],
+            or_mask_function=lambda _row, _head, query, key: key == query,
+        )
+
+
+def test_layers_whose_attention_is_their_own_are_refused():
+    class Own(transformers.LlamaForCausalLM):
+        @classmethod
+        def _can_set_attn_implementation(cls):
+            return False
+
+    model, context = Own(transformers.LlamaConfig(**SIZES)), Context(None)
+    with pytest.raises(ValueError, match=r"Own does not let its attention be replaced; call context\.attention in it"):
+        context.transformers_(model)
+    for kind in ("ShortConv", "MiniMaxLightningAttention", "GatedDeltaNet", "LlamaCrossAttention"):
+        model = made("Llama")
+        model.model.layers[1].extra = type(kind, (torch.nn.Module,), {})()
+        with pytest.raises(ValueError, match=f"layers.1.extra is {kind}, which reads other tokens than attention does"):
+            context.transformers_(model)

@@ -144,7 +144,7 @@ def test_every_mode_on_four_ranks():
         assert_as_predicted(over(4, mode), zero=2)
     for cut in ("contiguous", "zigzag", "balanced"):
         assert_as_predicted(over(4, "gather", cut=cut))
-    assert_as_predicted(over(4, "2d", ulysses=2))
+    assert_as_predicted(over(4, "2d"))
     assert_as_predicted(over(4, "2d", ulysses=2, outer="gather"), precision="bf16")
     assert_as_predicted(over(4, "2d", ulysses=4))
 

@@ -198,7 +198,7 @@ def _ulysses(size: int, *, cut: str = "auto") -> Split:
 
 @register_mode("2d", axis="sequence")
 def _ulysses_inside(
-    size: int, *, ulysses: int, outer: str = "ring", cut: str = "auto", parts: int | None = None, keep: bool = False
+    size: int, *, ulysses: int = 2, outer: str = "ring", cut: str = "auto", parts: int | None = None, keep: bool = False
 ) -> Split:
     """Ulysses among neighbours, as those of one node, and a ring or fetching between such groups.
 

@@ -14,7 +14,7 @@ from par_groups import Axes, ProcessGroups, agree, check_alike
 
 from .._torch_private import disable_dynamo, is_any_autocast_enabled
 from .balance import CAUSAL, CUTS, cut_tokens
-from .exchange import all_sum, all_tokens
+from .exchange import all_highest, all_sum, all_tokens
 from .kernels import check_kernel, choose
 from .mask import Mask
 from .modes.gather import GatherOptions, GatherPlan, attend, plan_gather
@@ -351,7 +351,7 @@ class Context:
                 refused then: masks that depend on data, softcap, tokens in a cache, dropout, and tensors that attention
                 would lose.
         """
-        prepare(model, self)
+        prepare(model, self, self._highest)
         return model
 
     def check_transformers(self, model: nn.Module) -> None:
@@ -424,6 +424,10 @@ class Context:
     def _name(self, axes: Axes) -> str:
         """The name of a group, which plans and graphs keep instead of the group."""
         return "" if self._groups is None or self._groups.size(axes) == 1 else self._groups[axes].group_name
+
+    def _highest(self, x: Tensor) -> Tensor:
+        """The highest number of all ranks of the sequence, a scalar. Collective over these ranks."""
+        return x.max() if self.ranks == 1 else all_highest(x.max(), self._name(self.axis))
 
     def _make_plan(self, tokens: Tokens, mask: Mask, joins: frozenset[str]) -> GatherPlan | RingPlan:
         merged = tokens if self._inner_ranks == 1 else tokens.merged(self._inner_ranks)

@@ -34,6 +34,16 @@ def all_tokens(x: Tensor, home: Tensor, dim: int, group: str) -> Tensor:
     return result
 
 
+def all_highest(x: Tensor, group: str) -> Tensor:
+    """The highest of the ranks' numbers, on each of them; without a gradient.
+
+    Args:
+        x: This rank's number.
+        group: The name of the ranks' group.
+    """
+    return finish(functional_collectives.all_reduce.default(x, "max", group))
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

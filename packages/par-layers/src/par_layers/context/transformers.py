@@ -6,6 +6,8 @@ mask function about tokens far from any data, so that the window or chunk that a
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import signature
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -29,7 +31,17 @@ STEP = 4096
 KNOWN = frozenset({"position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch"})
 """Tensors that models hand to attention among other keywords, and that are not for it."""
 
-CARRY = ("Mamba", "LinearAttention", "GatedDelta", "ShortConv", "RWKV", "Rwkv", "RecurrentBlock", "CrossAttention")
+CARRY = (
+    "Mamba",
+    "LinearAttention",
+    "Lightning",
+    "GatedDelta",
+    "ShortConv",
+    "RWKV",
+    "Rwkv",
+    "RecurrentBlock",
+    "CrossAttention",
+)
 """Parts of the names of layers that carry state along the sequence, or attend to another one."""
 
 
@@ -40,8 +52,8 @@ def check_decoder(model: nn.Module) -> None:
         model: A decoder of transformers.
 
     Raises:
-        ValueError: It is no model of transformers whose attention can be replaced, a layer carries state along the
-            sequence, or its loss has a part that is no sum over tokens.
+        ValueError: It is no model of transformers whose attention can be replaced, it is not told where its tokens
+            are, a layer carries state along the sequence, or its loss has a part that is no sum over tokens.
     """
     import transformers  # noqa: PLC0415 - slow to import, and needed by nobody else
 
@@ -64,14 +76,20 @@ def check_decoder(model: nn.Module) -> None:
     can_be_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_be_set is not None and not can_be_set():
         raise _fixed(model)
+    if "position_ids" not in signature(type(model).forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no position_ids: on each rank it would count its tokens from the first one "
+            "there; call context.attention and context.positions in its code"
+        )
 
 
-def prepare(model: nn.Module, context: object) -> None:
+def prepare(model: nn.Module, context: object, highest: Callable[[Tensor], Tensor]) -> None:
     """Lets the attention of a model be computed by a context.
 
     Args:
         model: A decoder of transformers.
         context: The `Context`.
+        highest: The highest number of a tensor over all ranks of the sequence.
 
     Raises:
         ValueError: As `check_decoder`.
@@ -89,6 +107,33 @@ def prepare(model: nn.Module, context: object) -> None:
         setattr(module, NAME, context)
         if hasattr(type(module), "generate"):
             module.__dict__["generate"] = NoGeneration()
+        if _rotates_by_length(module):
+            module.register_forward_pre_hook(partial(_with_last_position, highest), with_kwargs=True)
+            module.register_forward_hook(_without_last_position)
+
+
+def _rotates_by_length(module: nn.Module) -> bool:
+    """Whether a module turns all tokens otherwise where the last one of a batch is farther away."""
+    kinds = getattr(module, "rope_type", "")
+    kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+
+
+def _with_last_position(
+    highest: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives a module that looks for the last position that of all ranks' tokens, behind those of this rank."""
+    named = "position_ids" in keywords
+    positions: Tensor = keywords["position_ids"] if named else arguments[1]
+    longer = torch.cat([positions, highest(positions).expand_as(positions[..., :1])], -1)
+    if named:
+        return arguments, {**keywords, "position_ids": longer}
+    return (arguments[0], longer, *arguments[2:]), keywords
+
+
+def _without_last_position(_: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The cosines and sines [..., s, D] of this rank's tokens alone."""
+    return tuple(each[..., :-1, :] for each in output)
 
 
 def _fixed(model: nn.Module) -> ValueError:
@@ -219,8 +264,27 @@ def _attention(  # noqa: PLR0917 - the signature that models call
             raise ValueError(
                 f"{type(module).__name__} gives its attention a tensor {name!r}, unknown here, which would be lost"
             )
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        query = _scaled_by_place(module, query, context.positions(tokens))
     heads_last = (x.transpose(1, 2) for x in (query, key, value))
     return context.attention(*heads_last, tokens, mask=attention_mask, scale=scaling, sinks=sinks), None
+
+
+def _scaled_by_place(module: Any, query: Tensor, places: Tensor) -> Tensor:
+    """Queries of Llama 4's layers without rotation, which it scales as if the first one here were the document's first.
+
+    Args:
+        module: The layer.
+        query: What it gives, [B, H, s, D].
+        places: The places of the tokens in their documents, [B or 1, s].
+    """
+
+    def scale(place: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((place.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    here = torch.arange(query.shape[2], device=query.device)
+    ratio = scale(places.to(query.device)) / scale(here)
+    return query * ratio[:, None, :, None].to(query.dtype)
 
 
 def _mask(

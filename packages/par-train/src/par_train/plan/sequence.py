@@ -80,7 +80,7 @@ def sequence_of(topology: Topology) -> SequenceCut:
     if mode == "ulysses":
         return SequenceCut(**common, inner=ranks)
     if mode == "2d":
-        return SequenceCut(**common, inner=options["ulysses"], outer=options.get("outer", "ring"))
+        return SequenceCut(**common, inner=topology.axes["ulysses"], outer=options.get("outer", "ring"))
     raise ValueError(f"there are no formulas for sequence mode {mode!r}; there are for gather, ring, ulysses, 2d")
 
 
