@@ -149,7 +149,6 @@ def test_the_2d_sequence_mode_may_gather_between_its_groups():
             {"mode": "ulysses", "cut": "zigzag"},
             "mode 'ulysses': cut is 'zigzag', .*leave cut out, or use mode 'gather'",
         ),
-        ({"mode": "2d", "size": 3}, "ulysses=2 does not divide the 3 ranks; use one of 1, 3"),
         ({"mode": "2d", "ulysses": 3}, "ulysses=3 does not divide the 4 ranks; use one of 1, 2, 4"),
         ({"mode": "2d", "ulysses": 0}, "ulysses is 0; it must be a whole number of at least 1"),
         ({"mode": "2d", "ulysses": 2, "outer": "rings"}, "outer is 'rings'; did you mean 'ring'"),
