@@ -3,13 +3,13 @@
 import math
 from typing import Any, NoReturn
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from torch import Tensor
 from torch.optim import Optimizer
 
 from par_precision import MixedOptimizer
+
+from ._clip import Clipping
 
 
 class ParOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
@@ -18,14 +18,13 @@ class ParOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate ha
     Args:
         optimizer: What `Strategy.initialize` gave.
         trained: The ids of the parameters that it was given and that are on this rank.
-        clip_norm: The strategy's own, for steps that no `clip_grad_norm_` comes before.
+        clip_norm: The strategy's own.
     """
 
     def __init__(self, optimizer: Optimizer, trained: set[int], clip_norm: float | None) -> None:
         super().__init__(optimizer, device_placement=False)
         self.trained = trained
-        self._clip_norm = clip_norm
-        self._asked: list[Tensor] = []  # norms that the step to come fills in
+        self.clipping = Clipping(optimizer, clip_norm, self.accelerator_state.device)
 
     @property
     def scaling(self) -> Any:
@@ -37,26 +36,6 @@ class ParOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate ha
     def step_was_skipped(self) -> bool:
         """Whether gradients overflowed in the last step; without a loss scale nobody waits for the answer."""
         return self.scaling is not None and self.optimizer.last is not None and bool(self.optimizer.last.skipped)
-
-    def clip(self, norm: float) -> Tensor:
-        """Clips in the step to come; gives its norm, which is known then."""
-        if not isinstance(self.optimizer, MixedOptimizer):
-            raise ValueError(
-                "a plugin controls precision, and so clipping; leave clip_grad_norm_ out, and tell the plugin"
-            )
-        self.optimizer.clip_norm = None if math.isinf(norm) else norm
-        self._asked.append(torch.full((), math.nan, dtype=torch.float64, device=self.accelerator_state.device))
-        return self._asked[-1]
-
-    def step(self, closure: Any = None) -> None:
-        """Steps once gradients are those of the whole batch."""
-        super().step(closure)
-        if not self.gradient_state.sync_gradients or not isinstance(self.optimizer, MixedOptimizer):
-            return
-        for norm in self._asked:
-            norm.copy_(self.optimizer.last.grad_norm)  # type: ignore[union-attr]  # it has just stepped
-        self._asked.clear()
-        self.optimizer.clip_norm = self._clip_norm
 
 
 class ParScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate has no types

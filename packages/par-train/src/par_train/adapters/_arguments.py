@@ -79,17 +79,17 @@ def check_trainer(trainer: Any, loss: Any, strategy: Strategy) -> None:
             f"train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and the {together[0]} ranks of a "
             "replica have the same; use 'random' or 'group_by_length'"
         )
-    if strategy.schedule is None and strategy.averaged_over == "data":
+    cut = [name for name in ("pipeline", "sequence", "tensor") if groups.size(name) > 1]
+    if not cut:
         return
-    over = next(axis for axis in ("pipeline", "sequence") if groups.size(axis) > 1)
-    own = {
-        "compute_loss of its own": type(trainer).compute_loss is not loss,
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "label_smoothing_factor": args.label_smoothing_factor != 0,
-    }
+    over = f"{cut[0]}={groups.size(cut[0])}"
+    own = {"compute_loss of its own": type(trainer).compute_loss is not loss}
+    if cut[0] != "tensor":
+        own["compute_loss_func"] = trainer.compute_loss_func is not None
+        own["label_smoothing_factor"] = args.label_smoothing_factor != 0
     for name, has in own.items():
         if has:
             raise ValueError(
-                f"this {type(trainer).__name__} has a {name}, and over {over}={groups.size(over)} the loss is the model's own "
-                "causal one; leave it out, or use tensor and data ranks"
+                f"this {type(trainer).__name__} has a {name}, and over {over} no rank need have whole logits: the loss is "
+                "the model's own causal one; leave it out, or use zero= and data ranks alone"
             )

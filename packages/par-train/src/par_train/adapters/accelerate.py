@@ -52,7 +52,6 @@ class AcceleratorKeywords(TypedDict, total=False):
     """The keywords of `Accelerator` that mean here what they mean there."""
 
     device_placement: bool
-    split_batches: bool
     gradient_accumulation_steps: int
     dataloader_config: DataLoaderConfiguration
     rng_types: Sequence[str]
@@ -261,12 +260,10 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
         Raises:
             ValueError: Another norm, or parameters that are not all that an optimizer trains.
         """
-        if norm_type != 2:
-            raise ValueError(f"norm_type is {norm_type}; gradients are clipped by their 2-norm alone")
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for optimizer in self._optimizers:
             if optimizer.trained <= given:
-                return optimizer.clip(float(max_norm))
+                return optimizer.clipping.clip(float(max_norm), norm_type)
         raise ValueError(
             f"clip_grad_norm_ was given {len(given)} parameters, which are not all that a prepared optimizer trains; all "
             "its gradients have one norm: give it model.parameters()"

@@ -1,0 +1,266 @@
+"""Lightning Fabric on a `Strategy`: a script that has a `Fabric` names a `ParStrategy`, and stays as it is.
+
+    fabric = Fabric(strategy=ParStrategy(parallel=dict(tensor=dict(size=2, mode="1d")), zero=1), precision="bf16-true")
+
+Processes are launched and data is shared out by Fabric, over the data ranks: those of a replica are given its batches.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from par_precision import MixedOptimizer
+
+from ..strategy.strategy import Strategy
+from ._clip import Clipping
+from ._options import StrategyKeywords, missing
+
+try:
+    from lightning.fabric.plugins import Precision
+    from lightning.fabric.strategies import DDPStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+except ImportError as error:
+    raise missing("fabric", "lightning", "fabric") from error
+
+PRECISIONS = {
+    "32-true": "fp32",
+    "bf16-mixed": "bf16-amp",
+    "16-mixed": "fp16-amp",
+    "bf16-true": "bf16",
+    "16-true": "fp16",
+}
+"""Fabric's precisions by the names of par-precision, whose half-precision weights have fp32 masters."""
+
+REST = "fabric.ckpt"
+"""The file of a checkpoint that has what is neither a model nor an optimizer."""
+
+
+class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent where types are checked
+    """A strategy of Fabric that is a `par_train.Strategy`.
+
+    Args:
+        **keywords: Those of `par_train.Strategy`; precision is Fabric's own argument, unless it is one that Fabric lacks.
+
+    Attributes:
+        strategy: Once Fabric has launched: the strategy, for what Fabric has no name for.
+
+    Raises:
+        ValueError, TypeError: What `Strategy` refuses, on every rank, when Fabric launches.
+    """
+
+    strategy: Strategy
+
+    def __init__(self, **keywords: Unpack[StrategyKeywords]) -> None:
+        self._keywords = keywords
+        self._asked = "32-true"
+        super().__init__()
+        self._backward_sync_control = _SyncControl(self)
+        self._trained: list[tuple[nn.Module, Optimizer, Clipping]] = []
+
+    @property
+    def precision(self) -> Precision:
+        """Fabric's own does nothing: the strategy computes in what Fabric was told."""
+        return Precision()
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._asked = "32-true" if precision is None else precision.precision
+
+    def setup_environment(self) -> None:
+        """Makes the strategy in the world that Fabric has started. Collective."""
+        super().setup_environment()
+        known = ", ".join(PRECISIONS)
+        if self._asked not in PRECISIONS:
+            raise ValueError(
+                f"Fabric was given precision={self._asked!r}; with a ParStrategy it can be one of {known}, or leave it out "
+                "and give ParStrategy one of par-precision's, such as precision='fp8'"
+            )
+        if "precision" in self._keywords and self._asked != "32-true":
+            raise ValueError(
+                f"Fabric was given precision={self._asked!r} and ParStrategy {self._keywords['precision']!r}; give one"
+            )
+        keywords: StrategyKeywords = {"precision": PRECISIONS[self._asked], **self._keywords}
+        self.strategy = Strategy(**keywords, device=self.root_device.type)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samples are shared out over the data ranks."""
+        return {"num_replicas": self.strategy.groups.size("data"), "rank": self.strategy.groups.rank("data")}
+
+    # What is done once
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leaves that to the strategy, which first cuts the model."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Prepares a model that is only run; one that is trained comes to `Fabric.setup` with its optimizer."""
+        return self._initialized(module)[0]
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """A model and its optimizers become the strategy's. Collective."""
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"Fabric.setup was given {len(optimizers)} optimizers of one model; par_groups.JointOptimizer(...) is one "
+                "of several, with one norm and one scale"
+            )
+        module, optimizer = self._initialized(module, *optimizers)
+        clipping = Clipping(optimizer, self.strategy.options.clip_norm, self.strategy.device)
+        self._trained.append((module, optimizer, clipping))
+        return module, [optimizer], scheduler
+
+    def _initialized(self, *objects: Any) -> Sequence[Any]:
+        if self.strategy.schedule is not None:
+            raise ValueError(
+                "the strategy has a pipeline, whose stages no loop calls as a model; use Strategy.execute_pipeline in a "
+                "loop of your own, or give these ranks to tensor or data"
+            )
+        given = self.strategy.initialize(*objects)
+        return [given] if len(objects) == 1 else given
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuses.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"a {type(optimizer).__name__} was set up alone; fabric.setup(model, optimizer) takes both")
+
+    # What is done in each step
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Runs the backward pass of a loss; `weight=` is that of `Strategy.backward`.
+
+        Raises:
+            ValueError: Several models are trained, and none is named.
+        """
+        weight = kwargs.pop("weight", None)
+        if args or kwargs:
+            raise ValueError(f"Fabric.backward was given {[*args, *kwargs]}; it takes a loss, model= and weight=")
+        self.strategy.backward(tensor, self._of(module)[1], weight)
+
+    def _of(self, module: nn.Module | None) -> tuple[nn.Module, Optimizer, Clipping]:
+        found = [each for each in self._trained if module is None or each[0] is module]
+        if len(found) != 1:
+            raise ValueError(
+                f"{len(self._trained)} models were set up with an optimizer; set up a model with its own, and where there "
+                "are several name one: fabric.backward(loss, model=model)"
+            )
+        return found[0]
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Steps the strategy's optimizer."""
+        return optimizer.step(**kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Lets the step to come clip all gradients; see `Clipping`. A step whose norm is not finite is skipped."""
+        del optimizer, error_if_nonfinite
+        return self._of(module)[2].clip(float(max_norm), norm_type)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Refuses.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"clip_val={clip_val} was given; give ParStrategy mixed=dict(clip_value={clip_val}) instead")
+
+    # What ranks tell each other
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As Fabric's, over the data ranks unless a group is given; no gradients go through it."""
+        if sync_grads:
+            raise ValueError("fabric.all_gather was given sync_grads=True; gather what needs no gradient")
+        group = group or self.strategy.groups["data"]
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+        return torch.stack(parts)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Fabric's, over the data ranks unless a group is given."""
+        return super().all_reduce(tensor, group or self.strategy.groups["data"], reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - as Fabric has it
+        """As Fabric's, over all ranks."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes)
+
+    # Files
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - as Fabric has it
+    ) -> None:
+        """Writes a folder: each model and optimizer in one of its own, whole, and the rest in a file. Collective."""
+        if filter:
+            raise ValueError(f"fabric.save was given a filter for {sorted(filter)}; models and optimizers are saved whole")
+        rest = {"par_steps": self.strategy.steps}
+        for key, value in state.items():
+            if isinstance(value, nn.Module | Optimizer):
+                self.strategy.save(value, os.path.join(path, key))
+            if isinstance(value, MixedOptimizer):
+                rest[key] = value.scaling.state_dict()
+            elif not isinstance(value, nn.Module | Optimizer):
+                rest[key] = value.state_dict() if hasattr(value, "state_dict") else value
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(rest, os.path.join(path, REST), storage_options)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Reads what `save_checkpoint` wrote, under this or another topology. Collective."""
+        if isinstance(state, nn.Module | Optimizer):  # Fabric.load_raw
+            self.strategy.load(state, path, plan="torch")
+            return {}
+        rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(os.path.join(path, REST), weights_only=weights_only)
+        steps = rest.pop("par_steps")
+        for key, value in (state or {}).items():
+            if isinstance(value, nn.Module | Optimizer):
+                self.strategy.load(value, os.path.join(path, key))
+            elif strict and key not in rest:
+                raise KeyError(f"the checkpoint {str(path)!r} has no {key!r}; it has {sorted(rest)}, models and optimizers")
+            if isinstance(value, MixedOptimizer):
+                value.scaling.load_state_dict(rest.pop(key))
+            elif hasattr(value, "load_state_dict") and key in rest:
+                value.load_state_dict(rest.pop(key))
+            elif key in rest:
+                state[key] = rest.pop(key)
+        self.strategy.steps = steps
+        return rest
+
+    def teardown(self) -> None:
+        """Ends what the strategy has started."""
+        self.strategy.close()
+        super().teardown()
+
+
+class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]
+    """`Fabric.no_backward_sync`, by `Strategy.no_sync`."""
+
+    def __init__(self, strategy: ParStrategy) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._strategy.strategy.no_sync(module) if enabled else nullcontext()
