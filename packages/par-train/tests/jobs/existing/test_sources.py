@@ -30,7 +30,7 @@ def test_several_have_weights_and_what_data_says_where_they_do_not():
         ({"sources": ({"path": "a"},)}, r"data.sources\[0\], 'a', has the weight None; give a number above 0"),
         ({"sources": ({"path": "a", "weight": -1},)}, "has the weight -1; give a number above 0"),
         ({"sources": ({"path": "a", "weight": True},)}, "has the weight True; give a number above 0"),
-        ({"sources": ({"path": "a", "wight": 2},)}, "has 'wight'; it can have path, weight, format and field"),
+        ({"sources": ({"path": "a", "portion": 2},)}, "has 'portion'; it can have path, weight, format and field"),
         ({"sources": ({"path": "a", "weight": 1, "format": "csv"},)}, "has the format 'csv'; it can be 'auto', "),
         ({"sources": ({"path": "a", "weight": 1, "field": 3},)}, "has the field 3; give the name of a key or a column"),
         ({"sources": ({"path": "a", "weight": 1},) * 2}, "data.sources has 'a' twice; name it once"),
