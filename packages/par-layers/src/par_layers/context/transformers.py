@@ -280,7 +280,8 @@ def _scaled_by_place(module: Any, query: Tensor, places: Tensor) -> Tensor:
     """
 
     def scale(place: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((place.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        result: Tensor = torch.log1p(torch.floor((place.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        return result
 
     here = torch.arange(query.shape[2], device=query.device)
     ratio = scale(places.to(query.device)) / scale(here)
