@@ -242,7 +242,7 @@ def test_an_offload_that_cannot_be_is_refused_on_all_ranks_before_anything_is_ch
         ValueError, "such as one norm of all gradients, and state on a disk is stepped piece by piece", **by_the_norm()
     )
     refused(ValueError, "there is no optimizer", "leave offload out", offload={"optimizer": 0.5})
-    refused(TypeError, "offload has 'parameters'; it can have optimizer, path, piece", offload={"parameters": "host"})
+    refused(TypeError, "offload has 'nvme'; it can have optimizer, parameters, gradients", offload={"nvme": "host"})
     refused(TypeError, "offload is 'disk'; give an Offload", offload="disk")
 
 
