@@ -61,6 +61,7 @@ def main() -> None:
     draw_kept(IMAGES / "recompute-kept.svg")
     draw_placements(IMAGES / "placement.svg")
     draw_tiers(IMAGES / "plan-tiers.svg")
+    draw_budgets(IMAGES / "memory-budget.svg")
     draw_region(IMAGES / "region.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
@@ -92,6 +93,25 @@ def draw_tiers(path: Path) -> None:
     axes.set_ylabel("step (s)")
     axes.set_yscale("log")
     axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def draw_budgets(path: Path) -> None:
+    """A step of a small GPT against the budget of its device, with what was chosen at each, as measured."""
+    rows = json.loads((Path(__file__).parent / "benchmarks" / "memory.json").read_text())["rows"]
+    sizes = [float(row["device (MB)"]) for row in rows]
+    figure = Figure(figsize=(8, 5.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.plot(sizes, [float(row["seconds a step"]) for row in rows], "o-", color="#1f5fa8")
+    above.set_ylabel("step (s)")
+    above.set_ylim(bottom=0)
+    below.plot(sizes, [float(row["away"].rstrip("%")) for row in rows], "s--", label="state that stays on the disk (%)")
+    below.plot(sizes, [float(row["kept (MB)"]) for row in rows], "o-", label="activations that layers keep (MB)")
+    below.plot(sizes, [row["layers again"] + row["in parts"] for row in rows], "^:", label="layers that run again")
+    below.set_xlabel("budget of the device (MB)")
+    below.legend(frameon=False, fontsize=8)
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
     figure.savefig(path)
 
 
