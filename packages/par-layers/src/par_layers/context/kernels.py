@@ -463,7 +463,10 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def products(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """`torch.einsum` in the dtype of its factors, also under autocast, which would round them."""
-    with torch.autocast(a.device.type, enabled=False):
+    kind = a.device.type
+    if not torch.amp.is_autocast_available(kind):  # as on the device meta, of which autocast knows no dtype
+        return torch.einsum(equation, a, b)
+    with torch.autocast(kind, enabled=False):
         return torch.einsum(equation, a, b)
 
 
