@@ -1,5 +1,7 @@
 """torch still has everything private that this package uses, with the meaning that it counts on."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,44 @@ def test_writing_raises_the_version():
     before = private.version_of(tensor.detach())
     tensor.add_(1)
     assert private.version_of(tensor.detach()) == before + 1
+
+
+def test_a_negated_view_is_read_with_the_other_sign():
+    tensor = torch.ones(2)
+    view = private.negated(tensor)
+    assert view.is_neg()
+    assert torch.equal(view, -tensor)
+    assert private.identity_of(view.untyped_storage()) == private.identity_of(tensor.untyped_storage())
+
+
+def test_a_checkpoint_a_transform_and_a_compiler_around_are_known():
+    seen = []
+
+    def look(x):
+        seen.append((private.in_checkpoint(), private.in_transform(), callable(private.compiles_frames())))
+        return x.sin().sum()
+
+    x = torch.ones(2, requires_grad=True)
+    look(x)
+    torch.utils.checkpoint.checkpoint(look, x, use_reentrant=False).backward()
+    torch.func.grad(look)(x.detach())
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        look(x)
+    neither = (False, False, False)
+    assert seen == [neither, (True, False, False), (True, False, False), (False, True, False), neither]
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            compiling.append(private.compiles_frames())
+            return x + 1
+
+    compiling = []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what cannot be traced
+        torch.compile(Broken(), backend="eager")(x)
+    assert callable(compiling[0])
+    assert private.compiles_frames() is None
 
 
 def test_a_checkpoint_is_two_steps_around_a_forward():
