@@ -102,12 +102,18 @@ def draw_budgets(path: Path) -> None:
     sizes = [float(row["device (MB)"]) for row in rows]
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(sizes, [float(row["seconds a step"]) for row in rows], "o-", color="#1f5fa8")
+    seconds = [float(row["seconds a step"]) for row in rows]
+    above.plot(sizes, seconds, "o-", color="#1f5fa8")
     above.set_ylabel("step (s)")
-    above.set_ylim(bottom=0)
+    above.set_ylim(0, 1.15 * max(seconds))
     below.plot(sizes, [float(row["away"].rstrip("%")) for row in rows], "s--", label="state that stays on the disk (%)")
     below.plot(sizes, [float(row["kept (MB)"]) for row in rows], "o-", label="activations that layers keep (MB)")
-    below.plot(sizes, [row["layers again"] + row["in parts"] for row in rows], "^:", label="layers that run again")
+    below.plot(
+        sizes,
+        [row["layers again"] + row["in parts"] for row in rows],
+        "^:",
+        label="layers that run again, or a part of them",
+    )
     below.set_xlabel("budget of the device (MB)")
     below.legend(frameon=False, fontsize=8)
     for axes in (above, below):
