@@ -46,6 +46,20 @@ def reference(command):
     return command.folder / "reference", done
 
 
+def test_a_budget_changes_no_weight_and_its_reasons_are_said_before_and_after_the_first_step(command, reference):
+    room = ["--memory.device=400kB", "--memory.host=30kB", "--memory.disk=1MB", f"--memory.path={command.folder}"]
+    done = command.finish(command.train("tight", *room))
+    assert done.returncode == 0, done.stderr
+    assert weights(command.folder / "tight") == weights(reference[0])
+    told = done.stdout
+    assert told.index("in the first step layers keep their inputs alone") < told.index("activations: layers keep all")
+    assert re.search(r"opt [0-9]+% host, [0-9]+% disk", told)
+    assert "come back" in told
+    short = command.finish(command.train("short", "--memory.device=1kB"))
+    assert short.returncode == 2
+    assert "the budget of the device is 1.0 kB, and " in short.stderr
+
+
 def test_files_and_words(reference):
     folder, done = reference
     lines = read_lines(folder)

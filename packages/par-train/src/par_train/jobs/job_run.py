@@ -24,7 +24,7 @@ from .begin import Start, find_start, leave_if_asked
 from .checks import check_config
 from .existing.trainer import ModelTrainer
 from .options import Options, learning_rate
-from .report import print_banner, print_summary
+from .report import print_banner, print_spent, print_summary
 from .text import Text
 from .trainer import Trainer
 from .training import StepResult, Training
@@ -92,9 +92,11 @@ class JobRun(Run):
     def results(self) -> Iterator[StepResult]:
         """Takes steps, one after the other, and says what became of them."""
         while True:
-            before = time.monotonic()
+            before, spent = time.monotonic(), self.strategy.spent
             result = self._trainer.advance(self._stop.signal)
             self._took, self._agreed = time.monotonic() - before, result.signal
+            if self.strategy.is_master and self.strategy.spent is not spent:
+                print_spent(self.strategy)
             yield result
 
     def after_step(self, result: StepResult) -> None:

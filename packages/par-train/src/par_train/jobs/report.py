@@ -12,6 +12,7 @@ from par_groups import Topology
 
 from ..run.output import say
 from ..run.progress import interval, short
+from ..strategy.setup import Setup
 from .options import Options
 from .text import Text
 from .training import Training
@@ -32,11 +33,16 @@ def print_banner(options: Options, topology: Topology, trainer: Training) -> Non
         _row("pipeline", f"{options.pipeline.schedule}, {trainer.schedule.microbatches} microbatches")
     for label in ("data", "batch"):
         _row(label, *about[label])
-    if trainer.strategy.spent is not None:
-        _row("memory", *trainer.strategy.spent.reasons)
+    print_spent(trainer.strategy)
     _row("device", f"{trainer.device.type}; CPU threads a rank: {torch.get_num_threads()}")
     place = f"goes on after step {trainer.step}" if trainer.step else "starts at step 0"
     _row("output", options.output_folder, f"{place} of {options.train.steps}")
+
+
+def print_spent(strategy: Setup) -> None:
+    """Says what a budget of memory is spent on, if there is one: at first, and when the first step was measured."""
+    if strategy.spent is not None:
+        _row("memory", *strategy.spent.reasons)
 
 
 def about_gpt(options: Options, text: Text, parameters: int, replicas: int) -> Mapping[str, Sequence[str]]:
