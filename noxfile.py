@@ -186,16 +186,49 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Sdist and wheel of each package into dist/, and a clean import of each wheel."""
-    session.install("build")
+    """Sdists and wheels into dist/: their metadata, their ranges, and each alone in a fresh environment.
+
+    `-- par-zero` builds that one package, and the siblings that it needs.
+    """
+    packages = session.posargs or PACKAGES
+    session.install(*group("build"), *group("api"))
+    session.run("python", "tools/check_api.py", "--ranges", *PACKAGES)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    for package in PACKAGES:
-        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
-    session.install(*CONSTRAINTS, *(str(path) for path in sorted(ROOT.glob("dist/*.whl"))))
-    for package in PACKAGES:
-        module = package.replace("-", "_")
-        check = f"import {module} as m; [getattr(m, name) for name in m.__all__]; print(m.__name__, m.__version__)"
-        session.run("python", "-W", "error", "-P", "-c", check)
+    needed = {sibling for package in packages for sibling in siblings(package)}
+    for package in sorted({*packages, *needed}):
+        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")  # the wheel from the sdist
+    session.run("twine", "check", "--strict", *(f"dist/{path.name}" for path in sorted((ROOT / "dist").iterdir())))
+    for package in packages:
+        install_alone(session, package)
+
+
+def install_alone(session: nox.Session, package: str) -> None:
+    """Installs a package's wheel, then its sdist, where nothing but what it declares is: siblings from dist/."""
+    folder = Path(session.create_tmp()) / "alone"
+    python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
+    session.run("python", "-m", "venv", "--clear", str(folder))
+    wheels = {path.name.split("-")[0].replace("_", "-"): path for path in (ROOT / "dist").glob("*.whl")}
+    pins = folder / "siblings.txt"  # by their paths: a package of that name on an index is somebody else's
+    pins.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    module = package.replace("-", "_")
+    sdist = next((ROOT / "dist").glob(f"{module}-*.tar.gz"))
+    ours = sorted({package, *(each for each in PACKAGES if declares(package, each))})
+    check = (
+        f"import {module} as m; [getattr(m, name) for name in m.__all__]; print(m.__name__, m.__version__)\n"
+        "import importlib.metadata as meta\n"
+        "found = sorted(each.name for each in meta.distributions() if each.name.startswith('par-'))\n"
+        f"assert found == {ours}, found\n"
+        f"assert meta.version('{package}') == m.__version__"
+    )
+    torch_alone = "ignore:Failed to initialize NumPy"  # which torch says of itself, where no package needs numpy
+    commands = load_toml(ROOT / "packages" / package / "pyproject.toml")["project"].get("scripts", {})
+    for one in ([*CONSTRAINTS, "-c", str(pins), str(wheels[package])], ["--no-deps", "--force-reinstall", str(sdist)]):
+        session.run(*pip, *one, external=True)
+        session.run(python, "-m", "pip", "check", external=True)
+        session.run(python, "-W", "error", "-W", torch_alone, "-P", "-c", check, external=True)
+        for command in commands:
+            session.run(str(Path(python).parent / command), "--help", external=True, silent=True)
 
 
 @nox.session
@@ -262,6 +295,12 @@ def siblings(package: str) -> list[str]:
     """The packages of this workspace that a package needs, and par-groups for the test tools."""
     names = {requirement.partition(">")[0].partition("[")[0] for requirement in requirements(package)}
     return [each for each in PACKAGES if each != package and (each in names or each == "par-groups")]
+
+
+def declares(package: str, sibling: str) -> bool:
+    """Whether a package needs a sibling without any extra."""
+    needed = project(package).get("dependencies", [])
+    return any(re.match(r"[a-z-]+", requirement)[0] == sibling for requirement in needed)  # type: ignore[index]
 
 
 def build_wheels(session: nox.Session, *packages: str) -> list[str]:

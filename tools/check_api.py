@@ -2,14 +2,14 @@
 
 Run as `python tools/check_api.py par-groups par-train`; `--since REVISION` compares with that commit. A package that
 was never tagged is compared with the commit from which on names are kept. Breaking a public name is allowed where the
-version says so: a new minor version below 1.0, a new major one from there on.
+version says so: a new minor version below 1.0, a new major one from there on. `--ranges` looks at the ranges alone.
 """
 
 import argparse
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import griffe
@@ -30,12 +30,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="+", metavar="package", help="the folder of a package, such as par-groups")
     parser.add_argument("--since", metavar="REVISION", help="compare with this commit in place of the last tag")
+    parser.add_argument("--ranges", action="store_true", help="compare ranges alone, which needs no history")
     options = parser.parse_args(arguments)
-    problems = [
-        problem
-        for package in options.packages
-        for problem in (*broken_names(package, options.since), *broken_ranges(package))
-    ]
+    problems = [problem for package in options.packages for problem in broken_ranges(package)]
+    problems += different_ranges(options.packages)
+    if not options.ranges:
+        problems += [problem for package in options.packages for problem in broken_names(package, options.since)]
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
@@ -77,13 +77,34 @@ def breaks(breakage: griffe.Breakage) -> bool:
 
 def broken_ranges(package: str) -> Iterator[str]:
     """Siblings whose version in the tree lies outside the range that this package declares."""
+    for requirement in needed_siblings(package):
+        present = version(requirement.name)
+        if not requirement.specifier.contains(present, prereleases=True):
+            yield f"{package}: needs {requirement}, but the tree has {requirement.name} {present}; widen the range"
+
+
+def different_ranges(packages: Sequence[str]) -> Iterator[str]:
+    """Siblings of which packages declare different ranges, so that an environment may have no version for both."""
+    declared: dict[str, dict[str, str]] = {}
+    for package in packages:
+        for requirement in needed_siblings(package):
+            declared.setdefault(requirement.name, {}).setdefault(str(requirement.specifier), package)
+    for name, ranges in declared.items():
+        if len(ranges) > 1:
+            said = ", ".join(f"{package} needs {name}{specifier}" for specifier, package in ranges.items())
+            yield f"{name}: {said}; declare the same range everywhere"
+
+
+def needed_siblings(package: str) -> Iterator[Requirement]:
+    """The packages of this workspace that a package declares, with or without an extra."""
     with (ROOT / "packages" / package / "pyproject.toml").open("rb") as file:
-        declared = tomllib.load(file)["project"].get("dependencies", [])
-    for requirement in map(Requirement, declared):
-        if (ROOT / "packages" / requirement.name).is_dir():
-            present = version(requirement.name)
-            if not requirement.specifier.contains(present, prereleases=True):
-                yield f"{package}: needs {requirement}, but the tree has {requirement.name} {present}; widen the range"
+        project = tomllib.load(file)["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    for requirement in map(
+        Requirement, [*project.get("dependencies", []), *(each for extra in extras for each in extra)]
+    ):
+        if requirement.name != package and (ROOT / "packages" / requirement.name).is_dir():
+            yield requirement
 
 
 def version(package: str) -> Version:

@@ -67,5 +67,5 @@ def slurm(hosts):
     finally:
         for path in folder.glob("*.pid"):
             end(path.read_text().strip())
-        if started:
-            run("pkill", "-x", "munged", check=False)
+        if started:  # and wait for its end: the next cluster would take it for one that runs
+            end(Path("/run/munge/munged.pid").read_text().strip())

@@ -71,7 +71,9 @@ def test_of_an_array_each_job_goes_on_where_the_last_has_left(hosts):
         held = hosts.start(0, "sbatch", "--time=5", "--signal=USR1@60", "array.sbatch", TEST_HOLD="5", **configured)
         hosts.finish(held)
         hosts.wait_for_steps("runs/notes", 5)
-        hosts.finish(hosts.start(0, "scancel", "--signal=USR1", "1_1", **configured))
+        running = hosts.finish(hosts.start(0, "squeue", "-h", "-t", "R", "-o", "%A", **configured)).strip()
+        told = hosts.ended(hosts.start(0, "scancel", "--verbose", "--signal=USR1", running, **configured))
+        assert "Signal" in told.stderr, told
         wait_until(lambda: not hosts.finish(hosts.start(0, "squeue", "-h", **configured)), "the end of the array")
     logs = [(hosts.folder / f"notes-1_{job}.log").read_text() for job in (1, 2, 3)]
     assert "saved" in logs[0], logs[0]

@@ -43,7 +43,7 @@ class Bar:
 def check_progress(wanted: bool | None) -> None:
     """Raises ImportError if a bar is wanted, but tqdm is not installed."""
     if wanted and _tqdm() is None:
-        raise ImportError("progress=True needs tqdm: pip install par-checkpoint[progress]")
+        raise ImportError("progress=True needs tqdm, which is not installed: pip install tqdm")
 
 
 def _tqdm() -> Any:

@@ -186,8 +186,8 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     ("absent", "flags", "remedy"),
     [
-        ("transformers", [], "needs transformers, which is not installed; pip install 'par-train[transformers]'"),
-        ("peft", ["--adapter.rank=4"], "needs peft, which is not installed; pip install 'par-train[peft]'"),
+        ("transformers", [], "needs transformers, which is not installed; pip install transformers jinja2"),
+        ("peft", ["--adapter.rank=4"], "needs peft, which is not installed; pip install peft"),
     ],
 )
 @needs_transformers

@@ -245,7 +245,7 @@ def test_the_file_is_written_where_it_is_told(capsys, folder):
         (["slurm"], "--world is missing: number of ranks"),
         (["slurm", "--world=8", "--restart=3"], "unknown flag --restart; did you mean --restarts?"),
         (["nomad", "--world=8"], "invalid choice: 'nomad'"),
-        (["kubernetes", "--world=8"], "--image is missing"),
+        (["kubernetes", "--world=8"], "--image is ''; name the container image"),
         (["kubernetes", "--world=8", "--image=par", "--name=My_job"], "the job's name is 'My_job'"),
     ],
 )

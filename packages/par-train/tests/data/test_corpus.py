@@ -224,7 +224,7 @@ def test_what_cannot_be_read_is_said(tiny, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=words):
             read_corpus(*arguments, tmp_path / "data", **keywords)
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(UserError, match=r"needs transformers; pip install par-train\[transformers\]"):
+    with pytest.raises(UserError, match=r"needs transformers; pip install transformers jinja2"):
         read_corpus(path, model, tmp_path / "data")
 
 
@@ -357,5 +357,5 @@ def test_tokens_that_lie_there_are_mapped_as_they_are(tiny, tmp_path, monkeypatc
 def test_a_table_without_pyarrow_names_the_extra(tiny, tmp_path, monkeypatch):
     path = table(tmp_path / "c.parquet", text=["a"])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"needs pyarrow; pip install par-train\[tables\]"):
+    with pytest.raises(UserError, match=r"needs pyarrow; pip install pyarrow"):
         read_corpus(path, tiny[0], tmp_path / "data")

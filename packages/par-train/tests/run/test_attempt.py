@@ -1,12 +1,12 @@
+import os
 from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
 from par_train._errors import UserError
-from par_train.jobs.begin import find_start, leave_if_asked
+from par_train.jobs.begin import after_restart, find_start, leave_if_asked
 from par_train.jobs.options import DataOptions, ModelOptions, Options
-from par_train.jobs.start import _after_restart
 from par_train.run.attempt import BEGUN, SAVED, has_begun, has_saved, note_of
 from par_train.run.lock import lock_folder, read_note
 from par_train.run.stop import Stop, StoppedEarly
@@ -21,17 +21,23 @@ def options(tmp_path, monkeypatch):
     return Options(data=data, model=ModelOptions(context=16), output=str(tmp_path / "out"), overwrite=True)
 
 
-def test_ranks_that_are_started_again_go_on_only_from_what_their_job_began(options, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _after_restart(options) == options
-    for note, begun in (("", False), (note_of(BEGUN, "another"), False), (note_of(BEGUN), True)):
-        with lock_folder(options.files) as lock:
-            lock.note(note)
-        assert has_begun(options.files) == begun
-        chosen = _after_restart(options)
-        assert (chosen.resume, chosen.overwrite) == (("auto", False) if begun else ("no", True))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert _after_restart(options) == options
+@pytest.mark.ranks(2)
+def test_ranks_that_are_started_again_go_on_only_from_what_their_job_began(options):
+    """Also where a rank was never started before, as those of a node that has taken the place of a lost one."""
+    rank = dist.get_rank()
+    os.environ["TORCHELASTIC_RUN_ID"] = "mine"
+    for restarts in (["0", "0"], ["1", "1"], ["0", "1"], ["1", "0"]):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts[rank]
+        for note, begun in (("", False), (note_of(BEGUN, "another"), False), (note_of(BEGUN), True)):
+            dist.barrier()
+            if rank == 0:
+                with lock_folder(options.files) as lock:
+                    lock.note(note)
+            dist.barrier()
+            assert has_begun(options.files) == begun
+            chosen = after_restart(options)
+            goes_on = begun and "1" in restarts
+            assert (chosen.resume, chosen.overwrite) == (("auto", False) if goes_on else ("no", True))
 
 
 def test_a_save_counts_for_its_job_alone(options):

@@ -30,7 +30,7 @@ def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None =
     except ModuleNotFoundError as error:
         if error.name != "fsspec":
             raise
-        raise ImportError(f"{path} needs fsspec: pip install par-checkpoint[remote]") from error
+        raise ImportError(f"{path} needs fsspec, which is not installed: pip install fsspec") from error
     return RemoteFolder(path, at=at)
 
 

@@ -29,7 +29,7 @@ def draw(topology: "Topology", path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'par-groups[draw]'") from error
+        raise ImportError("drawing needs matplotlib: pip install matplotlib") from error
 
     panels = _panels(topology)
     columns = min(_PANELS_PER_ROW, len(panels))

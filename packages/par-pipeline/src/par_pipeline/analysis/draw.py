@@ -35,7 +35,7 @@ def draw_step(path: str | Path, events: Sequence[Event], *, makespan: float, pea
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'par-pipeline[draw]'") from error
+        raise ImportError("drawing needs matplotlib: pip install matplotlib") from error
 
     length = makespan or 1.0
     short = sorted(end - start for _, _, start, end in events)[len(events) // 4] or length

@@ -72,5 +72,5 @@ def missing(adapter: str, package: str, extra: str) -> ImportError:
         extra: The extra of par-train that installs it.
     """
     return ImportError(
-        f"par_train.adapters.{adapter} needs {package}, which is not installed; pip install 'par-train[{extra}]'"
+        f"par_train.adapters.{adapter} needs {package}, which is not installed; the extra par-train[{extra}] has it"
     )

@@ -181,7 +181,7 @@ class _Table:
         except ModuleNotFoundError as error:
             if error.name != "pyarrow":
                 raise
-            raise UserError(f"reading the table {str(path)!r} needs pyarrow; pip install par-train[tables]") from None
+            raise UserError(f"reading the table {str(path)!r} needs pyarrow; pip install pyarrow") from None
         self._path = path
         try:
             self._open()

@@ -63,7 +63,7 @@ def load_tokenizer(folder: Path) -> Any:
         if error.name != "transformers":
             raise
         raise UserError(
-            f"opening the tokenizer in {str(folder)!r} needs transformers; pip install par-train[transformers]"
+            f"opening the tokenizer in {str(folder)!r} needs transformers; pip install transformers jinja2"
         ) from None
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -1,14 +1,14 @@
 """Where a run of the main job begins: what only one rank can see is made known to all, and all go on or none does."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from par_groups import agree
 
 from .._errors import UserError
-from ..run.attempt import is_restarted
+from ..run.attempt import has_begun, is_restarted
 from ..run.lock import Lock, lock_folder
 from ..run.stop import Stop, StoppedEarly
 from .checkpoint import TrainingState, check_continues, find_state
@@ -42,6 +42,19 @@ class _Facts:
     is_model: bool = False
     data: str = ""
     step: int | None = None
+
+
+def after_restart(options: Options) -> Options:
+    """The options of ranks of which some are started again. All-gather of a flag over the world.
+
+    They go on from the checkpoint, if their own launch has written it. So do ranks of a node that has taken the place
+    of a lost one, which were never started before. A launch that was refused, or that had not begun yet, has written
+    none: for it, what was said about the first start holds.
+    """
+    restarted = any(agree(None, is_restarted(), None).values())
+    if restarted and has_begun(options.files):
+        return replace(options, resume="auto", overwrite=False)
+    return options
 
 
 def find_start(options: Options, stop: Stop, held: ExitStack) -> Start:

@@ -20,7 +20,7 @@ from ..run.files import RunFiles, writing
 from ..run.metrics import draw_loss, read_metrics
 from ..run.run import Run
 from ..run.stop import Stop
-from .begin import Start, find_start, leave_if_asked
+from .begin import Start, after_restart, find_start, leave_if_asked
 from .checks import check_config
 from .existing.trainer import ModelTrainer
 from .options import Options, learning_rate
@@ -48,6 +48,7 @@ def train(options: Options, stop: Stop) -> int:
         _set_threads(environment)
         topology = check_config(options, environment.world_size)
         with ProcessGroups(topology) as groups, ExitStack() as held:
+            options = after_restart(options)
             start = find_start(options, stop, held)
             trainer = _make_trainer(options, start, groups, environment.device)
             with JobRun(trainer, start, stop, topology) as run:

@@ -8,14 +8,14 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from par_groups import read_environment
 
 from .._errors import UserError
-from ..run.attempt import has_begun, has_saved, is_restarted
+from ..run.attempt import has_saved
 from ..run.output import say
 from ..run.stop import SIGNALS, exit_code, handled_signals, keep_signals_from_children, leave_terminal
 from .checks import check_config, check_files
@@ -47,21 +47,11 @@ def run(options: Options) -> int:
                 f"ranks is {options.ranks}, but {place.launcher} has started {place.world_size}; leave it out"
             )
         check_config(options, place.world_size)
-        join(_after_restart(options))
+        join(options)
     ranks = _rank_count(options)
     check_config(options, ranks)
     check_files(options)
     return _start(options, ranks)
-
-
-def _after_restart(options: Options) -> Options:
-    """Ranks that torchrun has started again go on from the checkpoint, if their own launch has written it.
-
-    A launch that was refused, or that had not begun yet, has none: for it, what was said about the first start holds.
-    """
-    if is_restarted() and has_begun(options.files):
-        return replace(options, resume="auto", overwrite=False)
-    return options
 
 
 def _rank_count(options: Options) -> int:

@@ -77,11 +77,11 @@ def read_folder(options: Options) -> ModelFolder:
     model, data = options.model, options.data
     key = "model.path" if model.path else "model.config"
     sources = sources_of(data, f"{key} is {model.folder!r}")
-    for package, extra in (("transformers", "transformers"), ("peft", "peft")):
+    for package, wanted in (("transformers", "transformers jinja2"), ("peft", "peft")):
         if importlib.util.find_spec(package) is None and (package == "transformers" or options.adapter.rank):
             raise UserError(
                 f"{key} {model.folder!r}{' with adapter.rank' if package == 'peft' else ''} needs {package}, which is "
-                f"not installed; pip install 'par-train[{extra}]'"
+                f"not installed; pip install {wanted}"
             )
     path = Path(model.folder).expanduser()
     config = read_config(path, key)

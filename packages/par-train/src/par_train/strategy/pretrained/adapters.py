@@ -54,7 +54,7 @@ def put_around_(model: Any, adapter: Any) -> None:
     try:
         peft = import_module("peft")
     except ImportError:
-        raise ImportError("adapters are peft's, which is not installed; pip install 'par-train[peft]'") from None
+        raise ImportError("adapters are peft's, which is not installed; pip install peft") from None
     if isinstance(adapter, str | os.PathLike):
         if not Path(adapter, CONFIG).is_file():
             raise ValueError(f"{os.fspath(adapter)!r} holds no {CONFIG}; give the folder of an adapter that peft wrote")
