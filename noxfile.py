@@ -299,8 +299,8 @@ def siblings(package: str) -> list[str]:
 
 def declares(package: str, sibling: str) -> bool:
     """Whether a package needs a sibling without any extra."""
-    needed = project(package).get("dependencies", [])
-    return any(re.match(r"[a-z-]+", requirement)[0] == sibling for requirement in needed)  # type: ignore[index]
+    needed: Sequence[str] = list(project(package).get("dependencies", []))
+    return sibling in {re.split(r"[^a-z-]", requirement)[0] for requirement in needed}
 
 
 def build_wheels(session: nox.Session, *packages: str) -> list[str]:

@@ -78,7 +78,8 @@ def test_sbatch_gets_nodes_tasks_memory_and_the_variables_of_the_network(capsys,
 def test_a_job_is_requeued_where_it_was_asked_to_leave_and_has_saved(capsys, folder, asked, code, requeued):
     """The script as bash runs it, with an srun that says what it gets, and a scontrol that says that it was called."""
     (folder / "bin").mkdir()
-    told = "kill -USR1 $PPID; while :; do sleep 0.01; done" if asked else ""
+    waits = "until grep -q 'State:.S' /proc/$PPID/status; do sleep 0.05; done; sleep 0.1"  # the script, for its srun
+    told = f"{waits}; kill -USR1 $PPID; while :; do sleep 0.01; done" if asked else ""
     for name, lines in {
         "srun": f"trap 'exit {code}' USR1\n{told}\nexit {code}",
         "scontrol": "echo scontrol $*",

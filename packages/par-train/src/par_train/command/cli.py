@@ -192,7 +192,7 @@ def _unknown_argument(argument: str, command: str | None) -> UserError:
     name = argument.partition("=")[0]
     if not name.startswith("--"):
         return UserError(f"unexpected argument {argument!r}; give one config file, and flags as --train.steps 100")
-    if command in _OWN:
+    if command is not None and command in _OWN:
         own = [setting.flag for setting in settings(_OWN[command]).values()]
         near = difflib.get_close_matches(name, [*own, *(setting.flag for setting in settings(Options).values())], n=1)
         if near and near[0] in own:

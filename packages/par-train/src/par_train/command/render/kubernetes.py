@@ -28,7 +28,9 @@ def kubernetes(place: Place, options: RenderOptions) -> str:
         UserError: There is no image, the config file cannot be read, or a name is none of Kubernetes.
     """
     if not options.image:
-        raise UserError(f"--image is {options.image!r}; name the container image that has par-train and torch, with its tag")
+        raise UserError(
+            f"--image is {options.image!r}; name the container image that has par-train and torch, with its tag"
+        )
     if re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", place.name) is None:
         raise UserError(
             f"the job's name is {place.name!r}; Kubernetes takes small letters, digits and hyphens, a letter first, 40 "

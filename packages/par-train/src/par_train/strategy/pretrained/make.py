@@ -81,8 +81,7 @@ def make_on_meta(path: str, dtype: str | torch.dtype, attention: str | None) -> 
         transformers: Any = import_module("transformers")
     except ImportError:
         raise ImportError(
-            "from_pretrained() makes models of transformers, which is not installed; "
-            "pip install transformers jinja2"
+            "from_pretrained() makes models of transformers, which is not installed; pip install transformers jinja2"
         ) from None
     config_file(Path(path), repr(path))
     config = transformers.AutoConfig.from_pretrained(path)
