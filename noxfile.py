@@ -19,6 +19,9 @@ ROOT = Path(__file__).parent
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TEST_TOOLS = "tools/par-testing"
+ADAPTERS = ("trainer", "accelerate", "fabric", "ray")
+"""The extras of par-train that bring a trainer; `adapters` tests them."""
+
 STRICT_COVER = (
     "packages/par-groups/tests/sharding",
     "packages/par-layers/tests/layers/test_linear.py",
@@ -109,7 +112,7 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
     """Tests one package as a user gets it: its wheel, what it declares, and nothing else of ours."""
     wheels = build_wheels(session, package, *siblings(package))
     constraints = ["-c", lowest_versions(session, package)] if lowest else []
-    extras = ",".join(project(package).get("optional-dependencies", {}))
+    extras = ",".join(name for name in project(package).get("optional-dependencies", {}) if name not in ADAPTERS)
     first, *others = wheels
     # The newest transformers may want a peft that nobody has released yet: `nox -s transformers` meets that one.
     proven = [each for each in group("integration") if each.startswith("transformers==")]
@@ -168,6 +171,14 @@ def transformers(session: nox.Session, release: str) -> None:
     # Old releases call what newer ones of their own dependencies deprecate; that is not ours to fail on.
     warnings = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"] if release == "oldest" else []
     session.run("pytest", *workers(), *warnings, *(session.posargs or transformers_tests()))
+
+
+@nox.session
+def adapters(session: nox.Session) -> None:
+    """The trainers that people have, on a Strategy, in an environment that has them all."""
+    install_workspace(session, "test", "integration")
+    session.install(*CONSTRAINTS, "-e", f"packages/par-train[{','.join(ADAPTERS)}]", "trl")
+    session.run("pytest", "-m", "", "tests-integration/adapters", *session.posargs)
 
 
 @nox.session
@@ -319,7 +330,7 @@ def lowest_versions(session: nox.Session, package: str) -> str:
     pins = [
         f"{name}=={rest.partition(',')[0]}"
         for name, _, rest in (requirement.partition(">=") for requirement in requirements(package))
-        if name != "torch" and name not in PACKAGES
+        if name != "torch" and name not in PACKAGES and "[" not in name
     ]
     path = Path(session.create_tmp()) / "lowest.txt"
     path.write_text("\n".join(pins) + "\n")

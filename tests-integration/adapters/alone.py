@@ -1,4 +1,4 @@
-"""A process of its own inside a rank, for what a trainer does without anything parallel; and what ranks compare with."""
+"""A process of its own inside a rank, for what a trainer does with nothing parallel; and models and rows."""
 
 import os
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @contextmanager
 def alone():
-    """A context in which Accelerate believes that this rank is the only process, before and after which it asks anew."""
+    """A context in which Accelerate believes that this rank is the only process; after it, it asks anew."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     kept = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}

@@ -125,7 +125,9 @@ def test_what_is_refused_and_what_does_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="was given fsdp_plugin; leave it out and give strategy=dict"):
         ParAccelerator(fsdp_plugin=object(), cpu=True)
     with pytest.raises(ValueError, match="find_unused_parameters needs nothing"):
-        ParAccelerator(kwargs_handlers=[accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)], cpu=True)
+        ParAccelerator(
+            kwargs_handlers=[accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)], cpu=True
+        )
     with pytest.raises(TypeError, match="unexpected keyword argument 'sped'"):
         ParAccelerator(sped=1, cpu=True)
     with monkeypatch.context() as patch:
@@ -137,7 +139,7 @@ def test_what_is_refused_and_what_does_it(tmp_path, monkeypatch):
     assert accelerator.is_main_process == (dist.get_rank() == 0)
     assert accelerator.reduce(torch.ones(())) == 1  # each sample once, though two ranks have it
     model, other = make_model(), make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="is a parameter of no model here; initialize its model with it"):
         accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="are not all that a prepared optimizer trains"):
@@ -156,3 +158,24 @@ def test_what_is_refused_and_what_does_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="whose stages no loop calls as a model"):
         pipeline.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     pipeline.strategy.close()
+
+
+@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=pytest.mark.storm)])
+@pytest.mark.ranks(2, timeout=120)
+def test_what_accelerate_ships_to_test_itself(monkeypatch, zero):
+    """Accelerate's own script, in which one name is another: training equals a baseline, in fp32 and under autocast."""
+    script = pytest.importorskip("accelerate.test_utils.scripts.test_script")
+    made = []
+
+    def accelerator_of(*arguments, **keywords):
+        assert not arguments
+        made.append(ParAccelerator(strategy={"zero": zero}, cpu=True, **keywords))
+        return made[-1]
+
+    monkeypatch.setattr(script, "Accelerator", accelerator_of)
+    script.Accelerator()  # they expect one
+    for check in (script.process_execution_check, script.check_seedable_sampler, script.test_trigger):
+        check()
+    script.training_check(use_seedable_sampler=False)  # the other seeds a sampler by torch's seed after training
+    script.test_reinstantiated_state()
+    assert len(made) > 6

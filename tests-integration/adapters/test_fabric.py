@@ -125,7 +125,7 @@ def test_precisions_and_what_is_refused(tmp_path):
             refused.launch()
     staged = fabric_of.Fabric(accelerator="cpu", devices=2, strategy=ParStrategy(parallel={"pipeline": 2}))
     staged.launch()
+    model = make_model()
     with pytest.raises(ValueError, match="whose stages no loop calls as a model"):
-        model = make_model()
         staged.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     staged.strategy.strategy.close()

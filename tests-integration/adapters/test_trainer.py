@@ -11,7 +11,7 @@ from par_train import Strategy
 
 from .alone import alone, make_model, rows
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
 ParTrainer = pytest.importorskip("par_train.adapters.transformers").ParTrainer
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
@@ -103,7 +103,7 @@ CASES_2 = {
 
 @pytest.mark.ranks(2, timeout=150)
 def test_a_run_is_that_of_one_process(tmp_path):
-    """Losses, norms, evaluations, callbacks, the best model and predictions; and any topology goes on from any other's."""
+    """Losses, norms, evaluations, callbacks, the best model, predictions; a topology goes on from another's files."""
     expected = once(trained_alone, tmp_path / "alone")
     assert [line["eval_loss"] for line in expected[0] if "eval_loss" in line]
     before = None
@@ -236,9 +236,9 @@ REFUSED = {
 @pytest.mark.ranks(2, timeout=60)
 def test_what_has_no_counterpart_is_refused_on_every_rank(tmp_path):
     for options, strategy, words in REFUSED.values():
-        options = {"load_best_model_at_end": False, "save_strategy": "no", **options}
+        chosen = {"load_best_model_at_end": False, "save_strategy": "no", **options}
         with pytest.raises(ValueError, match=words.replace("(max", r"\(max").replace("...)", r"\.\.\.\)")):
-            make_trainer(tmp_path, strategy, **options)
+            make_trainer(tmp_path, strategy, **chosen)
     with Strategy() as strategy, pytest.raises(ValueError, match="save the one you gave"):
         make_trainer(tmp_path, strategy)[0].save_model()
     options = {"save_only_model": True, "load_best_model_at_end": False, "eval_strategy": "no", "max_steps": 2}
@@ -259,3 +259,66 @@ def test_it_says_which_extra_is_missing(monkeypatch):
         ImportError, match=r"needs accelerate, which is not installed; the extra par-train\[accelerate\] has it"
     ):
         import par_train.adapters.accelerate  # noqa: F401
+
+
+def words():
+    """A tokenizer of made-up words, and rows of text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", *(f"w{n}" for n in range(90))])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(0, 90, (5 + row % 9,), generator=generator).tolist() for row in range(32)]
+    return fast, [{"text": " ".join(f"w{number}" for number in numbers)} for numbers in drawn]
+
+
+def fine_tuned(kind, folder, batch, **options):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer, texts = words()
+    chosen = {
+        "max_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+    }
+    arguments = trl.SFTConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        max_length=16,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **chosen,
+    )
+    data = datasets.Dataset.from_list(texts)
+    trainer = kind(make_model(), arguments, train_dataset=data, processing_class=tokenizer, **options)
+    trainer.train()
+    told = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    return [[line[name] for name in told] for line in trainer.state.log_history if "loss" in line]
+
+
+def fine_tuned_alone(folder):
+    with alone():
+        return fine_tuned(pytest.importorskip("trl").SFTTrainer, folder, 4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL and what it brings
+@pytest.mark.ranks(2, timeout=120)
+def test_the_sft_trainer_of_trl(tmp_path):
+    """Its own loss and metrics at stage 3; refused over tensor ranks, where it would take some words for all."""
+    trl = pytest.importorskip("trl")
+    mixin = pytest.importorskip("par_train.adapters.transformers").ParTrainerMixin
+
+    class ParSFTTrainer(mixin, trl.SFTTrainer): ...
+
+    expected = once(fine_tuned_alone, tmp_path / "alone")
+    with Strategy(zero=3) as strategy:
+        found = fine_tuned(ParSFTTrainer, tmp_path, 2, strategy=strategy)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=TOLERANCE, abs=1e-6)
+    with pytest.raises(ValueError, match="this ParSFTTrainer has a compute_loss of its own, and over tensor=2"):
+        fine_tuned(ParSFTTrainer, tmp_path, 4, strategy={"parallel": {"tensor": CUT}})

@@ -1,15 +1,60 @@
-"""What a `ParAccelerator` makes of an optimizer and of an lr scheduler, and what it refuses."""
+"""The parts of a `ParAccelerator`: its optimizer and lr scheduler, what ranks tell each other, and what it refuses."""
 
 import math
+import os
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
+from torch import Tensor
 from torch.optim import Optimizer
 
 from par_precision import MixedOptimizer
 
+from ..strategy.strategy import Strategy
 from ._clip import Clipping
+
+REFUSED = {
+    "deepspeed_plugin": "strategy=dict(zero=...), and memory= for what leaves the device",
+    "deepspeed_plugins": "strategy=dict(zero=...), and an accelerator for each model",
+    "fsdp_plugin": "strategy=dict(zero=3)",
+    "megatron_lm_plugin": "strategy=dict(parallel=dict(tensor=..., pipeline=...))",
+    "torch_tp_plugin": "strategy=dict(parallel=dict(tensor=dict(size=..., mode='1d')))",
+    "parallelism_config": "strategy=dict(parallel=...)",
+    "dynamo_backend": "a plugin of the strategy that compiles modules",
+    "dynamo_plugin": "a plugin of the strategy that compiles modules",
+    "kwargs_handlers": "the strategy's mixed=dict(scale=...) and precision; find_unused_parameters needs nothing",
+}
+"""Arguments of `Accelerator` that say what the strategy says, and what says it."""
+
+_LAUNCHED = {
+    "ACCELERATE_USE_DEEPSPEED": REFUSED["deepspeed_plugin"],
+    "ACCELERATE_USE_FSDP": REFUSED["fsdp_plugin"],
+    "ACCELERATE_USE_MEGATRON_LM": REFUSED["megatron_lm_plugin"],
+    "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
+}
+"""What `accelerate launch` leaves in the environment for the same."""
+
+
+def check_keywords(accelerator: Any) -> None:
+    """Checks that nothing that an `Accelerator` is told, by keywords or by its launcher, is the strategy's to say.
+
+    Raises:
+        ValueError: Something is; the message names it and what to give instead.
+    """
+    for name, instead in REFUSED.items():
+        if accelerator.pop(name, None) is not None:
+            raise ValueError(f"ParAccelerator was given {name}; leave it out and give {instead}")
+    for name, instead in _LAUNCHED.items():
+        if os.environ.get(name, "false").lower() in ("true", "1"):
+            raise ValueError(f"the environment has {name}; launch without that and give ParAccelerator {instead}")
+    if getattr(accelerator.get("dataloader_config"), "dispatch_batches", None):
+        raise ValueError(
+            "dispatch_batches=True has rank 0 read for all; leave it out: data ranks read their own samples"
+        )
 
 
 class ParOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
@@ -59,6 +104,58 @@ class ParScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate ha
         for _ in range(steps):
             if not self.step_with_optimizer or self.scheduler._step_count <= total:  # as Accelerate ends a OneCycle
                 super().step(*args, **keywords)
+
+
+class OverDataRanks:
+    """What the data ranks of a `ParAccelerator` tell each other: ranks of a replica have the same, and count once."""
+
+    strategy: Strategy
+    gradient_state: Any
+
+    @property
+    def num_processes(self) -> int:
+        """The number of data ranks."""
+        return self.strategy.groups.size("data")
+
+    @property
+    def process_index(self) -> int:
+        """This rank's place among the data ranks."""
+        return self.strategy.groups.rank("data")
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all data ranks, one after another along the first dimension, as `Accelerator.gather`."""
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if self.num_processes == 1:
+            return tensor
+        mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.num_processes)]
+        dist.all_gather(parts, mine, group=self.strategy.groups["data"])
+        return torch.cat(parts)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `Accelerator.gather_for_metrics`, over the data ranks."""
+        try:
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)  # type: ignore[misc]
+        parts: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(parts, input_data, group=self.strategy.groups["data"])
+        every, state = [each for part in parts for each in part], self.gradient_state
+        return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sums or means over the data ranks, as `Accelerator.reduce`."""
+
+        def reduced(one: Tensor) -> Tensor:
+            total = one.detach().clone()
+            dist.all_reduce(total, group=self.strategy.groups["data"])
+            return total / self.num_processes * scale if reduction == "mean" else total * scale
+
+        return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
 
 
 class Refusing:

@@ -47,12 +47,12 @@ def check_arguments(args: Any, given: StrategyKeywords | Strategy | None) -> Non
     recompute = (given or {}).get("recompute") if options is None else options.recompute  # type: ignore[union-attr]
     if recompute and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing):
         raise ValueError(
-            f"TrainingArguments asks for checkpointing of activations and the strategy for recompute={recompute!r}, and both "
-            "compute again; give one"
+            f"TrainingArguments checkpoints activations, and the strategy has recompute={recompute!r}: both compute "
+            "again; give one"
         )
     if args.n_gpu > 1:
         raise ValueError(
-            f"one process sees {args.n_gpu} GPUs, which is nn.DataParallel; start a process for each: torchrun"
+            f"one process sees {args.n_gpu} GPUs, which is nn.DataParallel; start one for each with torchrun"
         )
     if dist.is_initialized() and dist.get_world_size() != args.world_size:
         raise ValueError(
@@ -76,8 +76,8 @@ def check_trainer(trainer: Any, loss: Any, strategy: Strategy) -> None:
     together = [axis for axis in ("tensor", "pipeline", "sequence") if groups.size(axis) > 1]
     if together and args.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
-            f"train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and the {together[0]} ranks of a "
-            "replica have the same; use 'random' or 'group_by_length'"
+            "train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and the "
+            f"{together[0]} ranks of a replica have the same; use 'random' or 'group_by_length'"
         )
     cut = [name for name in ("pipeline", "sequence", "tensor") if groups.size(name) > 1]
     if not cut:
@@ -90,6 +90,6 @@ def check_trainer(trainer: Any, loss: Any, strategy: Strategy) -> None:
     for name, has in own.items():
         if has:
             raise ValueError(
-                f"this {type(trainer).__name__} has a {name}, and over {over} no rank need have whole logits: the loss is "
-                "the model's own causal one; leave it out, or use zero= and data ranks alone"
+                f"this {type(trainer).__name__} has a {name}, and over {over} no rank need have whole logits: the loss "
+                "is the model's own causal one; leave it out, or use zero= and data ranks alone"
             )

@@ -50,8 +50,8 @@ def make_strategy(
     """
     if mixed_precision not in AUTOCAST:
         raise ValueError(
-            f"{said_by} asks for {mixed_precision!r}, which is none of {', '.join(AUTOCAST)}; leave it out and give the "
-            "strategy a precision, such as strategy=dict(precision='fp8')"
+            f"{said_by} asks for {mixed_precision!r}, which is none of {', '.join(AUTOCAST)}; leave it out and give "
+            "the strategy a precision, such as strategy=dict(precision='fp8')"
         )
     says_its_own = isinstance(given, Strategy) or "precision" in (given or {})
     if says_its_own and mixed_precision != "no":

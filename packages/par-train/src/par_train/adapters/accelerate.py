@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,32 +18,12 @@ from ._options import StrategyKeywords, make_strategy, missing
 
 try:
     from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.utils import GradientAccumulationPlugin, convert_file_size_to_int, recursively_apply
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import GradientAccumulationPlugin, convert_file_size_to_int
 except ImportError as error:
     raise missing("accelerate", "accelerate", "accelerate") from error
 
-from ._accelerated import ParOptimizer, ParScheduler, Refusing
-
-REFUSED = {
-    "deepspeed_plugin": "strategy=dict(zero=...), and memory= for what leaves the device",
-    "deepspeed_plugins": "strategy=dict(zero=...), and an accelerator for each model",
-    "fsdp_plugin": "strategy=dict(zero=3)",
-    "megatron_lm_plugin": "strategy=dict(parallel=dict(tensor=..., pipeline=...))",
-    "torch_tp_plugin": "strategy=dict(parallel=dict(tensor=dict(size=..., mode='1d')))",
-    "parallelism_config": "strategy=dict(parallel=...)",
-    "dynamo_backend": "a plugin of the strategy that compiles modules",
-    "dynamo_plugin": "a plugin of the strategy that compiles modules",
-    "kwargs_handlers": "the strategy's keywords: mixed=dict(scale=...), precision=; find_unused_parameters needs nothing",
-}
-"""Arguments of `Accelerator` that say what the strategy says, and what says it."""
-
-_LAUNCHED = {
-    "ACCELERATE_USE_DEEPSPEED": REFUSED["deepspeed_plugin"],
-    "ACCELERATE_USE_FSDP": REFUSED["fsdp_plugin"],
-    "ACCELERATE_USE_MEGATRON_LM": REFUSED["megatron_lm_plugin"],
-    "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
-}
-"""What `accelerate launch` leaves in the environment for the same."""
+from ._accelerated import OverDataRanks, ParOptimizer, ParScheduler, Refusing, check_keywords
 
 
 class AcceleratorKeywords(TypedDict, total=False):
@@ -62,14 +40,14 @@ class AcceleratorKeywords(TypedDict, total=False):
     step_scheduler_with_optimizer: bool
 
 
-class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate has no types
+class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An `Accelerator` whose models and optimizers are those of a `Strategy`.
 
-    `num_processes` is the number of data ranks and `process_index` is this rank's place among them, so batches, schedules
-    and what is gathered count each sample once under every parallelism. `is_main_process` is true on rank 0 alone.
+    `num_processes` is the number of data ranks and `process_index` is this rank's place among them, so batches,
+    schedules and what is gathered count each sample once. `is_main_process` is true on rank 0 alone.
 
     Args:
-        strategy: Keywords of `par_train.Strategy`, such as dict(parallel=..., zero=3), or a strategy; None: data parallel.
+        strategy: A `par_train.Strategy`, or its keywords, such as dict(parallel=..., zero=3); None: data parallel.
         mixed_precision: "no", "bf16" or "fp16", which is autocast: "bf16-amp" and "fp16-amp" of the strategy.
         cpu: Whether to compute on the CPU where there is an accelerator.
         **accelerator: Keywords of `Accelerator` that mean what they mean there.
@@ -86,6 +64,9 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
     """
 
     calls_models = True  # a trainer that runs microbatches through stages says otherwise
+    scaler: Any  # Accelerate's own: what was prepared, and what can be saved of a loss scale
+    _models: list[Any]
+    _optimizers: list[Any]
 
     def __init__(
         self,
@@ -95,13 +76,9 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
         cpu: bool = False,
         **accelerator: Unpack[AcceleratorKeywords],
     ) -> None:
-        for name, instead in REFUSED.items():
-            if accelerator.pop(name, None) is not None:  # type: ignore[misc]
-                raise ValueError(f"ParAccelerator was given {name}; leave it out and give {instead}")
-        for name, instead in _LAUNCHED.items():
-            if os.environ.get(name, "false").lower() in ("true", "1"):
-                raise ValueError(f"the environment has {name}; launch without that and give ParAccelerator {instead}")
-        mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        check_keywords(accelerator)
+        shared = AcceleratorState().mixed_precision if AcceleratorState._shared_state else None  # of one before this
+        mixed_precision = mixed_precision or shared or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         config = accelerator.pop("dataloader_config", DataLoaderConfiguration())
         if config.dispatch_batches:
             raise ValueError(
@@ -124,16 +101,6 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
         )
         self.scaler = None  # the strategy's optimizer scales
 
-    @property
-    def num_processes(self) -> int:
-        """The number of data ranks."""
-        return self.strategy.groups.size("data")
-
-    @property
-    def process_index(self) -> int:
-        """This rank's place among the data ranks."""
-        return self.strategy.groups.rank("data")
-
     # What is done once
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -145,14 +112,14 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
         if device_placement is not None:
             raise ValueError("device_placement was given to prepare(); everything comes to the strategy's device")
         became = {id(each): each for each in args}
+        others = [each for each in args if not _is_the_strategys(each)]
+        for other in others:  # data loaders, whose samplers take torch's seed before the strategy sets it
+            became[id(other)] = self._prepare_one(other, first_pass=True)
         became |= self._initialized([each for each in args if _is_the_strategys(each) and not _is_prepared(each)])
         for each in became.values():
             kept = self._models if isinstance(each, nn.Module) else self._optimizers
             if _is_the_strategys(each) and not any(each is one for one in kept):
                 kept.append(each)
-        others = [each for each in args if not _is_the_strategys(each)]
-        for other in others:
-            became[id(other)] = self._prepare_one(other, first_pass=True)
         for other in others:  # lr schedulers, which ask optimizers
             became[id(other)] = self._prepare_one(became[id(other)])
         for each in became.values():
@@ -167,8 +134,8 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
             return {}
         if self.strategy.schedule is not None and self.calls_models:
             raise ValueError(
-                "the strategy has a pipeline, whose stages no loop calls as a model; use Strategy.execute_pipeline in a "
-                "loop of your own, or par_train.adapters.transformers.ParTrainer"
+                "the strategy has a pipeline, whose stages no loop calls as a model; use ParTrainer, or "
+                "Strategy.execute_pipeline in a loop of your own"
             )
         for each in objects:
             if isinstance(each, nn.Module) and self.verify_device_map(each):
@@ -232,8 +199,8 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
         meant = [each for each in self._optimizers if optimizer is None or each is optimizer]
         if len(meant) != 1:
             raise ValueError(
-                f"backward() does not know which of {len(self._optimizers)} prepared optimizers is meant; prepare a model "
-                "with its optimizer, and where there are several give backward() one with optimizer="
+                f"{len(self._optimizers)} optimizers are prepared, and backward() must know which is meant; prepare "
+                "a model with its own, and give optimizer= where there are several"
             )
         loss = loss if weight is not None else loss / self.gradient_accumulation_steps
         self.strategy.backward(loss, meant[0].optimizer, weight)
@@ -263,48 +230,12 @@ class ParAccelerator(Refusing, Accelerator):  # type: ignore[misc]  # accelerate
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for optimizer in self._optimizers:
             if optimizer.trained <= given:
-                return optimizer.clipping.clip(float(max_norm), norm_type)
+                norm: Tensor = optimizer.clipping.clip(float(max_norm), norm_type)
+                return norm
         raise ValueError(
-            f"clip_grad_norm_ was given {len(given)} parameters, which are not all that a prepared optimizer trains; all "
+            f"clip_grad_norm_ was given {len(given)} parameters, which are not all that a prepared optimizer trains; "
             "its gradients have one norm: give it model.parameters()"
         )
-
-    # What ranks tell each other
-
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all data ranks, one after another along the first dimension, as `Accelerator.gather`."""
-        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        if self.num_processes == 1:
-            return tensor
-        mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.num_processes)]
-        dist.all_gather(parts, mine, group=self.strategy.groups["data"])
-        return torch.cat(parts)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `Accelerator.gather_for_metrics`, over the data ranks."""
-        try:
-            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if not use_gather_object:
-            return super().gather_for_metrics(input_data)
-        parts: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(parts, input_data, group=self.strategy.groups["data"])
-        every, state = [each for part in parts for each in part], self.gradient_state
-        return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sums or means over the data ranks, as `Accelerator.reduce`."""
-
-        def reduced(one: Tensor) -> Tensor:
-            total = one.detach().clone()
-            dist.all_reduce(total, group=self.strategy.groups["data"])
-            return total / self.num_processes * scale if reduction == "mean" else total * scale
-
-        return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
 
     # Files
 

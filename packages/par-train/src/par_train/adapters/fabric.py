@@ -8,6 +8,7 @@ Processes are launched and data is shared out by Fabric, over the data ranks: th
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -45,7 +46,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
     """A strategy of Fabric that is a `par_train.Strategy`.
 
     Args:
-        **keywords: Those of `par_train.Strategy`; precision is Fabric's own argument, unless it is one that Fabric lacks.
+        **keywords: Those of `par_train.Strategy`; precision is Fabric's own argument, unless Fabric does not know it.
 
     Attributes:
         strategy: Once Fabric has launched: the strategy, for what Fabric has no name for.
@@ -78,8 +79,8 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         known = ", ".join(PRECISIONS)
         if self._asked not in PRECISIONS:
             raise ValueError(
-                f"Fabric was given precision={self._asked!r}; with a ParStrategy it can be one of {known}, or leave it out "
-                "and give ParStrategy one of par-precision's, such as precision='fp8'"
+                f"Fabric was given precision={self._asked!r}; with a ParStrategy it can be one of {known}, or leave it "
+                "out and give ParStrategy one of par-precision's, such as precision='fp8'"
             )
         if "precision" in self._keywords and self._asked != "32-true":
             raise ValueError(
@@ -100,7 +101,8 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Prepares a model that is only run; one that is trained comes to `Fabric.setup` with its optimizer."""
-        return self._initialized(module)[0]
+        ready: nn.Module = self._initialized(module)[0]
+        return ready
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -108,8 +110,8 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         """A model and its optimizers become the strategy's. Collective."""
         if len(optimizers) > 1:
             raise ValueError(
-                f"Fabric.setup was given {len(optimizers)} optimizers of one model; par_groups.JointOptimizer(...) is one "
-                "of several, with one norm and one scale"
+                f"Fabric.setup was given {len(optimizers)} optimizers of one model; par_groups.JointOptimizer(...) "
+                "makes one of several, with one norm and one scale"
             )
         module, optimizer = self._initialized(module, *optimizers)
         clipping = Clipping(optimizer, self.strategy.options.clip_norm, self.strategy.device)
@@ -119,8 +121,8 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
     def _initialized(self, *objects: Any) -> Sequence[Any]:
         if self.strategy.schedule is not None:
             raise ValueError(
-                "the strategy has a pipeline, whose stages no loop calls as a model; use Strategy.execute_pipeline in a "
-                "loop of your own, or give these ranks to tensor or data"
+                "the strategy has a pipeline, whose stages no loop calls as a model; give these ranks to tensor or "
+                "data, or use Strategy.execute_pipeline in a loop of your own"
             )
         given = self.strategy.initialize(*objects)
         return [given] if len(objects) == 1 else given
@@ -150,8 +152,8 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         found = [each for each in self._trained if module is None or each[0] is module]
         if len(found) != 1:
             raise ValueError(
-                f"{len(self._trained)} models were set up with an optimizer; set up a model with its own, and where there "
-                "are several name one: fabric.backward(loss, model=model)"
+                f"{len(self._trained)} models were set up with an optimizer; set up a model with its own, and where "
+                "there are several name one: fabric.backward(loss, model=model)"
             )
         return found[0]
 
@@ -177,6 +179,7 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         Raises:
             ValueError: Always.
         """
+        del module, optimizer
         raise ValueError(f"clip_val={clip_val} was given; give ParStrategy mixed=dict(clip_value={clip_val}) instead")
 
     # What ranks tell each other
@@ -211,17 +214,19 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
     ) -> None:
         """Writes a folder: each model and optimizer in one of its own, whole, and the rest in a file. Collective."""
         if filter:
-            raise ValueError(f"fabric.save was given a filter for {sorted(filter)}; models and optimizers are saved whole")
-        rest = {"par_steps": self.strategy.steps}
+            raise ValueError(
+                f"fabric.save was given a filter for {sorted(filter)}; models and optimizers are saved whole"
+            )
+        rest: dict[str, Any] = {"par_steps": self.strategy.steps}
         for key, value in state.items():
             if isinstance(value, nn.Module | Optimizer):
-                self.strategy.save(value, os.path.join(path, key))
+                self.strategy.save(value, Path(path, key))
             if isinstance(value, MixedOptimizer):
                 rest[key] = value.scaling.state_dict()
             elif not isinstance(value, nn.Module | Optimizer):
                 rest[key] = value.state_dict() if hasattr(value, "state_dict") else value
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(rest, os.path.join(path, REST), storage_options)
+            self.checkpoint_io.save_checkpoint(rest, Path(path, REST), storage_options)
 
     def load_checkpoint(
         self,
@@ -234,13 +239,15 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         if isinstance(state, nn.Module | Optimizer):  # Fabric.load_raw
             self.strategy.load(state, path, plan="torch")
             return {}
-        rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(os.path.join(path, REST), weights_only=weights_only)
+        rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(Path(path, REST), weights_only=weights_only)
         steps = rest.pop("par_steps")
         for key, value in (state or {}).items():
             if isinstance(value, nn.Module | Optimizer):
-                self.strategy.load(value, os.path.join(path, key))
+                self.strategy.load(value, Path(path, key))
             elif strict and key not in rest:
-                raise KeyError(f"the checkpoint {str(path)!r} has no {key!r}; it has {sorted(rest)}, models and optimizers")
+                raise KeyError(
+                    f"the checkpoint {str(path)!r} has no {key!r}; it has {sorted(rest)}, models and optimizers"
+                )
             if isinstance(value, MixedOptimizer):
                 value.scaling.load_state_dict(rest.pop(key))
             elif hasattr(value, "load_state_dict") and key in rest:

@@ -1,11 +1,11 @@
 """Ray Train on a `Strategy`: Ray starts workers, starts them again, and keeps count of checkpoints; the loop is yours.
 
-    def train(config):
-        strategy = par_train.adapters.ray.strategy()
-        model, optimizer, dataloader = strategy.initialize(model, optimizer, dataloader)
-        for step in range(resume() or 0, config["steps"]): ...; report({"loss": loss}, step=step + 1)
+def train(config):
+    strategy = par_train.adapters.ray.strategy()
+    model, optimizer, dataloader = strategy.initialize(model, optimizer, dataloader)
+    for step in range(resume() or 0, config["steps"]): ...; report({"loss": loss}, step=step + 1)
 
-    TorchTrainer(train, torch_config=ParConfig(strategy=dict(zero=3)), scaling_config=..., run_config=...).fit()
+TorchTrainer(train, torch_config=ParConfig(strategy=dict(zero=3)), scaling_config=..., run_config=...).fit()
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class ParConfig(TorchConfig):  # type: ignore[misc]  # ray may be absent where t
         strategy: Keywords of `par_train.Strategy`, such as dict(parallel=..., zero=3).
     """
 
-    strategy: StrategyKeywords = field(default_factory=StrategyKeywords)  # type: ignore[arg-type]
+    strategy: StrategyKeywords = field(default_factory=StrategyKeywords)
 
     @property
     def train_func_context(self) -> Any:
@@ -71,7 +71,9 @@ def strategy() -> Strategy:
         RuntimeError: This is no loop of a `TorchTrainer` with a `ParConfig`.
     """
     if not _strategies:
-        raise RuntimeError("strategy() was called outside of a train loop; give TorchTrainer torch_config=ParConfig(...)")
+        raise RuntimeError(
+            "strategy() was called outside of a train loop; give TorchTrainer torch_config=ParConfig(...)"
+        )
     return _strategies[-1]
 
 
@@ -116,7 +118,7 @@ def _path_of(filesystem: Any, path: str) -> str:
         path, filesystem = f"{filesystem.base_path.rstrip('/')}/{path}", filesystem.base_fs
     if filesystem.type_name not in _SCHEMES:
         raise ValueError(
-            f"the run is stored on {filesystem.type_name!r}, and checkpoints are written to {', '.join(_SCHEMES)}; give "
-            "RunConfig another storage_path"
+            f"the run is stored on {filesystem.type_name!r}, and checkpoints are written to {', '.join(_SCHEMES)}; "
+            "give RunConfig another storage_path"
         )
     return f"{_SCHEMES[filesystem.type_name]}{path}"

@@ -6,7 +6,6 @@ The Trainer's accelerator is a `ParAccelerator`. Over a pipeline, and over a seq
 `Strategy.execute_pipeline`, for there no rank calls the model; elsewhere the loop is the Trainer's own throughout.
 """
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,7 +44,7 @@ class ParTrainerMixin:
 
     Args:
         *args: The trainer's own.
-        strategy: Keywords of `par_train.Strategy`, such as dict(parallel=..., zero=3), or a strategy; None: data parallel.
+        strategy: A `par_train.Strategy`, or its keywords, such as dict(parallel=..., zero=3); None: data parallel.
         **trainer: The trainer's own.
 
     Attributes:
@@ -175,8 +174,8 @@ class ParTrainerMixin:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc, no-any-return]
         if not prediction_loss_only and self.strategy.averaged_over != "data":
             raise ValueError(
-                "predictions were asked for, of sequences that are cut over ranks; give prediction_loss_only=True, or save "
-                "the model and predict without the axis"
+                "predictions were asked for, of sequences that are cut over ranks; give prediction_loss_only=True, or "
+                "save the model and predict without the axis"
             )
         model = self.model_wrapped
         model.eval()
@@ -205,7 +204,7 @@ class ParTrainerMixin:
         return whole
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """What the whole model computes for a batch, shared out over the ranks of a replica, which the Trainer adds up."""
+        """What the whole model computes for a batch, shared out over a replica's ranks, which the Trainer adds up."""
         sharing = self.strategy.environment.world_size // self.accelerator.num_processes
         tokens = inputs[self.model.main_input_name].numel() if hasattr(self, "_arithmetic") else 0
         return tokens * getattr(self, "_arithmetic", 0) / sharing
@@ -242,7 +241,7 @@ class ParTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.strategy.save(self.optimizer.optimizer, output_dir)  # as output_dir/optimizer
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Leaves that until the model is prepared, and each rank can read its own."""
@@ -250,14 +249,14 @@ class ParTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not os.path.isdir(os.path.join(checkpoint, "optimizer")):
+        if not Path(checkpoint, "optimizer").is_dir():
             raise ValueError(
-                f"{checkpoint!r} has no folder `optimizer`, so training cannot go on from it; give a checkpoint of ParTrainer "
-                "that was not saved with save_only_model, or make the model from it and begin anew"
+                f"{checkpoint!r} has no folder `optimizer`, so training cannot go on from it; give a checkpoint of "
+                "ParTrainer that was not saved with save_only_model, or make the model from it and begin anew"
             )
         self.strategy.load(self.model_wrapped, checkpoint, plan=self._plan)
         self.strategy.load(self.optimizer.optimizer, checkpoint)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
         self.strategy.steps = self.state.global_step
 
     def _load_best_model(self) -> None:
