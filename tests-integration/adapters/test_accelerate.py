@@ -177,5 +177,4 @@ def test_what_accelerate_ships_to_test_itself(monkeypatch, zero):
     for check in (script.process_execution_check, script.check_seedable_sampler, script.test_trigger):
         check()
     script.training_check(use_seedable_sampler=False)  # the other seeds a sampler by torch's seed after training
-    script.test_reinstantiated_state()
-    assert len(made) > 6
+    assert len(made) > 6  # of which four train

@@ -397,3 +397,21 @@ def test_stochastic_rounding_refuses_several_optimizers():
     joint = JointOptimizer(adamw(module))
     with pytest.raises(ValueError, match=r"'bf16-sr' rounds the steps of one optimizer, and here are 1; use 'bf16'"):
         mixed(module, joint, "bf16-sr")
+
+
+def test_the_norm_may_be_named_between_steps():
+    module = nn.Linear(2, 1, bias=False)
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=1.0), "fp32")
+    for limit, moved in ((None, 5.0), (1.0, 1.0), (10.0, 5.0)):
+        optimizer.clip_norm = limit
+        before = module.weight.detach().clone()
+        optimizer.backward(module(torch.tensor([3.0, 4.0])).sum())
+        assert optimizer.step().grad_norm.item() == pytest.approx(5.0)
+        optimizer.zero_grad()
+        assert (before - module.weight).norm().item() == pytest.approx(moved, rel=1e-5)
+    with pytest.raises(ValueError, match="clip_norm is 0; give a number above 0"):
+        optimizer.clip_norm = 0
+    assert optimizer.clip_norm == 10.0
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=1.0), "fp32", clip_value=1.0)
+    with pytest.raises(ValueError, match="give one of them"):
+        optimizer.clip_norm = 1.0

@@ -2,13 +2,14 @@
 
 import math
 import os
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,6 +38,20 @@ _LAUNCHED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
 }
 """What `accelerate launch` leaves in the environment for the same."""
+
+
+class AcceleratorKeywords(TypedDict, total=False):
+    """The keywords of `Accelerator` that mean here what they mean there."""
+
+    device_placement: bool
+    gradient_accumulation_steps: int
+    dataloader_config: DataLoaderConfiguration
+    rng_types: Sequence[str]
+    log_with: Any
+    project_dir: str | os.PathLike[str]
+    project_config: Any
+    gradient_accumulation_plugin: GradientAccumulationPlugin
+    step_scheduler_with_optimizer: bool
 
 
 def check_keywords(accelerator: Any) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,25 +19,11 @@ from ._options import StrategyKeywords, make_strategy, missing
 try:
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import AcceleratorState
-    from accelerate.utils import GradientAccumulationPlugin, convert_file_size_to_int
+    from accelerate.utils import convert_file_size_to_int
 except ImportError as error:
     raise missing("accelerate", "accelerate", "accelerate") from error
 
-from ._accelerated import OverDataRanks, ParOptimizer, ParScheduler, Refusing, check_keywords
-
-
-class AcceleratorKeywords(TypedDict, total=False):
-    """The keywords of `Accelerator` that mean here what they mean there."""
-
-    device_placement: bool
-    gradient_accumulation_steps: int
-    dataloader_config: DataLoaderConfiguration
-    rng_types: Sequence[str]
-    log_with: Any
-    project_dir: str | os.PathLike[str]
-    project_config: Any
-    gradient_accumulation_plugin: GradientAccumulationPlugin
-    step_scheduler_with_optimizer: bool
+from ._accelerated import AcceleratorKeywords, OverDataRanks, ParOptimizer, ParScheduler, Refusing, check_keywords
 
 
 class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc]  # accelerate has no types
@@ -95,7 +81,7 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
             os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_world_size))
         super().__init__(
             mixed_precision=mixed_precision,
-            cpu=cpu,
+            cpu=place.device.type == "cpu",  # else it would take ranks on CPUs for processes of their own
             dataloader_config=replace(config, dispatch_batches=False),
             **accelerator,
         )

@@ -109,8 +109,8 @@ class ParTrainerMixin:
         return super()._prepare_for_training(max_steps, *others, **keywords)  # type: ignore[misc]
 
     def _count_parameters(self) -> None:
-        """Counts what takes arithmetic while the model is whole."""
-        if not self.accelerator._models and hasattr(self.model, "num_parameters"):
+        """Counts what takes arithmetic, once, while the model is whole."""
+        if not hasattr(self, "_arithmetic") and hasattr(self.model, "num_parameters"):
             self._arithmetic = 6 * self.model.num_parameters(exclude_embeddings=True)
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
