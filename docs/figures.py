@@ -58,6 +58,7 @@ def main() -> None:
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
     draw_memory(IMAGES / "context-memory.svg")
+    draw_profile(IMAGES / "profile.svg")
     draw_kept(IMAGES / "recompute-kept.svg")
     draw_placements(IMAGES / "placement.svg")
     draw_tiers(IMAGES / "plan-tiers.svg")
@@ -119,6 +120,30 @@ def draw_budgets(path: Path) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.savefig(path)
+
+
+def draw_profile(path: Path) -> None:
+    """What trace.json has of a step of a pipeline, as tools/profile_example.py has recorded it."""
+    events = json.loads((IMAGES / "profile.json").read_text(encoding="utf-8"))
+    tracks = [(rank, "pipeline") for rank in sorted({event["rank"] for event in events})]
+    colors = {"F": "#8ecae6", "B": "#ffb703", "I": "#ffb703", "W": "#90be6d"}
+    figure = Figure(figsize=(9, 1.0 + 0.7 * len(tracks)), layout="constrained")
+    axes = figure.add_subplot()
+    for event in events:
+        if event["track"] != "pipeline":
+            continue
+        row = tracks.index((event["rank"], event["track"]))
+        letter = event["name"].lstrip("0123456789")[0]
+        start, length = event["start"] / 1e3, event["length"] / 1e3
+        axes.barh(row, length, left=start, height=0.8, color=colors[letter], edgecolor="white", linewidth=0.5)
+        axes.text(start + length / 2, row, event["name"], ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set_yticks(range(len(tracks)), [f"rank {rank}, {track}" for rank, track in tracks])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title("a step of a pipeline in trace.json: stage, F or B, microbatch", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def draw_star(path: Path) -> None:

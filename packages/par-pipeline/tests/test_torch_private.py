@@ -87,3 +87,15 @@ def test_communicators_are_made_of_the_world_s_store():
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 def test_nccl_takes_a_timeout():
     assert private.nccl_options(timedelta(seconds=7))._timeout == timedelta(seconds=7)
+
+
+def test_it_is_known_whether_a_profiler_records():
+    assert not private.is_profiled()
+    with torch.profiler.profile() as profiler:
+        assert private.is_profiled()
+        with private.unheard():
+            torch.ones(2).exp()
+        torch.ones(2).sin()
+    assert not private.is_profiled()
+    heard = {event.key for event in profiler.key_averages()}
+    assert ("aten::exp" in heard, "aten::sin" in heard) == (False, True)

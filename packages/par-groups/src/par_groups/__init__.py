@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
     from .live.process_groups import ProcessGroups
-    from .live.recorder import Communicator, FlightRecorder
-    from .live.trace import Operation
+    from .live.recorder import FlightRecorder
+    from .live.trace import Communicator, Operation
     from .sharding.dtensor import to_dtensor
     from .sharding.gradients import (
         gradients,
@@ -97,8 +97,8 @@ _MODULE_OF = {
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),
         "live.process_groups": ("ProcessGroups",),
-        "live.recorder": ("Communicator", "FlightRecorder"),
-        "live.trace": ("Operation",),
+        "live.recorder": ("FlightRecorder",),
+        "live.trace": ("Communicator", "Operation"),
         "sharding.dtensor": ("to_dtensor",),
         "sharding.gradients": (
             *("gradients", "on_settle", "on_written", "set_gradient_elsewhere"),

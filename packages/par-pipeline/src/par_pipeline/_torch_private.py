@@ -4,7 +4,8 @@ Each entry says since which version torch has the API, as far back as this packa
 does. What runs for every action of a step is the object itself, or a C-level getter, so that it costs no call more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -30,6 +31,29 @@ children_of = attrgetter("_modules")
 
 version_of = attrgetter("_version")
 """How often a tensor was written into, in 2.11 already. Autograd compares it for the tensors that it saves itself."""
+
+
+is_profiled = torch._C._autograd._profiler_enabled
+"""Whether torch's profiler records this thread, so that actions get names. In 2.11 already; no public call tells."""
+
+
+_record_functions = torch._C._autograd._enable_record_function
+"""Turns what profilers hear of this thread on or off. In 2.11 already; no public call does."""
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """A context in which a profiler that records does not hear of what this thread does.
+
+    A gloo work that is begun while a profiler records writes into the profiler's memory when it ends (torch 2.11 to
+    2.13, ProcessGroupGloo's end callback), although the profiler may be gone by then: receives that are posted ahead
+    end in a later step, and what they overwrote was somebody else's.
+    """
+    _record_functions(False)
+    try:
+        yield
+    finally:
+        _record_functions(True)
 
 
 def run_backward(edges: tuple[GradientEdge, ...], gradients: Sequence[Tensor | None]) -> None:

@@ -61,7 +61,7 @@ def test_a_rank_stays_until_its_word_is_sent_to_who_waits_for_it_and_not_for_who
 @pytest.mark.parametrize(("budget", "posted"), [(0, 1), (1, 1), (HEADER, 1), (HEADER + 1, 2), (1 << 20, 3)])
 def test_receives_are_posted_up_to_a_budget_and_one_always(budget, posted):
     down, communicator = lane()
-    inbox = Inbox(down, torch.device("cpu"), budget, lambda position: None, are_apart=False)
+    inbox = Inbox(down, torch.device("cpu"), budget, lambda position: None, are_apart=False, peer=0)
     messages = [Message(gradient=False, stage=1, microbatch=k) for k in range(2)]
     inbox.prepare((*map(Arrival, messages, range(2)), Arrival(STATUS, -1)))
     assert communicator.begun == ["recv"] * posted
@@ -70,7 +70,7 @@ def test_receives_are_posted_up_to_a_budget_and_one_always(budget, posted):
 @pytest.mark.parametrize(("comes", "looks"), [(0, 0), (3, 3), (9, 5)])
 def test_a_rank_that_waits_looks_for_a_while_before_it_sleeps(monkeypatch, comes, looks):
     down, communicator = lane()
-    inbox = Inbox(down, torch.device("cpu"), 1, lambda position: None, are_apart=False)
+    inbox = Inbox(down, torch.device("cpu"), 1, lambda position: None, are_apart=False, peer=0)
     inbox.begin((Arrival(STATUS, -1),))
     inbox.expect()
     inbox.expect()  # which posts no other one

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from .data.loader import GlobalDataLoader
     from .data.mixture import MixedRows
     from .data.rows import PackedRows
+    from .diagnosis.watch import Diagnosis
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
+    from .plan.flops import model_flops
     from .plan.inputs import Job, Machine
     from .plan.predict import Prediction, predict
     from .plan.pretrained import PretrainedShape
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GPT",
     "Corpus",
+    "Diagnosis",
     "GlobalDataLoader",
     "GradientHandler",
     "Job",
@@ -47,6 +50,7 @@ __all__ = [
     "StrategyOptions",
     "StrategyPlan",
     "load_model",
+    "model_flops",
     "open_corpus",
     "predict",
     "read_corpus",
@@ -60,9 +64,11 @@ _LATE = {
     "data.loader": ("GlobalDataLoader",),
     "data.mixture": ("MixedRows",),
     "data.rows": ("PackedRows",),
+    "diagnosis.watch": ("Diagnosis",),
     "jobs.gpt": ("GPT",),
     "strategy.existing": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
+    "plan.flops": ("model_flops",),
     "plan.inputs": ("Job", "Machine"),
     "plan.predict": ("Prediction", "predict"),
     "plan.pretrained": ("PretrainedShape",),

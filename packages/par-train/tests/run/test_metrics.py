@@ -1,7 +1,6 @@
 import math
 import resource
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,61 +96,13 @@ def test_the_curve_is_a_picture(tmp_path):
     draw_loss(tmp_path / "loss.png", [])  # stopped before the first step
 
 
-class Writer:
-    """Stands for TensorBoard's: notes what it is told."""
-
-    made = ()
-
-    def __init__(self, folder, purge_step):
-        self.folder, self.purge_step, self.scalars, self.texts, self.closed = folder, purge_step, [], [], False
-        folder.mkdir(exist_ok=True)
-        (folder / f"events.{len(self.made)}").touch()
-        Writer.made = (*self.made, self)
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
-
-    def add_text(self, name, text, step):
-        self.texts.append((name, text, step))
-
-    def close(self):
-        self.closed = True
-
-
-def test_tensorboard_gets_the_same_if_it_is_installed(tmp_path, monkeypatch):
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(Writer, "made", ())
-    path, folder = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
-    write(path, [1, 2])
-    first = Writer.made[0]
-    assert (first.folder, first.purge_step, first.closed) == (folder, None, True)
-    assert ("loss", 2.5, 2) in first.scalars
-    assert ("gradient_norm", None, 2) not in first.scalars
-    assert {name for name, _, _ in first.scalars} == {"loss", "learning_rate", "tokens", "seconds", "tokens_per_second"}
-    write(path, [3])
-    assert Writer.made[1].purge_step == 3  # goes on, and hides what a run that came to nothing wrote after it
-    assert len(list(folder.iterdir())) == 2
-    path.unlink()
-    write(path, [1])
-    assert len(list(folder.iterdir())) == 1  # another run: what was there is gone
-
-
-def test_without_tensorboard_there_are_no_events(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    write(tmp_path / "metrics.jsonl", [1])
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_samples_are_kept_beside_the_numbers(tmp_path, monkeypatch):
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(Writer, "made", ())
-    told = []
+def test_samples_are_kept_beside_the_numbers_and_told_to_who_takes_texts(tmp_path):
+    told, shown, ended = [], [], []
     tracker = SimpleNamespace(log=lambda values, step: told.append((values, step)))
-    records = Records(RunFiles(tmp_path), Lines(9), [tracker])
+    reader = SimpleNamespace(
+        log=lambda *_: None, log_texts=lambda texts, step: shown.append((texts, step)), close=lambda: ended.append(1)
+    )
+    records = Records(RunFiles(tmp_path), Lines(9), [tracker, reader])
     samples = [{"prompt": "import ", "text": "os \u00e9"}]
     records.write({"step": 3, "loss": 2.5, "seconds": 1.0, "samples": samples})
     records.write({"step": 4, "seconds": 2.0, "samples": 32})  # a number that a loop of one's own counts
@@ -159,4 +110,5 @@ def test_samples_are_kept_beside_the_numbers(tmp_path, monkeypatch):
     lines = [{"step": 3, "loss": 2.5, "seconds": 1.0, "samples": samples}, {"step": 4, "seconds": 2.0, "samples": 32}]
     assert read_metrics(tmp_path / "metrics.jsonl") == lines
     assert told == [({"loss": 2.5, "seconds": 1.0}, 3), ({"seconds": 2.0, "samples": 32}, 4)]
-    assert Writer.made[0].texts == [("sample 0", "import **os \u00e9**", 3)]
+    records.close()
+    assert (shown, ended) == ([(samples, 3)], [1])

@@ -8,30 +8,14 @@ step nothing, and can be made after the fact.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from .._torch_private import flight_trace, operations_begun
 from .process_groups import ProcessGroups
-from .trace import Operation, operations_of
+from .trace import Communicator, operations_of
 
 _SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Communicator:
-    """A process group and what this rank has done with it.
-
-    Args:
-        label: What it is called here, such as "tensor".
-        ranks: Its global ranks.
-        operations: Its last operations on this rank, oldest first.
-    """
-
-    label: str
-    ranks: tuple[int, ...]
-    operations: tuple[Operation, ...]
 
 
 class FlightRecorder:

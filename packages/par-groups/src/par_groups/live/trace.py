@@ -5,6 +5,8 @@ ring for all communicators of a process (2,000 entries unless the variable TORCH
 arrives here is that dump, unpickled: of this process, or of a file that torch has written.
 """
 
+import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,10 @@ from typing import Any
 SITES = 12
 """How many calls of the program an operation names, at most."""
 
-_OF_TORCH = ("/torch/", "/typing_extensions.py", "/contextlib.py", "/functools.py", "/multiprocessing/", "<frozen")
+_FOREIGN = re.compile(
+    r"/(site|dist)-packages/(torch/|typing_extensions)|/lib/python3[.\d]*/(?!(site|dist)-packages)|^<"
+)
+"""Files of torch and of Python itself, and code without a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +50,25 @@ class Operation:
     @property
     def elements(self) -> int:
         """Number of elements that go in."""
-        total = 0
-        for shape in self.shapes:
-            size = 1
-            for length in shape:
-                size *= length
-            total += size
-        return total
+        return sum(math.prod(shape) for shape in self.shapes)
 
     def __str__(self) -> str:
         return f"{self.name} of {', '.join(str(list(shape)) for shape in self.shapes) or 'nothing'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicator:
+    """A process group and what a rank has done with it.
+
+    Args:
+        label: What it is called here, such as "tensor".
+        ranks: Its global ranks.
+        operations: Its last operations on this rank, oldest first.
+    """
+
+    label: str
+    ranks: tuple[int, ...]
+    operations: tuple[Operation, ...]
 
 
 def operations_of(trace: Mapping[str, Any], last: int) -> dict[str, tuple[Operation, ...]]:
@@ -86,13 +100,18 @@ def _operation(entry: Mapping[str, Any]) -> Operation:
 
 
 def sites_of(frames: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """The calls of the program among some frames, as "folder/file.py:line", without those inside of torch.
+    """The calls of the program among some frames, as "folder/file.py:line", without those of torch and of Python.
 
     Args:
         frames: File and line of each frame, innermost first.
     """
-    calls = [(path, line) for path, line in frames if path[:1] != "<" and not any(part in path for part in _OF_TORCH)]
+    calls = [(path, line) for path, line in frames if not is_foreign(path)]
     return tuple(f"{short_path(path)}:{line}" for path, line in calls[:SITES])
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a file is torch's or Python's own."""
+    return _FOREIGN.search(path) is not None
 
 
 def short_path(path: str) -> str:

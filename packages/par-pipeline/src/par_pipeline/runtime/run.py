@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from .._program import Instruction, Message, Program
 from .._structure import flatten, tensors_of
-from .._torch_private import tree_map_only
-from ..schedules.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from .._torch_private import is_profiled, tree_map_only
+from ..schedules.actions import FORWARD, INPUT_GRAD, OPERATION_NAMES, WEIGHT_GRAD, Action
 from ..wire.message import Contents
 from ..wire.wire import Wire
 from .clock import Clock
@@ -123,7 +124,21 @@ class Run:
             for position, instruction in enumerate(self.program.instructions):
                 self._do(position, instruction)
 
+    def par_doing(self) -> str:
+        """What the step is in, in words: par-train's diagnosis looks for this method where a program hangs."""
+        if not isinstance(self.doing, Action):
+            return f"in a step of the pipeline ({self.doing or 'at its beginning'})"
+        what = OPERATION_NAMES[self.doing.op]
+        return f"in the {what} of microbatch {self.doing.microbatch} in stage {self.doing.stage} of the pipeline"
+
     def _do(self, position: int, instruction: Instruction) -> None:
+        if is_profiled():
+            with record_function(f"pipeline {instruction.action}"):
+                self._act(position, instruction)
+        else:
+            self._act(position, instruction)
+
+    def _act(self, position: int, instruction: Instruction) -> None:
         self.doing = action = instruction.action
         taken = None if instruction.takes is None else self._take(instruction.takes, instruction.source)
         start = self.equipment.clock.now()

@@ -58,11 +58,20 @@ class Inbox:
         budget: Bytes of receives that may be posted ahead.
         settle: Called with each place of the peer's actions that it has come to.
         are_apart: Whether tensors come apart.
+        peer: The neighbour's global rank, for diagnosis.
     """
 
     def __init__(
-        self, lane: Lane, device: torch.device, budget: int, settle: Callable[[int], None], *, are_apart: bool
+        self,
+        lane: Lane,
+        device: torch.device,
+        budget: int,
+        settle: Callable[[int], None],
+        *,
+        are_apart: bool,
+        peer: int,
     ) -> None:
+        self._peer = peer
         self._lane, self._settle = lane, settle
         self._expected = Expectations()  # of this rank
         self._apart = Apart(lane, device, budget) if are_apart else None
@@ -71,6 +80,13 @@ class Inbox:
         self._planned: deque[int] = deque()  # ... bytes of those for what comes then
         self._budget = budget
         self._knows_failure = False
+
+    def par_waits_for(self) -> tuple[int, ...]:
+        """The global ranks that a thread waits for which is inside of a method of this object.
+
+        par-train's diagnosis looks for this method in the frames of a program that hangs.
+        """
+        return (self._peer,)
 
     def plan(self, arrivals: tuple[Arrival, ...]) -> None:
         """Sees to it that there are buffers for a step. The peer's `Outbox` reckons the same at the same point."""

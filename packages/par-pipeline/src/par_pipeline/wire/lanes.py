@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch_private import default_store, gloo_options, nccl_options
+from .._torch_private import default_store, gloo_options, is_profiled, nccl_options, unheard
 
 FIRST, REST, APART = range(3)
 """The parts of a message: its header, with what there is room for behind it; what that announces; and its tensors."""
@@ -57,6 +57,9 @@ class Lane:
             ConnectionError: The peer is gone.
         """
         try:
+            if is_profiled():
+                with unheard():
+                    return self._communicators[number].send([part], self._peer, number)
             return self._communicators[number].send([part], self._peer, number)
         except RuntimeError as error:
             raise self._lost(error) from error
@@ -64,6 +67,9 @@ class Lane:
     def receive(self, buffer: Tensor, number: int) -> Any:
         """Begins to receive a part of a message into a buffer of its size, or a larger one; otherwise as `send`."""
         try:
+            if is_profiled():
+                with unheard():
+                    return self._communicators[number].recv([buffer], self._peer, number)
             return self._communicators[number].recv([buffer], self._peer, number)
         except RuntimeError as error:
             raise self._lost(error) from error

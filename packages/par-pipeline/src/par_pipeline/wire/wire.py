@@ -111,7 +111,14 @@ class Wire:
                 to_peer, from_peer = self._lanes.to(peer)
                 outbox = self._outboxes[peer] = Outbox(to_peer, self._device, are_apart=self.are_apart)
                 budget = self._ahead // max(1, program.neighbours)
-                self._inboxes[peer] = Inbox(from_peer, self._device, budget, outbox.settle, are_apart=self.are_apart)
+                self._inboxes[peer] = Inbox(
+                    from_peer,
+                    self._device,
+                    budget,
+                    outbox.settle,
+                    are_apart=self.are_apart,
+                    peer=dist.get_global_rank(self._group, peer),
+                )
             self._outboxes[peer].begin(program.departures[peer], program.consumed)
             self._inboxes[peer].begin(arrivals)
         for peer in program.arrivals:  # now that all have begun: word of a failure goes to every one

@@ -17,7 +17,6 @@ from ..plan.predict import predict
 from ..plan.report import Report
 from ..plan.schedules import microbatches_of
 from ..plan.search import rank
-from ..plan.shape import Shape
 
 
 def plan(options: Options, plan_options: PlanOptions) -> int:
@@ -52,7 +51,7 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
         disk_write=plan_options.disk_write,
     )
     _check_recompute(options)
-    shape = pretrained_shape(options) if options.model.folder else shape_of(options)
+    shape = pretrained_shape(options) if options.model.folder else options.model.shape
     configured = None
     if options.parallel:
         topology = check_config(options, plan_options.world)
@@ -114,19 +113,6 @@ def _check_recompute(options: Options) -> None:
             f"recompute is {options.recompute!r}, and par-train plan knows {allowed} of this model; use one of these, "
             "or leave it out for the plan"
         )
-
-
-def shape_of(options: Options) -> Shape:
-    """The sizes of the byte-level GPT that these options train."""
-    model = options.model
-    return Shape(
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-        context=model.context,
-        tied=model.tied,
-        vocabulary=256,
-    )
 
 
 def configured_job(options: Options, topology: Topology) -> Job:

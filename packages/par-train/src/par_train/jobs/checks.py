@@ -12,6 +12,8 @@ from .._errors import UserError
 from .._units import format_bytes
 from ..memory.recompute import read_recompute
 from ..plan.schedules import make_schedule, microbatches_of
+from ..run.profile import read_steps
+from ..run.trackers import check_trackers
 from .existing.folder import ModelFolder, read_folder
 from .options import AdapterOptions, MemoryOptions, Options, SampleOptions
 from .order import check_size
@@ -41,6 +43,9 @@ def check_config(options: Options, world_size: int) -> Topology:
         raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
     _refuse_experts(options)
     check_kind(options)
+    check_trackers(options.trackers)
+    if options.profile:
+        read_steps(options.profile)
     _check_memory(options.memory)
     if options.zero == 3 and options.precision.endswith("-amp"):
         raise UserError(

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from par_pipeline import Costs, Schedule, Timeline, simulate
 from par_precision import check_device
 
 from .._errors import UserError
+from ..diagnosis.watch import Diagnosis
 from ..run.failure import one_traceback
 from ..run.files import RunFiles, writing
 from ..run.metrics import draw_loss, read_metrics
+from ..run.output import say
 from ..run.run import Run
 from ..run.stop import Stop
 from .begin import Start, after_restart, find_start, leave_if_asked
@@ -82,16 +85,27 @@ class JobRun(Run):
     def __init__(self, trainer: Training, start: Start, stop: Stop, topology: Topology) -> None:
         options = trainer.options
         super().__init__(
-            options.files.folder, trainer.strategy, checkpoint_every=options.train.checkpoint_every or None, log_every=1
+            options.files.folder,
+            trainer.strategy,
+            checkpoint_every=options.train.checkpoint_every or None,
+            log_every=1,
+            trackers=options.trackers,
+            profile=options.profile or None,
+            diagnose=options.diagnose or None,
+            goodput=options.goodput,
+            flops=trainer.flops if options.goodput else None,
+            peak_flops=None if options.peak_flops == "auto" else options.peak_flops,
         )
         self._trainer, self._start, self._topology = trainer, start, topology
         self._stop, self._lock = stop, start.lock
+        self._place.facts |= {"options": repr(options)}
         self._agreed = 0  # the signal that any rank got, by the last step
         self._took = 0.0  # seconds for the last step alone
         self._timeline: Timeline | None = None
 
     def results(self) -> Iterator[StepResult]:
         """Takes steps, one after the other, and says what became of them."""
+        self._trainer.on_phase = lambda phase: self._clock.enter(self.step, phase)
         while True:
             before, spent = time.monotonic(), self.strategy.spent
             result = self._trainer.advance(self._stop.signal)
@@ -106,6 +120,8 @@ class JobRun(Run):
         last = trainer.step == options.train.steps
         validates = trainer.step % options.train.validate_every == 0 or last
         writes = trainer.step % options.sample.every == 0 or last if options.sample.every else validates
+        if (validates or writes) and not result.signal:
+            self._clock.enter(self.step, "validation")
         validation_loss = trainer.validate() if validates and not result.signal else None
         samples = trainer.write_samples() if writes and not result.signal else []
         perplexity = None
@@ -124,7 +140,23 @@ class JobRun(Run):
             "skipped": result.skipped or None,
             "samples": samples or None,
         }
+        self._clock.enter(self.step, "log")
+        if self._goodput is not None:
+            line |= self._goodput.line({"tokens": options.train.batch_size * trainer.context}, self._took)
         self.write(line)
+
+    def _make_diagnosis(self, seconds: float) -> Diagnosis:
+        """A rank that fails says so itself; what it leaves is for `par-train diagnose`."""
+        diagnosis = Diagnosis(
+            self.strategy.groups,
+            self.files.diagnosis,
+            timeout=seconds,
+            place=self._place,
+            tell=lambda text: say(text, sys.stderr),
+            meets_on_error=False,
+        )
+        diagnosis.catch_death()
+        return diagnosis
 
     def _open(self, held: ExitStack) -> None:
         del held  # `find_start` has taken the folder
@@ -150,6 +182,7 @@ class JobRun(Run):
         trainer = self._trainer
         clock = torch.tensor(self.seconds, dtype=torch.float64, device=trainer.device)
         dist.broadcast(clock, 0)  # one number over the world
+        self._clock.enter(self.step, "checkpoint")
         with writing(self.files.checkpoint):
             trainer.save(self.files.checkpoint, trainer.state(float(clock)))
         self._saved = trainer.step
@@ -168,6 +201,8 @@ class JobRun(Run):
         if self._timeline is not None and schedule is not None:
             _draw_step(schedule, self._timeline, self.files, options.pipeline.schedule)
         print_summary(options, lines, self.step, self.ended_by, trainer.guess)
+        if self._goodput is not None:
+            say(f"time       {self._goodput.summary()}")
 
 
 def _draw_step(schedule: Schedule, timeline: Timeline, files: RunFiles, name: str) -> None:

@@ -15,6 +15,7 @@ from ..config.kinds import BYTES, SOURCES
 from ..config.settings import FlagsAlone, option
 from ..data.packing import Packing
 from ..plan.inputs import Machine
+from ..plan.shape import Shape
 from ..run.files import RunFiles
 
 
@@ -82,6 +83,18 @@ class ModelOptions:
     def folder(self) -> str:
         """The folder of the model of transformers, with weights or without; "" for the byte-level GPT."""
         return self.path or self.config
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the byte-level GPT, as the planner takes them."""
+        return Shape(
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            context=self.context,
+            tied=self.tied,
+            vocabulary=256,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +198,21 @@ class Options:
     seed: int = option(0, "seed of the weights and of the order of the data", low=0, high=2**63 - 1)
     gradient_handlers: tuple[Mapping[str, Any], ...] = option(
         (), 'what completes gradients before a step, such as [{type = "mine"}]; left empty, the usual ones'
+    )
+    trackers: tuple[str, ...] = option(
+        (), "who gets each line of metrics, too: tensorboard, wandb (offline with WANDB_MODE=offline), mlflow"
+    )
+    diagnose: float = option(
+        300.0, "seconds without progress after which one line says which rank keeps the others; 0: never", low=0
+    )
+    goodput: bool = option(
+        False, "write where time went into each line of metrics: data, steps, checkpoints, waiting for each axis"
+    )
+    peak_flops: float | Literal["auto"] = option(
+        "auto", "peak operations a second of a device, for MFU; auto: of GPUs that are known", above=0
+    )
+    profile: str = option(
+        "", "steps whose trace is written to trace.json for Perfetto, such as steps=10:15 (15 is not among them)"
     )
     plugins: tuple[str, ...] = option((), "steps of wiring to add, each as module:Name or a name that a wheel declares")
     data: DataOptions = field(default_factory=DataOptions)

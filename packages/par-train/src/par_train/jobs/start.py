@@ -82,6 +82,7 @@ def _start(options: Options, ranks: int) -> int:
 
     launch = uuid.uuid4().hex
     # -P: a folder of text may well hold a file called types.py, which must not be imported instead of Python's own.
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # what ranks inherit until they hear it; the launcher has no answer
     command = ("-P", "-m", "par_train.jobs.rank", json.dumps(asdict(options)), str(os.getpid()))
     try:
         with _quiet_launcher(), keep_signals_from_children():

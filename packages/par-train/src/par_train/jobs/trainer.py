@@ -14,6 +14,7 @@ from par_pipeline import Batch
 
 from ..data.packing import IGNORED, Packing
 from ..data.shares import share
+from ..plan.flops import model_flops
 from .checkpoint import TrainingState, kept_of_text, load_checkpoint, save_checkpoint
 from .gpt import GPT
 from .gpt_stages import gpt_stages
@@ -96,9 +97,16 @@ class Trainer(Training):
         """Sizes, the folder of text, and windows."""
         return about_gpt(self.options, self._text, self.parameters, topology.size("data"))
 
+    @property
+    def flops(self) -> float:
+        """Of the GPT's matrices, and of half of its attention."""
+        return model_flops(self.options.model.shape)
+
     def _forward_backward(self) -> tuple[Tensor, Tensor | float]:
         """The windows of every replica's share have as many targets; its rows may have more or fewer than others'."""
+        self.on_phase("data")
         part = self._part(self._train, self._next_windows())
+        self.on_phase("step")
         run, inputs = self.strategy.execute_pipeline, (part.inputs,)
         if self._text.documents is None:
             batch = Batch(inputs, part.keywords, part.targets)

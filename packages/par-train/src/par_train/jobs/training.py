@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from par_groups import ProcessGroups, Topology, sharding_of
+from par_groups import ProcessGroups, Topology, agree, sharding_of
 from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
@@ -57,6 +57,7 @@ class Training(ABC):
         parameters: Elements of the whole model.
         step: Steps taken, those of earlier runs included.
         samples: Windows, or rows, that all ranks together have trained on: the position in the data.
+        on_phase: Called with "data" before the next batch is made, and with "step" after.
     """
 
     title: str
@@ -92,6 +93,7 @@ class Training(ABC):
         )
         self.step = self._first = 0
         self.samples = 0
+        self.on_phase: Callable[[str], object] = lambda _: None
 
     def _take(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Takes over what the strategy has initialized."""
@@ -120,6 +122,11 @@ class Training(ABC):
     @abstractmethod
     def save(self, path: Path, state: TrainingState) -> None:
         """Writes a checkpoint, to which every rank gives its part. Collective."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> float | None:
+        """Operations of the whole model for one token, forward and backward; None where no formula knows them."""
 
     @abstractmethod
     def _forward_backward(self) -> tuple[Tensor, Tensor | float]:
@@ -225,12 +232,21 @@ class Training(ABC):
         mean = total / targets if targets else 0.0
         if not math.isfinite(mean):
             raise TrainingError(
-                f"the loss became {mean} at step {self.step}; lower train.learning_rate "
+                f"the loss became {mean} at step {self.step}{_on_ranks(loss)}; lower train.learning_rate "
                 f"{self.options.peak_learning_rate:g} or train.clip_norm {self.options.train.clip_norm:g}"
             )
         agreed = next((number for number, count in zip(SIGNALS, asked, strict=True) if count), 0)
         norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
         return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, signal=agreed)
+
+
+def _on_ranks(loss: Tensor) -> str:
+    """On which ranks a loss is not finite, in words; "" if on all. All-gather of a number over the world."""
+    finite = agree(None, math.isfinite(float(loss)), None)
+    odd = [rank for rank, is_finite in finite.items() if not is_finite]
+    if len(odd) in (0, len(finite)):
+        return ""
+    return f" on rank {odd[0]} alone" if len(odd) == 1 else f" on ranks {odd[:8]}{'...' if len(odd) > 8 else ''} alone"
 
 
 def _checked(optimizer: Optimizer) -> MixedOptimizer:

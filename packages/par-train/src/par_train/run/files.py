@@ -50,6 +50,16 @@ class RunFiles:
         return self.folder / "pipeline-predicted.png"
 
     @property
+    def diagnosis(self) -> Path:
+        """The folder of dumps of ranks that hung or failed, which comes when there are some."""
+        return self.folder / "diagnosis"
+
+    @property
+    def trace(self) -> Path:
+        """What `profile` has recorded, for Perfetto."""
+        return self.folder / "trace.json"
+
+    @property
     def lock(self) -> Path:
         """The file whose lock keeps two runs apart. It belongs to no run, and stays."""
         return self.folder / ".par-train.lock"
@@ -72,6 +82,12 @@ class RunFiles:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+        self.forget_dumps()
+
+    def forget_dumps(self) -> None:
+        """Removes the dumps of an earlier start, which would be taken for this one's; what was said of them stays."""
+        for path in self.diagnosis.glob("rank-*.json"):
+            path.unlink(missing_ok=True)
 
 
 def write_file(path: Path, data: bytes) -> None:

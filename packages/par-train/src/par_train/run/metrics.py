@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ Values are numbers; but `samples` may be a list of texts, each with the prompt t
 
 
 class MetricsFile:
-    """Appends to a metrics file, and to TensorBoard's in a folder beside it, if TensorBoard is installed.
+    """Appends to a metrics file.
 
     Args:
         path: The file; lines that it has already are kept.
@@ -26,7 +25,6 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._events = _tensorboard(path)
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, line: Line) -> None:
@@ -37,18 +35,10 @@ class MetricsFile:
         with writing(self._path):
             self._file.write(json.dumps({**finite, **samples}, allow_nan=False) + "\n")
             self._file.flush()
-        if self._events is not None:
-            for name, value in measured.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, line["step"])
-            for number, sample in enumerate(texts):
-                self._events.add_text(f"sample {number}", f"{sample['prompt']}**{sample['text']}**", line["step"])
 
     def close(self) -> None:
         """Closes the file; no line follows."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
 
 def numbers_of(line: Line) -> dict[str, Any]:
@@ -60,18 +50,6 @@ def texts_of(line: Line) -> list[dict[str, str]]:
     """The texts of a line, each as "prompt" and "text"; there may be a number of that name, which somebody counts."""
     texts = line.get("samples")
     return texts if isinstance(texts, list) else []
-
-
-def _tensorboard(path: Path) -> Any:
-    """A writer of TensorBoard's that goes on where the metrics file ends; None if there is no TensorBoard."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow to import
-    except ImportError:
-        return None
-    lines, folder = read_metrics(path), path.parent / "tensorboard"
-    if not lines:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was replaced
-    return SummaryWriter(folder, purge_step=lines[-1]["step"] + 1 if lines else None)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

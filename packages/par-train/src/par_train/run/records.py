@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .files import RunFiles
-from .metrics import Line, MetricsFile, numbers_of
+from .metrics import Line, MetricsFile, numbers_of, texts_of
 from .output import say
 from .progress import Progress
 
@@ -28,7 +28,8 @@ class Records:
     Args:
         files: The files of the run.
         progress: Shows each line; None shows nothing.
-        trackers: Each gets every line. One that raises is told of once and gets no more lines: training goes on.
+        trackers: Each gets every line, and one that has `log_texts(texts, step)` the texts that a model wrote. One that
+            raises is told of once and gets no more lines: training goes on. One that has `close()` is closed.
     """
 
     def __init__(self, files: RunFiles, progress: Progress | None, trackers: Sequence[Tracker] = ()) -> None:
@@ -45,14 +46,20 @@ class Records:
         for tracker in list(self._trackers):
             try:
                 tracker.log(dict(values), line["step"])
+                if (texts := texts_of(line)) and hasattr(tracker, "log_texts"):
+                    tracker.log_texts(texts, line["step"])
             except Exception as error:  # whatever a service raises, it does not end hours of training
                 self._trackers.remove(tracker)
                 name = f"{type(tracker).__name__}.log()"
                 say(f"par-train: {name} failed at step {line['step']} and gets no more lines: {error!r}", sys.stderr)
 
     def close(self) -> None:
-        """Ends the display of progress and the metrics file; a second call does nothing."""
+        """Ends the display of progress, the metrics file and the trackers; a second call does nothing."""
         if self._progress is not None:
             self._progress.close()
             self._progress = None
         self._metrics.close()
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            if hasattr(tracker, "close"):
+                tracker.close()

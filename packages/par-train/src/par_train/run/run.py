@@ -14,16 +14,22 @@ from par_checkpoint import SaveOptions
 from par_groups import agree, check_alike, together
 
 from .._errors import UserError
+from ..diagnosis.place import Place
+from ..diagnosis.watch import Diagnosis
 from ..strategy.strategy import Strategy
 from .attempt import BEGUN, SAVED, has_begun, is_restarted, note_of
+from .clock import Clock, Exposed
 from .files import RunFiles, writing
+from .goodput import Goodput, peak_of
 from .line import Gathered, Value
 from .lock import Lock, lock_folder
 from .metrics import Line, draw_loss, read_metrics, truncate_metrics
 from .output import say
+from .profile import Profile
 from .progress import make_progress
 from .records import Records, Tracker
-from .stop import LEAVE, Stop, exit_code, following_torchrun
+from .stop import LEAVE, Stop, StoppedEarly, exit_code, following_torchrun
+from .trackers import check_trackers, make_trackers
 from .vote import Vote
 
 Batch = TypeVar("Batch")
@@ -37,7 +43,9 @@ class Run:
     does so too. What the folder has afterwards:
 
         checkpoints/step-00000500   as `Strategy.checkpoint` writes them
-        metrics.jsonl               one object of JSON a line; in tensorboard/ too, if TensorBoard is installed
+        metrics.jsonl               one object of JSON a line
+        trace.json                  what `profile` recorded, for Perfetto
+        diagnosis/                  what every rank was doing, if they hung or one failed; see `Diagnosis`
         loss.png                    the curve of `loss` and `validation_loss`
         .par-train.lock             keeps a second run out; it ends with the process, however that ends
 
@@ -53,7 +61,18 @@ class Run:
         async_: Whether training goes on while a checkpoint is written, as in `Strategy.checkpoint`. The last one is
             waited for.
         log_every: Steps between two lines of metrics. At each line, and no sooner, the host waits for the device.
-        trackers: Objects with `log(values, step)`, called on rank 0 with each line.
+        trackers: What gets each line on rank 0: "tensorboard", "wandb" or "mlflow", which must be installed, or objects
+            with `log(values, step)`.
+        profile: Steps whose trace torch's profiler takes, such as "steps=10:15", of which 15 is not one: trace.json has
+            all ranks' for Perfetto, with a pipeline's actions as tracks of their own. None: none.
+        diagnose: Seconds without progress after which one line says which rank keeps the others, in which call; on
+            SIGQUIT and when a rank fails it is said at once. None: never.
+        goodput: Whether lines have where the time since the line before went, as shares: `time_data`, `time_step`,
+            `time_checkpoint` and so on of rank 0's, `exposed_tensor` and so on of waiting in collectives of each
+            axis, where a host can know that: on CPUs. A summary is printed at the end.
+        flops: Operations of the whole model for one token, such as `model_flops` gives: lines then have
+            `flops_per_second` and `mfu`, too, of what is logged as `tokens`.
+        peak_flops: Operations a second of one device; None: those of GPUs that are known. Without, there is no `mfu`.
         progress: Whether rank 0 shows progress: a bar on a terminal, else a line every ten seconds.
         save_options: Further options of `par_checkpoint.save`, such as `SaveOptions(assets=["Qwen3-8B"])`, with which
             each checkpoint has the files of a tokenizer, too.
@@ -90,9 +109,14 @@ class Run:
         keep_last: int | None = None,
         async_: bool = False,
         log_every: int = 10,
-        trackers: Sequence[Tracker] = (),
+        trackers: Sequence[Tracker | str] = (),
         progress: bool = True,
         save_options: SaveOptions | None = None,
+        profile: str | None = None,
+        diagnose: float | None = 300.0,
+        goodput: bool = False,
+        flops: float | None = None,
+        peak_flops: float | None = None,
     ) -> None:
         self.files = RunFiles(Path(folder).expanduser())
         self.strategy = strategy
@@ -112,9 +136,27 @@ class Run:
         self._totals: dict[str, int] = {}
         self._vote = Vote(strategy.device)
         self._gathered = Gathered(strategy.device, strategy.groups["data"])
+        self._place = Place({"options": strategy.options.described(), "arguments": sys.argv[1:]})
+        self._clock = Clock(self._place)
+        self._profile = None if profile is None else Profile(profile, self.files)
+        self._diagnose = diagnose
+        self._diagnosis: Diagnosis | None = None
+        self._goodput = self._make_goodput(wanted=goodput, flops=flops, peak=peak_flops)
         self._held = ExitStack()
 
+    def _make_goodput(self, *, wanted: bool, flops: float | None, peak: float | None) -> Goodput | None:
+        """What tells the share of time and of the devices' peak; None if nobody asks."""
+        if not wanted and flops is None:
+            return None
+        peak = peak or peak_of(self.strategy.device, self.strategy.options.precision)
+        exposed = Exposed(self.strategy.groups) if self.strategy.device.type == "cpu" else None
+        world = None if peak is None else peak * self.strategy.groups.topology.world_size
+        return Goodput(clock=self._clock, exposed=exposed, flops=flops, peak=world)
+
     def _check(self) -> None:
+        check_trackers(self._trackers)
+        if self._diagnose is not None and self._diagnose <= 0:
+            raise UserError(f"diagnose is {self._diagnose}; give seconds above 0, or None")
         for name, number in (
             ("checkpoint_every", self._checkpoint_every),
             ("keep_last", self._keep_last),
@@ -135,8 +177,21 @@ class Run:
             held.enter_context(self._stop.caught())
             held.enter_context(following_torchrun(self._stop))
             self._open(held)
+            if self._goodput is not None and self._goodput.exposed is not None:
+                held.enter_context(self._goodput.exposed.sampled())
+            if self._diagnose is not None:
+                self._diagnosis = self._make_diagnosis(self._diagnose).__enter__()
             self._held = held.pop_all()
         return self
+
+    def _make_diagnosis(self, seconds: float) -> Diagnosis:
+        return Diagnosis(
+            self.strategy.groups,
+            self.files.diagnosis,
+            timeout=seconds,
+            place=self._place,
+            tell=lambda text: say(text, sys.stderr),
+        )
 
     def _open(self, held: ExitStack) -> None:
         """Takes the folder, and goes on from the checkpoint that is asked for. Collective."""
@@ -222,6 +277,7 @@ class Run:
         """What was in the folder, and does not belong to this run, goes; rank 0 opens the records."""
         earlier: list[dict[str, float]] = []
         if self.strategy.is_master:
+            self.files.forget_dumps()
             if self._fresh:
                 self.files.clear()
             else:
@@ -230,7 +286,8 @@ class Run:
             if self._lock is not None:
                 self._lock.note(note_of(BEGUN))
             progress = make_progress(until, self.step) if self._progress else None
-            self._records = Records(self.files, progress, self._trackers)
+            trackers = make_trackers(self._trackers, self.files.folder, self._place.facts)
+            self._records = Records(self.files, progress, trackers)
         last = earlier[-1] if earlier else {}
         self._totals = {name: value for name, value in last.items() if isinstance(value, int)}
         self._began = self._written = time.monotonic() - last.get("seconds", 0.0)
@@ -262,7 +319,7 @@ class Run:
             self._begin(until)
         while self.step < until and not self._asked:
             before = self.step
-            for batch in batches:
+            for batch in self._timed(batches):
                 yield batch
                 self.step += 1
                 self._asked = self._agree()
@@ -286,6 +343,20 @@ class Run:
             self.exit_code = 128 + self.ended_by
             if self.strategy.is_master:
                 say(f"par-train: {signal.Signals(self.ended_by).name}: stopped before training began", sys.stderr)
+
+    def _timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, with the time that each is waited for on the clock."""
+        iterator = iter(batches)
+        while True:
+            if self._profile is not None:
+                self._profile.at(self.step)
+            self._clock.enter(self.step, "data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._clock.enter(self.step, "step")
+            yield batch
 
     def _agree(self) -> int:
         """The signal that any rank got, `LEAVE`, or 0: the same on every rank."""
@@ -318,10 +389,12 @@ class Run:
             ValueError, TypeError: A value that is not one number, or the name of something that every line has.
         """
         self._gathered.add(values)
+        self._place.note(values)
 
     def _write_line(self) -> None:
         if not self._gathered:
             return
+        self._clock.enter(self.step, "log")
         means, counts = self._gathered.take()
         now, before = time.monotonic(), self._written
         self._written = now
@@ -329,7 +402,8 @@ class Run:
             self._totals[name] = self._totals.get(name, 0) + count
         rates = {f"{name}_per_second": round(count / max(now - before, 1e-6), 1) for name, count in counts.items()}
         totals = {name: self._totals[name] for name in counts}
-        self.write({"step": self.step, **means, **totals, "seconds": round(self.seconds, 3), **rates})
+        goodput = {} if self._goodput is None else self._goodput.line(counts, now - before)
+        self.write({"step": self.step, **means, **totals, "seconds": round(self.seconds, 3), **rates, **goodput})
 
     def write(self, line: Line) -> None:
         """Writes a line as it is, on rank 0: to the metrics file, to TensorBoard, to the trackers, as progress.
@@ -342,6 +416,7 @@ class Run:
 
     def _save(self, *, async_: bool = False) -> None:
         """Writes a checkpoint. Collective."""
+        self._clock.enter(self.step, "checkpoint")
         root = self.files.checkpoints
         with writing(root):
             self.strategy.checkpoint(
@@ -354,6 +429,8 @@ class Run:
     def _end(self, until: int) -> None:
         """Leaves everything saved. Collective."""
         self._write_line()
+        if self._profile is not None:
+            self._profile.end(self.step)
         if self._records is not None:
             self._records.close()
         if self._saved != self.step:
@@ -369,6 +446,8 @@ class Run:
         lines = read_metrics(self.files.metrics)
         if any(line.get("loss") is not None for line in lines):
             draw_loss(self.files.curve, lines)
+        if self._goodput is not None:
+            say(f"par-train: {self._goodput.summary()}", sys.stderr)
         if self.step < until:
             why = f"{signal.Signals(self.ended_by).name}: " if self.ended_by else ""
             say(f"par-train: {why}saved after step {self.step} of {until}; resume='auto' goes on", sys.stderr)
@@ -377,6 +456,9 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self._diagnosis is not None:
+                told = isinstance(error, StoppedEarly)  # which all ranks raise together
+                self._diagnosis.__exit__(*(None, None, None) if told else (kind, error, trace))
             if self._records is not None:
                 self._records.close()
         finally:

@@ -17,7 +17,10 @@ from par_precision import precision_of
 
 from ..._errors import UserError
 from ...data.packing import IGNORED
+from ...plan.flops import model_flops
+from ...plan.pretrained import PretrainedShape
 from ...strategy.pretrained.adapters import write_config
+from ...strategy.pretrained.make import make_on_meta
 from ..checkpoint import TrainingState
 from ..options import Options
 from ..order import Windows, spread
@@ -94,9 +97,19 @@ class ModelTrainer(Training):
             "batch": [f"{batch} rows of {self.context} tokens, {batch // topology.size('data')} a replica"],
         }
 
+    @property
+    def flops(self) -> float | None:
+        """Of the model's matrices and half of its attention; an adapter's backward leaves out most of it."""
+        if self.options.adapter.rank:
+            return None
+        made = make_on_meta(str(self._data.folder.path), torch.float32, self.options.model.attention or None)
+        return model_flops(PretrainedShape(made, context=self.context))
+
     def _forward_backward(self) -> tuple[Tensor, Tensor]:
         """The mean over this replica's targets, of which the rows of another one may have more or fewer."""
+        self.on_phase("data")
         batch = next(iter(self._loader))
+        self.on_phase("step")
         loss = self.strategy.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
         cut = batch.get("num_items_in_batch")  # of the whole rows, of which a sequence rank has some tokens
         return loss, target_count(batch) if cut is None else cut

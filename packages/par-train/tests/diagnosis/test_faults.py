@@ -1,0 +1,110 @@
+"""Faults planted on one rank of three: the one line names the rank, the place and the cause, in time.
+
+The limit is the timeout plus 5 seconds, as the ranks' own clocks have it from the beginning of the step.
+"""
+
+import os
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from par_train.command.cli import main
+
+from . import planted
+
+SCRIPT = Path(planted.__file__)
+WORLD = 3
+
+
+def site(mark):
+    """The place in the script that has this mark."""
+    lines = SCRIPT.read_text().splitlines()
+    return f"planted.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
+
+
+EXPECTED = {
+    "missing": [
+        "rank 2 never called all_reduce",
+        "as ranks [0, 1] did at",
+        site("reduces"),
+        "went on to",
+        site("sums"),
+    ],
+    "order": ["rank 2 is in all_gather", site("gathers"), "before, or without, all_reduce", site("sums"), "[0..2]"],
+    "shape": [
+        "rank 2 was ended by a signal (Aborted)",
+        site("short"),
+        "another shape",
+        "ranks [0, 1] wait in all_gather",
+    ],
+    "dead": ["rank 2 is gone", "has ended", "ranks [0, 1] wait in all_reduce", site("reduces")],
+    "stopped": ["rank 2 is stopped", "ranks [0, 1] wait in all_reduce", site("reduces")],
+    "sleeping": ["rank 2 is", site("sleeps"), "time.sleep(60)", "has not come to all_reduce", site("reduces")],
+    "slow_data": ["rank 2 is waiting for its data for", site("reads"), "read_slowly()", "ranks [0, 1] wait"],
+    "blocked": ["rank 2 is", site("blocks"), "lock.acquire()", "has not come to all_reduce", site("reduces")],
+    "spins": ["rank 2 is", "in spins()", "has not come to all_reduce", site("reduces")],
+    "nan": [
+        "rank 2 never called all_reduce",
+        site("sums"),
+        "went on to",
+        site("reduces"),
+        "on rank 2 alone loss is nan",
+    ],
+    "full_disk": [
+        "rank 2 failed (step 4)",
+        site("writes"),
+        "OSError: [Errno 28] No space left on device",
+        "'/data/step-3'",
+    ],
+    "config": ["rank 2 ", "rank 2 has microbatches 3, where ranks [0, 1] have 2"],
+    "ended": ["rank 2 has ended its run (step 4)", "ranks [0, 1] wait in all_reduce", site("reduces")],
+}
+USUAL = ("missing", "sleeping", "dead", "full_disk")
+
+
+def test_every_fault_has_its_words():
+    assert set(EXPECTED) == {fault.__name__ for fault in planted.FAULTS}
+
+
+def free_port():
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def said(warm_python, folder, fault):
+    """What is told, and after how many seconds of the step."""
+    port = str(free_port())
+    ranks = []
+    for rank in range(WORLD):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}
+        environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        ranks.append(
+            warm_python.start([str(SCRIPT), fault, str(folder)], folder=folder, environment=environment, ranks=0)
+        )
+    texts = []
+    for process in ranks[:-1]:
+        out, err = process.communicate(timeout=60)
+        assert "Traceback" not in err, err
+        texts += out.splitlines()
+    ranks[-1].kill()
+    return texts + ranks[-1].communicate(timeout=60)[0].splitlines()
+
+
+@pytest.mark.parametrize(
+    "fault", [each if each in USUAL else pytest.param(each, marks=pytest.mark.storm) for each in EXPECTED]
+)
+def test_one_line_names_the_rank_the_place_and_the_cause_in_time(warm_python, tmp_path, fault, capsys):
+    lines = said(warm_python, tmp_path, fault)
+    assert len(lines) == 1, lines
+    seconds, _, line = lines[0].partition(" ")
+    assert all(words in line for words in EXPECTED[fault]), line
+    assert float(seconds) < planted.TIMEOUT + 5
+    assert main(["diagnose", str(tmp_path)]) == 0  # from the dumps alone
+    first = capsys.readouterr().out.splitlines()[0]
+    if fault not in ("dead", "stopped", "ended"):  # of these nothing is left that would tell
+        assert all(words in first for words in EXPECTED[fault]), first
+    else:
+        assert "rank 2 left no dump; ranks [0, 1] wait in all_reduce" in first

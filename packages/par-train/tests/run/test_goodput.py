@@ -1,0 +1,146 @@
+"""Model FLOPs, MFU, and where the time of a run went: against what torch counts, and against the wall's clock."""
+
+import json
+import time
+from contextlib import redirect_stderr
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from par_groups import ProcessGroups, Topology
+from par_train import Run, Shape, Strategy, model_flops
+from par_train.diagnosis.place import Place
+from par_train.jobs.options import ModelOptions
+from par_train.run.clock import Clock, Exposed
+from par_train.run.goodput import Goodput
+
+AGREEMENT = 0.02  # what the design asks of MFU and goodput
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_formula_counts_what_torch_counts_with_causal_attention_by_half(tied):
+    options = ModelOptions(width=32, layers=3, heads=4, context=64, tied=tied)
+    strategy = Strategy()
+    from par_train import GPT
+
+    model = GPT(options, strategy.layers, seed=0)
+    inputs = torch.randint(0, 256, (2, 64))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.loss(model(inputs), inputs).backward()
+    whole_attention = 3 * options.layers * 2 * options.context * options.width  # what the causal half leaves out
+    expected = (model_flops(options.shape) + whole_attention) * inputs.numel()
+    assert counter.get_total_flops() == pytest.approx(expected, rel=AGREEMENT)
+    assert model_flops(options.shape) == sum(options.shape.flops(part=SimpleNamespace(blocks=3, first=True, last=True)))
+
+
+def test_experts_count_as_far_as_a_token_goes_to_them():
+    transformers = pytest.importorskip("transformers")
+    from par_train import PretrainedShape
+
+    def flops(**changes):
+        config = transformers.MixtralConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=32, **changes,
+        )  # fmt: skip
+        with torch.device("meta"):
+            return model_flops(PretrainedShape(transformers.MixtralForCausalLM(config), context=32))
+
+    one, two = (flops(num_local_experts=8, num_experts_per_tok=number) for number in (1, 2))
+    of_an_expert = 3 * 2 * 2 * (3 * 16 * 32)  # forward and backward, two layers, two a multiplication, three matrices
+    assert two - one == of_an_expert
+    assert flops(num_local_experts=16, num_experts_per_tok=2) - two == 3 * 2 * 2 * 16 * 8  # the router alone
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_lines_tell_mfu_and_where_the_time_went_as_the_clock_has_it(tmp_path):
+    """Each part of a step is slept through: the shares are known. Rank 1 works on while rank 0 waits for it."""
+    strategy = Strategy()
+    linear = torch.nn.Linear(4, 4)
+    model, optimizer = strategy.initialize(linear, torch.optim.SGD(linear.parameters(), lr=0.1))[:2]
+    in_data, in_step, in_wait = 0.1, 0.1, 0.2
+    steps, flops, peak = 8, 1000.0, 2e5
+
+    def batches():
+        while True:
+            time.sleep(in_data)
+            yield torch.ones(5, 4)
+
+    began = time.monotonic()
+    told = StringIO()
+    with (
+        redirect_stderr(told),
+        Run(tmp_path / "run", strategy, goodput=True, flops=flops, peak_flops=peak, log_every=4, progress=False) as run,
+    ):
+        for batch in run.steps(batches(), steps):
+            time.sleep(in_step)
+            if dist.get_rank() == 1:
+                time.sleep(in_wait)
+            strategy.backward(model(batch).sum(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(tokens=5)
+        took = time.monotonic() - began
+        assert sum(run._clock.seconds().values()) == pytest.approx(took, rel=AGREEMENT)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        first, last = lines_of(tmp_path / "run")
+        for line in (first, last):
+            shares = [value for name, value in line.items() if name.startswith("time_")]
+            assert sum(shares) == pytest.approx(1.0, abs=AGREEMENT)
+            rate = line["tokens_per_second"]
+            assert line["flops_per_second"] == pytest.approx(flops * rate, rel=AGREEMENT)
+            assert line["mfu"] == pytest.approx(flops * rate / (2 * peak), rel=AGREEMENT)
+        whole = in_data + in_step + in_wait
+        assert last["time_data"] == pytest.approx(in_data / whole, abs=0.08)  # other work of a busy machine
+        assert last["exposed_data"] == pytest.approx(in_wait / whole, abs=0.12)  # 20 looks a second
+        assert "waiting for data" in told.getvalue()
+        assert "MFU" in told.getvalue()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_waiting_is_told_by_the_axis_of_the_collective(tmp_path):
+    with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
+        exposed = Exposed(groups)
+        with exposed.sampled():
+            time.sleep(0.6 if dist.get_rank() == 1 else 0.0)
+            dist.all_reduce(torch.ones(1), group=groups["tensor"])
+        waited = exposed.take()
+        assert exposed.take() == dict.fromkeys(waited, 0.0)
+        label = next(iter(groups.named()))
+        if dist.get_rank() == 0:
+            assert waited[label] == pytest.approx(0.6, abs=0.25)
+        else:
+            assert sum(waited.values()) < 0.3
+
+
+def test_phases_add_up_to_the_time_and_a_summary_says_them(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("par_train.run.clock.time.monotonic", lambda: now[0])
+    clock = Clock(Place())
+    for phase, seconds in (("data", 1.0), ("step", 2.0), ("data", 3.0), ("checkpoint", 4.0)):
+        clock.enter(0, phase)
+        now[0] += seconds
+    assert clock.seconds() == {
+        "restart": 0.0, "data": 4.0, "step": 2.0, "validation": 0.0, "log": 0.0, "checkpoint": 4.0
+    }  # fmt: skip
+    goodput = Goodput(clock=clock, exposed=None, flops=10.0, peak=None)
+    line = goodput.line({"tokens": 5}, 10.0)
+    assert line == {"time_data": 0.4, "time_step": 0.2, "time_checkpoint": 0.4, "flops_per_second": 5.0}
+    assert goodput.summary() == "00:10: steps 20.0%, data 40.0%, checkpoint 40.0%; 5 model FLOPs/s"
+    assert goodput.line({}, 1.0) == {}
+
+
+def test_a_gpt_of_the_planner_has_the_flops_of_its_sizes():
+    shape = Shape(layers=2, width=8, heads=2, context=16, vocabulary=32)
+    matrices = 2 * (8 * (24 + 8 + 64)) + 8 * 32
+    assert model_flops(shape) == 6 * matrices + 3 * 2 * 2 * 16 * 8

@@ -1,0 +1,129 @@
+"""What it costs to be able to say why a job hangs: a tiny step of two gloo ranks with and without.
+
+Turns of steps in one process, in a drawn order that both ranks have alike: bare, beside a `Diagnosis`, and beside what
+samples the waiting for lines of metrics. And the flight recorder of torch itself, which reads a variable when a process
+makes its first group, in fresh processes in turn. Run as `python tools/bench/recorder.py`; writes
+docs/benchmarks/recorder.md and .json.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from _ranks import spawned
+from _table import Section, write_sections
+from _turns import quartile, ratio, shuffled
+from torch import nn
+
+from par_groups import FlightRecorder, ProcessGroups, Topology
+from par_layers import initialize, layer_set
+from par_layers.examples.gpt import Block
+from par_train import Diagnosis
+from par_train.run.clock import Exposed
+
+RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
+TURNS, STEPS, PROCESSES = 40, 25, 9
+BARE, WATCHED, SAMPLED = "bare", "beside Diagnosis", "beside the sampling of waits"
+ON, OFF = "torch's recorder on (its default)", "torch's recorder off"
+
+
+def main() -> None:
+    """Measures both and writes the page."""
+    taken, collectives, dump = spawned(RANKS, measure)
+    watching = [row(name, seconds, taken[BARE]) for name, seconds in taken.items()]
+    recording: dict[str, list[float]] = {ON: [], OFF: []}
+    for turn in range(PROCESSES):
+        for name in shuffled([ON, OFF], turn):
+            os.environ["TORCH_FR_BUFFER_SIZE"] = "2000" if name == ON else "0"
+            recording[name].append(statistics.median(spawned(RANKS, measure_bare)))
+    sizes = f"{BLOCKS} blocks of width {WIDTH} over {RANKS} tensor ranks of gloo, batch {BATCH} x {LENGTH}, one thread"
+    sections = [
+        Section(
+            title="The watch",
+            note=f"{sizes}: forward, backward and {collectives} collectives a step. Mean of {STEPS} steps in each of "
+            f"{TURNS} turns, in one process; the ratio is the median of those within a turn. A dump of the last 2,000 "
+            f"operations with their call sites takes {dump:.2f} s, when somebody asks for it.",
+            rows=watching,
+        ),
+        Section(
+            title="The record",
+            note=f"The same step in {PROCESSES} fresh pairs of processes each, in turn. torch keeps this record "
+            "whether anybody reads it or not.",
+            rows=[row(name, seconds, recording[OFF]) for name, seconds in recording.items()],
+        ),
+    ]
+    write_sections("recorder", "A flight recorder, and the watch beside a step", sections)
+
+
+def row(name: str, seconds: list[float], reference: list[float]) -> dict[str, object]:
+    """A line of the table."""
+    return {
+        "contender": name,
+        "median ms a step": f"{1e3 * statistics.median(seconds):.3f}",
+        "quartiles ms": f"{1e3 * quartile(seconds, 1):.3f} to {1e3 * quartile(seconds, 3):.3f}",
+        "to the reference": f"{ratio(seconds, reference):.4f}",
+    }
+
+
+def measure() -> tuple[dict[str, list[float]], int, float]:
+    """Seconds of a step under each contender, the collectives of a step, and the seconds of a dump. On a rank."""
+    groups, step = made()
+    with tempfile.TemporaryDirectory() as folder:
+        contenders: dict[str, Callable[[], AbstractContextManager[object]]] = {
+            BARE: nullcontext,
+            WATCHED: partial(Diagnosis, groups, folder, timeout=300.0),
+            SAMPLED: lambda: Exposed(groups).sampled(),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in contenders}
+        for turn in range(TURNS + 2):
+            for name in shuffled(list(contenders), turn):
+                with contenders[name]():
+                    seconds = timed(step)
+                if turn >= 2:
+                    taken[name].append(seconds)
+    recorder = FlightRecorder(groups)
+    before = sum(recorder.begun())
+    step()
+    collectives = sum(recorder.begun()) - before
+    began = time.perf_counter()
+    recorder.communicators()
+    return taken, collectives, time.perf_counter() - began
+
+
+def measure_bare() -> list[float]:
+    """Seconds of a step. On a rank."""
+    _, step = made()
+    return [timed(step) for _ in range(12)][2:]
+
+
+def made() -> tuple[ProcessGroups, Callable[[], None]]:
+    """The groups, and a step of a model over them."""
+    groups = ProcessGroups(Topology.from_config({"tensor": {"size": RANKS, "mode": "1d"}}, RANKS))
+    layers = layer_set("1d", groups)
+    model = nn.Sequential(*(Block(layers, WIDTH, HEADS, HEADS) for _ in range(BLOCKS)))
+    initialize(model, seed=0)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).sum().backward()
+
+    return groups, step
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Seconds of one of some steps."""
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - began) / STEPS
+
+
+if __name__ == "__main__":
+    main()
