@@ -125,24 +125,22 @@ def draw_budgets(path: Path) -> None:
 def draw_profile(path: Path) -> None:
     """What trace.json has of a step of a pipeline, as tools/profile_example.py has recorded it."""
     events = json.loads((IMAGES / "profile.json").read_text(encoding="utf-8"))
-    tracks = [(rank, "pipeline") for rank in sorted({event["rank"] for event in events})]
+    ranks = sorted({event["rank"] for event in events})
     colors = {"F": "#8ecae6", "B": "#ffb703", "I": "#ffb703", "W": "#90be6d"}
-    figure = Figure(figsize=(9, 1.0 + 0.7 * len(tracks)), layout="constrained")
+    figure = Figure(figsize=(9, 1.0 + 0.7 * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
     for event in events:
-        if event["track"] != "pipeline":
-            continue
-        row = tracks.index((event["rank"], event["track"]))
+        row = ranks.index(event["rank"])
         letter = event["name"].lstrip("0123456789")[0]
         start, length = event["start"] / 1e3, event["length"] / 1e3
         axes.barh(row, length, left=start, height=0.8, color=colors[letter], edgecolor="white", linewidth=0.5)
         axes.text(start + length / 2, row, event["name"], ha="center", va="center", fontsize=7, clip_on=True)
-    axes.set_yticks(range(len(tracks)), [f"rank {rank}, {track}" for rank, track in tracks])
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}, pipeline" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.set_title("a step of a pipeline in trace.json: stage, F or B, microbatch", fontsize=9)
+    axes.set_title("a step of a pipeline in trace.json, 1F1B: stage, forward or backward, microbatch", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
 
 

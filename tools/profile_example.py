@@ -44,20 +44,16 @@ def record() -> list[dict[str, object]]:
         torch.distributed.barrier()
         events = json.loads((Path(shared[0]) / "run" / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
         torch.distributed.barrier()
-    shown = [
-        event for event in events if event.get("cat") == "pipeline" or str(event.get("name", "")).startswith("gloo:")
-    ]
+    shown = [event for event in events if event.get("cat") == "pipeline"]
     began = min(event["ts"] for event in shown)
     return [
         {
             "rank": event["pid"],
-            "track": "pipeline" if event.get("cat") == "pipeline" else "collectives",
             "name": event["name"],
             "start": round(event["ts"] - began, 1),
             "length": round(event["dur"], 1),
         }
         for event in sorted(shown, key=lambda event: (event["pid"], event["ts"]))
-        if "dur" in event
     ]
 
 

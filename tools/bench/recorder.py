@@ -24,7 +24,7 @@ from par_groups import FlightRecorder, ProcessGroups, Topology
 from par_layers import initialize, layer_set
 from par_layers.examples.gpt import Block
 from par_train import Diagnosis
-from par_train.run.clock import Exposed
+from par_train.run.goodput import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
 TURNS, STEPS, PROCESSES = 40, 25, 9

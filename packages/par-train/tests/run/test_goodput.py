@@ -16,8 +16,7 @@ from par_groups import ProcessGroups, Topology
 from par_train import Run, Shape, Strategy, model_flops
 from par_train.diagnosis.place import Place
 from par_train.jobs.options import ModelOptions
-from par_train.run.clock import Clock, Exposed
-from par_train.run.goodput import Goodput
+from par_train.run.goodput import Clock, Exposed, Goodput
 
 AGREEMENT = 0.02  # what the design asks of MFU and goodput
 
@@ -125,7 +124,7 @@ def test_waiting_is_told_by_the_axis_of_the_collective(tmp_path):
 
 def test_phases_add_up_to_the_time_and_a_summary_says_them(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr("par_train.run.clock.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("par_train.run.goodput.time.monotonic", lambda: now[0])
     clock = Clock(Place())
     for phase, seconds in (("data", 1.0), ("step", 2.0), ("data", 3.0), ("checkpoint", 4.0)):
         clock.enter(0, phase)

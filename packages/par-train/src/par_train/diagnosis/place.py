@@ -2,11 +2,15 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 
 from torch import Tensor
 
 Value = Tensor | float | int
+
+_KEPT = 64
+"""How many of the last values of a name are kept."""
 
 
 class Place:
@@ -26,25 +30,25 @@ class Place:
         self.step: int | None = None
         self.phase = ""
         self.since = time.monotonic()
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, deque[Value]] = {}
 
     def at(self, step: int | None, phase: str) -> None:
         """Tells how many steps are done, and what comes now."""
         self.step, self.phase, self.since = step, phase, time.monotonic()
 
     def note(self, values: Mapping[str, Value]) -> None:
-        """Keeps what was logged last, to be looked at if something goes wrong: a number that is not finite stays."""
+        """Keeps what was logged last, to be looked at if something goes wrong."""
         for name, value in values.items():
-            if not _is_odd(self._values.get(name)):
-                self._values[name] = value.detach() if isinstance(value, Tensor) else value  # without its graph
+            last = self._values.setdefault(name, deque(maxlen=_KEPT))
+            last.append(value.detach() if isinstance(value, Tensor) else value)  # without its graph
 
     def not_finite(self) -> str:
-        """The numbers that are not finite, in words; those on a device, which may be stuck, are not looked at."""
-        odd = {name: value for name, value in self._values.items() if _is_odd(value)}
-        return ", ".join(f"{name} is {float(value)}" for name, value in odd.items())
+        """The names whose last values have one that is not finite, in words; those on a device are not looked at."""
+        odd = {name: [value for value in tuple(last) if _is_odd(value)] for name, last in self._values.items()}
+        return ", ".join(f"{name} is {float(values[-1])}" for name, values in odd.items() if values)
 
 
-def _is_odd(value: Value | None) -> bool:
-    if value is None or (isinstance(value, Tensor) and (not value.is_cpu or value.is_meta or value.numel() != 1)):
+def _is_odd(value: Value) -> bool:
+    if isinstance(value, Tensor) and (not value.is_cpu or value.numel() != 1):
         return False
     return not math.isfinite(float(value))

@@ -89,6 +89,7 @@ class Diagnosis:
         self._lock = threading.Lock()  # one round at a time
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._unwritten = ""  # why this rank's dump is not in the folder
         self._met = 0.0  # when the last round was over
         self._knows_failure = False  # the ranks have met over an error, which is the cause of those that follow
         self._watched = 0
@@ -267,20 +268,21 @@ class Diagnosis:
         self._speak(Heard(reason, {self._rank: dump}, {}))
 
     def _write(self, text: str) -> None:
-        """Writes this rank's file; where that fails, what is said over the store must do."""
+        """Writes this rank's file; where that fails, what is said over the store must do, and tells so."""
         path = self._folder / f"rank-{self._rank}.json"
+        self._unwritten = ""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(".new")
             new.write_text(text, encoding="utf-8")
             new.replace(path)
         except OSError as problem:
-            self._tell(f"par-train: rank {self._rank} cannot write {path}: {problem.strerror}")
+            self._unwritten = f" (but for that of rank {self._rank}: {problem.strerror})"
 
     def _speak(self, heard: Heard) -> None:
         absent = {rank: self._with_death(rank, words) for rank, words in heard.absent.items()}
         found = explain(heard.dumps, self._world, absent)
-        self.last = f"par-train: diagnosis ({heard.reason}): {found.line}; dumps are in {self._folder}"
+        self.last = f"par-train: diagnosis ({heard.reason}): {found.line}; dumps are in {self._folder}{self._unwritten}"
         self._tell(self.last)
         try:
             with (self._folder / "diagnosis.txt").open("a", encoding="utf-8") as file:

@@ -18,9 +18,8 @@ from ..diagnosis.place import Place
 from ..diagnosis.watch import Diagnosis
 from ..strategy.strategy import Strategy
 from .attempt import BEGUN, SAVED, has_begun, is_restarted, note_of
-from .clock import Clock, Exposed
 from .files import RunFiles, writing
-from .goodput import Goodput, peak_of
+from .goodput import Clock, Exposed, Goodput, peak_of
 from .line import Gathered, Value
 from .lock import Lock, lock_folder
 from .metrics import Line, draw_loss, read_metrics, truncate_metrics
