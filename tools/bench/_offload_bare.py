@@ -23,7 +23,7 @@ def moving(parameters: int, folder: str, piece: int, ahead: int, threads: int) -
     """
     count = piece // 4
     sizes = [min(count, parameters - start) for start in range(0, parameters, count)]
-    places = blocks((size, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}) for size in sizes)
+    places = blocks((size, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, None) for size in sizes)
     disk = Disk(folder, sum(place.size for place in places), threads)
     ring = [Buffer(places[0].size) for _ in range(ahead)]
 

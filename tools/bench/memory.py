@@ -74,7 +74,7 @@ def main(rounds: int = 5) -> None:
         try:
             tight = begin({"device": spent.state - spent.recalled + 1, **room})
             tight.step(text)
-            least = tight.strategy.spent.state  # type: ignore[union-attr]
+            least: float = tight.strategy.spent.state  # type: ignore[union-attr]
         except TooSmallError as error:
             least = spent.state - spent.recalled + 1 + error.missing
         runs: dict[float, Run] = {}
