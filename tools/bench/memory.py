@@ -77,12 +77,12 @@ def main(rounds: int = 5) -> None:
             least: float = tight.strategy.spent.state  # type: ignore[union-attr]
         except TooSmallError as error:
             least = spent.state - spent.recalled + 1 + error.missing
-        runs: dict[float, Run] = {}
+        runs: dict[int, Run] = {}
         for part in PARTS:
             device = int(least + part * (most - least)) + 2**12
             runs[device] = begin({"device": device, **room})
             open_until_end.callback(runs[device].strategy.close)
-        times: dict[float, list[float]] = {device: [] for device in runs}
+        times: dict[int, list[float]] = {device: [] for device in runs}
         for turn in range(rounds + 2):
             for device in shuffled(list(runs), turn):
                 seconds = runs[device].step(text)
