@@ -122,7 +122,7 @@ def test_a_worker_gets_no_table_of_an_epoch():
 def test_what_is_no_mixture_is_refused():
     one, two = rows(0, 5), rows(0, 5, context=8)
     for sources, weights, words in (
-        ({}, None, "there is no source; give rows by the name"),
+        ({}, None, r"sources is \{\}; give rows of one source at least"),
         ({"one": one, "two": two}, None, r"rows have \{'one': 4, 'two': 8\} tokens; give all sources the same context"),
         ({"one": one}, {"two": 1}, "there is a weight of 'two', which is no source; sources are one"),
         ({"one": one}, {"one": 0}, "the weight of 'one' is 0; give a number above 0, or leave the source out"),

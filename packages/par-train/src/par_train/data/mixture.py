@@ -45,7 +45,7 @@ class MixedRows(Dataset[Row]):
 
     def __init__(self, sources: Mapping[str, PackedRows], weights: Mapping[str, float] | None = None) -> None:
         if not sources:
-            raise ValueError("there is no source; give rows by the name of their source")
+            raise ValueError(f"sources is {sources!r}; give rows of one source at least, by the name of their source")
         lengths = {name: rows.context for name, rows in sources.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"rows have {lengths} tokens; give all sources the same context")
