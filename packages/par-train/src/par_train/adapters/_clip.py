@@ -42,7 +42,7 @@ class Clipping:
         if norm_type != 2:
             raise ValueError(f"norm_type is {norm_type}; gradients are clipped by their 2-norm alone: give 2")
         if not isinstance(self._optimizer, MixedOptimizer):
-            raise ValueError("a plugin of the strategy controls precision, and so clipping; tell the plugin the norm")
+            raise ValueError(f"a plugin controls precision, and so clipping, and was not told norm={norm}; tell it")
         self._optimizer.clip_norm = None if math.isinf(norm) else norm
         self._asked.append(torch.full((), math.nan, dtype=torch.float64, device=self._device))
         return self._asked[-1]

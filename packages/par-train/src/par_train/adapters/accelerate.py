@@ -66,10 +66,6 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
         shared = AcceleratorState().mixed_precision if AcceleratorState._shared_state else None  # of one before this
         mixed_precision = mixed_precision or shared or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         config = accelerator.pop("dataloader_config", DataLoaderConfiguration())
-        if config.dispatch_batches:
-            raise ValueError(
-                "dispatch_batches=True has rank 0 read for all; leave it out: each data rank reads its own samples"
-            )
         said = f"mixed_precision={mixed_precision!r}"
         device = "cpu" if cpu else "auto"
         self.strategy = make_strategy(strategy, mixed_precision=mixed_precision, said_by=said, device=device)

@@ -127,7 +127,9 @@ class ParTrainerMixin:
         Raises:
             ValueError: Always.
         """
-        raise ValueError("hyperparameter_search trains many models in a process; start each trial as a run of its own")
+        raise ValueError(
+            "hyperparameter_search() trains many models in a process; start each trial as a run of its own"
+        )
 
     # What is done in each step
 
