@@ -27,7 +27,7 @@ from par_train import Diagnosis
 from par_train.run.goodput import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
-TURNS, STEPS, PROCESSES = 40, 25, 9
+TURNS, STEPS, PROCESSES = 24, 25, 5
 BARE, WATCHED, SAMPLED = "bare", "beside Diagnosis", "beside the sampling of waits"
 ON, OFF = "torch's recorder on (its default)", "torch's recorder off"
 

@@ -66,7 +66,8 @@ class RunFiles:
 
     def present(self) -> list[Path]:
         """The files and folders that a run has left."""
-        every = (self.checkpoints, self.checkpoint, self.metrics, self.curve, self.measured, self.predicted)
+        pictures = (self.curve, self.measured, self.predicted)
+        every = (self.checkpoints, self.checkpoint, self.metrics, *pictures, self.trace)
         return [path for path in every if path.exists()]
 
     def saved(self) -> list[str]:

@@ -59,11 +59,16 @@ class Profile:
             self._profiler = profile()
             self._profiler.start()
         elif step >= self._last:
-            self.end(step)
+            self.end()
 
-    def end(self, step: int) -> None:
+    def drop(self) -> None:
+        """Ends the recording of a run that has failed, and writes nothing."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def end(self) -> None:
         """Ends the recording, if there is one, and writes the trace. Collective over the world."""
-        del step
         if self._profiler is None:
             return
         import torch.distributed as dist  # noqa: PLC0415

@@ -429,7 +429,7 @@ class Run:
         """Leaves everything saved. Collective."""
         self._write_line()
         if self._profile is not None:
-            self._profile.end(self.step)
+            self._profile.end()
         if self._records is not None:
             self._records.close()
         if self._saved != self.step:
@@ -455,6 +455,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self._profile is not None:
+                self._profile.drop()
             if self._diagnosis is not None:
                 told = isinstance(error, StoppedEarly)  # which all ranks raise together
                 self._diagnosis.__exit__(*(None, None, None) if told else (kind, error, trace))

@@ -73,7 +73,7 @@ class _WeightsAndBiases:
 
 
 class _MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in the folder mlruns. It goes on under the id that the folder keeps.
+    """A run of MLflow, kept where MLFLOW_TRACKING_URI says. It goes on under the id that the folder has noted.
 
     Args:
         folder: The folder of the run.
