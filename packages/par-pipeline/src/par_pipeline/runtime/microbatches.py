@@ -19,14 +19,16 @@ class Microbatches(tuple[Any, ...]):
 
     As the only positional argument of `step`, an item that is a plain tuple is several arguments of the first stage.
     A part of a batch may be one as well: `step(x, mask=Microbatches([m0, m1]))`.
-
-    Args:
-        items: The microbatches, as many as the schedule has.
     """
 
     __slots__ = ()
 
-    def __new__(cls, items: Iterable[Any]) -> "Microbatches":  # noqa: D102 - arguments are documented on the class
+    def __new__(cls, items: Iterable[Any]) -> "Microbatches":
+        """Takes the microbatches of a step.
+
+        Args:
+            items: The microbatches, as many as the schedule has.
+        """
         return super().__new__(cls, items)
 
 

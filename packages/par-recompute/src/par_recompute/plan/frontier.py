@@ -16,7 +16,7 @@ FLOPS_PER_BYTE = {"cpu": 10.0}
 class Choice(NamedTuple):
     """What one layer makes again, and what that comes to.
 
-    Args:
+    Attributes:
         dropped: Names of modules, relative to the layer; "" is the whole layer.
         bytes: What the layer keeps.
         seconds: What making them again takes.

@@ -18,7 +18,7 @@ WHOLE = ""
 class Made(NamedTuple):
     """A module's call that can be repeated gave its output.
 
-    Args:
+    Attributes:
         module: Name of the module, relative to the layer.
         source: Number of the storage of its input.
         source_makers: Numbers of the events that made what the input is, innermost first.
@@ -36,7 +36,7 @@ class Made(NamedTuple):
 class Saved(NamedTuple):
     """Autograd saved a tensor.
 
-    Args:
+    Attributes:
         storage: Number of the storage that it lies in.
         makers: Numbers of the events that made what it is, innermost first.
     """
