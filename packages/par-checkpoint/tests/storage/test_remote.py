@@ -139,7 +139,7 @@ def test_without_fsspec_the_remedy_is_told(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "par_checkpoint.storage.remote", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"s3://bucket/run needs fsspec: pip install par-checkpoint\[remote\]"):
+    with pytest.raises(ImportError, match=r"s3://bucket/run needs fsspec, which is not installed: pip install fsspec"):
         open_folder("s3://bucket/run")
 
 

@@ -65,5 +65,5 @@ def test_no_step_is_too_short_or_too_long_to_draw(tmp_path):
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"drawing needs matplotlib: pip install 'par-pipeline\[draw\]'"):
+    with pytest.raises(ImportError, match=r"drawing needs matplotlib: pip install matplotlib"):
         simulate(one_f_one_b(2, 2)).draw(tmp_path / "step.png")

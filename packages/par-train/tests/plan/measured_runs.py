@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology
 from par_testing import live_bytes, live_storages
-from par_train.command.plan import configured_job, shape_of
+from par_train.command.plan import configured_job
 from par_train.jobs.options import ModelOptions, Options, ScheduleOptions, TrainOptions
 from par_train.jobs.text import Text
 from par_train.jobs.trainer import Trainer
@@ -51,7 +51,7 @@ def running(parallel, *, model=MODEL, schedule="1f1b", microbatches=0, offload=N
     if offload is not None:
         job = replace(job, **offload["optimizer"])
         options = replace(options, zero={"stage": options.zero, "offload": offload})
-    made = predict(shape_of(options), topology, job, GLOO)
+    made = predict(options.model.shape, topology, job, GLOO)
     with ProcessGroups(topology) as groups:
         gc.collect()
         before = live_storages()
