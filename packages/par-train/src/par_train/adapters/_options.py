@@ -1,7 +1,7 @@
 """What all adapters are given: the keywords of a `Strategy`, or one that is there already."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ..strategy.plugin import Plugin
 from ..strategy.strategy import Strategy
@@ -22,6 +22,7 @@ class StrategyKeywords(TypedDict, total=False):
     name: str
     recompute: Any
     memory: Mapping[str, Any] | None
+    readers: Literal["one", "every"]
 
 
 AUTOCAST = {"no": "fp32", "bf16": "bf16-amp", "fp16": "fp16-amp"}

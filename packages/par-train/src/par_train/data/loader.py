@@ -8,12 +8,14 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
+from .message import Reader
 from .place import placed
 from .randomness import aside, seed_generators, seed_number
 from .shares import share
@@ -40,6 +42,9 @@ class GlobalDataLoader:
         replica: The rank in the data group.
         replicas: The size of the data group.
         seed: Seed of the order, equal on all ranks; another seed, another order.
+        group: The ranks that are this one replica, such as those of a tensor group. The first of them loads, and sends
+            each batch to the others, which must take it, too: iterating, like `load_state_dict`, is collective over
+            the group. An error of the one that loads is raised on all. None: this rank loads for itself.
 
     Attributes:
         device: Where its batches are brought to; the CPU, which leaves them where the loader put them, unless it is
@@ -53,7 +58,15 @@ class GlobalDataLoader:
             last batch with fewer samples than replicas, a DistributedSampler.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, replica: int, replicas: int, seed: int) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        replica: int,
+        replicas: int,
+        seed: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         _check(loader, replica, replicas)
         self._plain = loader
         self.dataset = loader.dataset
@@ -64,8 +77,10 @@ class GlobalDataLoader:
         self.epoch = 0
         mine = partial(_share_of, replica=replica, replicas=replicas)
         streamed = isinstance(loader.dataset, IterableDataset)
-        source = _Streamed(loader, mine, seed) if streamed else _Sampled(loader, mine, seed)
-        self._source: _Streamed | _Sampled | None = source
+        source: _Source = _Streamed(loader, mine, seed) if streamed else _Sampled(loader, mine, seed)
+        if group is not None and dist.get_world_size(group) > 1:
+            source = _Received(source, Reader(group, pinned=loader.pin_memory))
+        self._source: _Source | None = source
         self._batches: Iterator[_Batch] | None = None
 
     def __len__(self) -> int:
@@ -106,7 +121,7 @@ class GlobalDataLoader:
         """Ends the workers; a second call does nothing. There are no batches any more, but a position and a length."""
         self._source = self._batches = None
 
-    def _opened(self) -> "_Streamed | _Sampled":
+    def _opened(self) -> "_Source":
         if self._source is None:
             raise RuntimeError(
                 "this data loader is closed, as is the Strategy that made it; give initialize() another one"
@@ -153,6 +168,17 @@ _Collate = Callable[[list[Any]], Any]
 
 _ShareOf = Callable[[Sequence[Any]], tuple[int, list[Any]]]
 """From a global batch to the place of this rank's first sample in it, and its samples."""
+
+
+class _Source(Protocol):
+    """Where batches come from."""
+
+    def open(self, epoch: int) -> Iterator[_Batch]:
+        """The batches of an epoch."""
+
+    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+        """The epoch of a position and its batches from there on."""
+
 
 _INNER = {"sampler", "batch_sampler"}
 """Where samplers keep the one that they draw from."""
@@ -243,6 +269,39 @@ class _Streamed:
     def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
         """The epoch of a position and its batches from there on; samples are read up to there."""
         return _seek(self.open, 0, samples)
+
+
+class _Received:
+    """What one rank of a group takes from a source of its own, on all of them."""
+
+    def __init__(self, source: _Source, reader: Reader) -> None:
+        self._source, self._reader = source, reader
+
+    def open(self, epoch: int) -> Iterator[_Batch]:
+        """The batches of an epoch."""
+        return self._received(partial(self._source.open, epoch))
+
+    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+        """The epoch of a position and its batches from there on; collective over the group."""
+        batches: Iterator[_Batch] = iter(())
+
+        def sought() -> int:
+            nonlocal batches
+            epoch, batches = self._source.seek(samples)
+            return epoch
+
+        epoch = self._reader.read(sought)
+        return epoch, self._received(lambda: batches)
+
+    def _received(self, opened: Callable[[], Iterator[_Batch]]) -> Iterator[_Batch]:
+        batches: Iterator[_Batch] | None = None
+
+        def following() -> _Batch | None:
+            nonlocal batches
+            batches = opened() if batches is None else batches
+            return next(batches, None)
+
+        return iter(partial(self._reader.read, following), None)
 
 
 class _Seeded(Dataset[Any]):

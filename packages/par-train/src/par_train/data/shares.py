@@ -19,3 +19,13 @@ def averaged_over(topology: Topology) -> str | tuple[str, ...]:
     """
     has_sequence = "sequence" in (*topology.axes, *topology.products)
     return ("data", "sequence") if has_sequence and topology.size("sequence") > 1 else "data"
+
+
+def replica_axes(topology: Topology) -> tuple[str, ...]:
+    """The axes over which ranks are one replica of the model, with the same batches: all but "data".
+
+    Args:
+        topology: The axes of a strategy, "data" among them.
+    """
+    apart = topology.leaves("data")
+    return tuple(axis for axis in topology.axes if axis not in apart)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from par_groups import ProcessGroups
 from par_precision import precision_of
@@ -36,6 +36,7 @@ class StrategyOptions:
     name: str = ""
     recompute: Any = None
     memory: Mapping[str, Any] | None = None
+    readers: Literal["one", "every"] = "one"
 
     def __post_init__(self) -> None:
         precision_of(self.precision)
@@ -43,6 +44,8 @@ class StrategyOptions:
         budget_of(self.memory)
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero is {self.stage!r}; it can be 0, 1, 2 or 3")
+        if self.readers not in ("one", "every"):
+            raise ValueError(f"readers is {self.readers!r}; it can be 'one' or 'every'")
         own = sorted({"loss_fn", "weight", "shared"} & set(self.pipeline))
         if own:
             raise ValueError(f"pipeline has {own[0]!r}, which a strategy sets itself; leave it out")
@@ -90,7 +93,7 @@ class StrategyOptions:
         plugins = [each if isinstance(each, str) else each.name for each in self.plugins]
         again = policy_of(self.recompute)
         fields: tuple[Any, ...] = (self.precision, self.zero, self.clip_norm, self.pipeline, self.mixed, self.seed)
-        fields += (self.name, self.memory, repr(again) if isinstance(again, Layers | Keep) else again)
+        fields += (self.name, self.memory, self.readers, repr(again) if isinstance(again, Layers | Keep) else again)
         return repr(_plain((self.parallel, *fields, self.gradient_handlers, plugins)))
 
 

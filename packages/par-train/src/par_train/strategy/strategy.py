@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -20,6 +20,7 @@ from par_precision import MixedOptimizer
 from ..data.loader import GlobalDataLoader, Position
 from ..data.place import placed
 from ..data.randomness import seed_number
+from ..data.shares import replica_axes
 from ..plan.inputs import Job
 from ..plan.pretrained import PretrainedShape
 from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
@@ -72,6 +73,8 @@ class Strategy(Setup):
             measured, and from the second step on the device has what saves most seconds a byte: what layers keep for
             backward, or state from the disk. With `recompute` what is missing lies elsewhere from the beginning.
             "activations" are bytes that must be left for these. For one optimizer. None: everything is kept.
+        readers: Who reads the batches of a data loader. "one": one rank of each replica, which sends them to the
+            replica's tensor, sequence and pipeline ranks, so that these take batches together. "every": every rank.
 
     Attributes:
         options: The options, as `StrategyOptions`.
@@ -113,6 +116,7 @@ class Strategy(Setup):
         name: str = "",
         recompute: Any = None,
         memory: Mapping[str, Any] | None = None,
+        readers: Literal["one", "every"] = "one",
     ) -> None:
         with ExitStack() as started:  # what an error ends again
             self.environment = started.enter_context(launch(device=None if device == "auto" else device))
@@ -134,6 +138,7 @@ class Strategy(Setup):
                     name=name,
                     recompute=recompute,
                     memory=memory,
+                    readers=readers,
                 )
                 self.plugins = self._find_plugins()
                 parallel = self.options.parallel
@@ -143,7 +148,10 @@ class Strategy(Setup):
                 problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
             self._owns_groups, self._private_groups = groups is None, {}
-            self.groups = groups or started.enter_context(ProcessGroups(topology, device=self.device))
+            shared = [replica_axes(topology)] if readers == "one" else []
+            self.groups = groups or started.enter_context(ProcessGroups(topology, device=self.device, declare=shared))
+            for axes in shared if groups else []:
+                self.groups.add(axes)
             self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
             started.pop_all()  # they run until close()
         place = self.groups.rank_seed(("data", "pipeline"), seed)
@@ -305,8 +313,11 @@ class Strategy(Setup):
                     trained = pair.optimizer is not None
                     check_pretrained(model, self.context, tensor_ranks=self.groups.size("tensor"), trained=trained)
             replica, replicas, seed = self.groups.rank("data"), self.groups.size("data"), self.options.seed
+            axes = replica_axes(self.groups.topology)
+            is_shared = self.options.readers == "one" and self.groups.size(axes) > 1
+            group = self.groups[axes] if is_shared else None
             for given in (given for given in objects if isinstance(given, DataLoader)):
-                loaders[id(given)] = GlobalDataLoader(given, replica=replica, replicas=replicas, seed=seed)
+                loaders[id(given)] = GlobalDataLoader(given, replica=replica, replicas=replicas, seed=seed, group=group)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")

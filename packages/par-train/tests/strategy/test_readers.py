@@ -1,0 +1,109 @@
+"""One rank of each replica reads the batches of all of them; under every axis, and after a resume under another one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from par_groups import ProcessGroups, Topology
+from par_train import GlobalDataLoader, Strategy
+
+BATCH, COUNT = 12, 31  # the last batch of an epoch has 7, which no number of ranks below divides
+
+
+class Read(Dataset):
+    """Notes what is read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return torch.full((4,), index), torch.rand(3)
+
+
+def plain(dataset):
+    return DataLoader(dataset, batch_size=BATCH, shuffle=True)
+
+
+def expected(replica, replicas):
+    """The batches of two epochs, as each rank of a replica would read them."""
+    loader = GlobalDataLoader(plain(Read()), replica=replica, replicas=replicas, seed=5)
+    return [*loader, *loader]
+
+
+def assert_goes_on(parallel, state, begin, steps, readers="one"):
+    """Takes some batches from a position on, which lies behind `begin` batches, and gives the new position."""
+    with Strategy(parallel=parallel, seed=5, readers=readers) as strategy:
+        groups, dataset = strategy.groups, Read()
+        loader = strategy.initialize(plain(dataset))
+        loader.cut = None  # sequence ranks would have other parts of the same batches
+        loader.load_state_dict(state)
+        mine = expected(groups.rank("data"), groups.size("data"))[begin : begin + steps]
+        for batch in mine:
+            assert all(map(torch.equal, next(iter(loader)), batch)), (parallel, begin)
+        replica = [rank for rank in range(dist.get_world_size()) if is_in_replica(rank, groups)]
+        reads = readers == "every" or dist.get_rank() == replica[0]
+        assert len(dataset.read) == (sum(len(batch[0]) for batch in mine) if reads else 0)
+        return loader.state_dict()
+
+
+def is_in_replica(rank, groups):
+    return groups.topology.index("data", rank) == groups.rank("data")
+
+
+def assert_all_go_on(*parallels):
+    state, begin = {"samples": 0}, 0
+    for parallel, steps in zip(parallels, (1, 2, 1, 1, 1), strict=False):
+        state = assert_goes_on(parallel, state, begin, steps)
+        begin += steps
+
+
+TENSOR = {"size": 2, "mode": "1d"}
+
+
+@pytest.mark.ranks(4)
+def test_one_rank_of_each_replica_reads_and_a_run_goes_on_under_other_axes():
+    """Two data ranks with tensor, pipeline and sequence ranks, then four, then one."""
+    assert_all_go_on({"tensor": TENSOR}, {"pipeline": 2}, {"sequence": 2}, {}, {"tensor": {"size": 4, "mode": "2d"}})
+    assert_goes_on({"tensor": TENSOR}, {"samples": BATCH}, 1, 2, readers="every")
+
+
+@pytest.mark.ranks(6)
+def test_three_data_ranks_go_on_where_others_stopped():
+    assert_all_go_on({"pipeline": 3}, {"tensor": TENSOR}, {"pipeline": 3, "sequence": 2}, {"sequence": 2})
+
+
+@pytest.mark.ranks(2)
+def test_groups_that_are_given_get_what_readers_need():
+    topology = Topology.from_config({"tensor": TENSOR}, 2)
+    with ProcessGroups(topology) as groups, Strategy(groups=groups) as strategy:
+        dataset = Read()
+        loader = strategy.initialize(plain(dataset))
+        assert sum(len(batch[0]) for batch in loader) == COUNT
+        assert len(dataset.read) == (COUNT if dist.get_rank() == 0 else 0)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_read_otherwise_are_refused():
+    with pytest.raises(ValueError, match="rank 1 has other options than rank 0"):
+        Strategy(readers="every" if dist.get_rank() else "one")
+    with pytest.raises(ValueError, match="readers is 'two'; it can be 'one' or 'every'"):
+        Strategy(readers="two")
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_the_reader_misses_is_one_line_on_all_ranks():
+    class Missing(Read):
+        def __getitem__(self, index):
+            raise FileNotFoundError(f"sample {index} is in no file")
+
+    with Strategy(parallel={"pipeline": 2}) as strategy:
+        loader = strategy.initialize(plain(Missing()))
+        with pytest.raises(
+            (FileNotFoundError, ValueError), match=r"^(rank 0: FileNotFoundError: )?sample \d+ is in no"
+        ):
+            next(iter(loader))
