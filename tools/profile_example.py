@@ -13,7 +13,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
-RANKS, WIDTH, ROWS, MICROBATCHES, STEP = 2, 384, 512, 4, 4
+RANKS, WIDTH, ROWS, MICROBATCHES, STEP = 2, 768, 1024, 4, 6
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "profile.json"
 
 

@@ -163,6 +163,15 @@ def test_who_failed_comes_first_and_errors_that_another_rank_has_caused_do_not_c
     assert explain(alike, 2).line.startswith("ranks [0, 1] failed alike (step 5) at save.py:2: OSError")
 
 
+def test_of_long_facts_the_difference_is_shown():
+    facts = {rank: {"options": f"Options({'x' * 200}, rows={4 + (rank == 2)}, {'y' * 200})"} for rank in range(3)}
+    line = explain({rank: dump(rank, 3, [], facts=facts[rank]) for rank in range(3)}, 3).line
+    assert "rank 2 has options ...xxx" in line
+    assert "rows=5, yyy" in line
+    assert "where ranks [0, 1] have ...xxx" in line
+    assert len(line) < 400
+
+
 def test_a_network_that_does_not_end_is_not_blamed_on_a_rank():
     dumps = {rank: dump(rank, 2, [("world", (0, 1), [operation(1, ended=False)])]) for rank in (0, 1)}
     assert "the network, or a device, is slow or stuck" in explain(dumps, 2).line

@@ -53,7 +53,8 @@ class FlightRecorder:
     def communicators(self) -> dict[str, Communicator]:
         """What each communicator has done up to now, by its label. No communication.
 
-        It takes some half a millisecond for each operation that torch has noted, mostly to find its call site.
+        2,000 operations take some 30 ms; the first call in a process takes a second more, in which torch imports what
+        finds the call sites.
         """
         operations = {} if self.missing else operations_of(flight_trace(), self._last)
         return {

@@ -19,6 +19,9 @@ _LOST = re.compile(
 _PLUMBING = ("_collectives.py", "agreement.py", "vote.py")
 """Files that every collective of ours goes through, so that their lines tell nothing."""
 
+_LONG = 80
+"""Letters of a fact that are shown."""
+
 _PHASES = {
     "data": "waiting for its data",
     "checkpoint": "in a checkpoint",
@@ -260,7 +263,10 @@ def _communicators(dumps: Mapping[int, Dump]) -> dict[tuple[str, tuple[int, ...]
 
 def _waits(dumps: Mapping[int, Dump], world: int) -> dict[int, _Wait]:
     """The oldest operation that each rank is in, and who has not begun it."""
-    members = _communicators(dumps)
+    begun = {
+        key: {rank: _last(dumps[rank], one) for rank, one in members.items()}
+        for key, members in _communicators(dumps).items()
+    }
     found: dict[int, _Wait] = {}
     for rank, dump in dumps.items():
         pending = [
@@ -272,11 +278,11 @@ def _waits(dumps: Mapping[int, Dump], world: int) -> dict[int, _Wait]:
         if not pending:
             continue
         operation, communicator = min(pending, key=lambda item: item[0].began)
-        others = members[communicator.label, communicator.ranks]
+        last = begun[communicator.label, communicator.ranks]
         missing = tuple(
             other
             for other in communicator.ranks or range(world)
-            if other != rank and (other not in others or _last(dumps[other], communicator) < operation.number)
+            if other != rank and last.get(other, 0) < operation.number
         )
         found[rank] = _Wait(rank, operation, communicator, missing)
     return found
@@ -316,14 +322,24 @@ def _causes(dumps: Mapping[int, Dump]) -> str:
             values.setdefault(dump.facts.get(name, "none"), []).append(rank)
         if len(values) > 1:
             common = max(values.values(), key=len)
-            own = [
-                f"{_ranks(ranks)} {_verb(ranks, 'has', 'have')} {name} {value}"
-                for value, ranks in values.items()
-                if ranks is not common
-            ]
             theirs = next(value for value, ranks in values.items() if ranks is common)
-            parts.append(f"{', '.join(own)}, where {_ranks(common)} {_verb(common, 'has', 'have')} {theirs}")
+            for value, ranks in values.items():
+                if ranks is not common:
+                    own, usual = _around_difference(value, theirs)
+                    parts.append(
+                        f"{_ranks(ranks)} {_verb(ranks, 'has', 'have')} {name} {own}, where {_ranks(common)} "
+                        f"{_verb(common, 'has', 'have')} {usual}"
+                    )
     return "".join(f"; {part}" for part in parts)
+
+
+def _around_difference(one: str, other: str) -> tuple[str, str]:
+    """Two texts; of long ones, what stands where they begin to differ."""
+    if max(len(one), len(other)) <= _LONG:
+        return one, other
+    same = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    begin = max(0, same - _LONG // 2)
+    return f"...{one[begin : begin + _LONG]}...", f"...{other[begin : begin + _LONG]}..."
 
 
 def _state(dump: Dump, wait: _Wait | None) -> str:

@@ -25,8 +25,8 @@ from typing import Any
 from .dump import Dump, from_json
 
 _PAUSE = 0.05
-_LAST = 200
-"""How many operations of a communicator a rank shows the others; its file has all."""
+_SHOWN = 20_000
+"""How many operations of a communicator all ranks together show each other, at least 20 each; their files have all."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,10 @@ class Meeting:
         here = f"{self._prefix}/{self._round}"
         reason = self.called() or dump.reason
         self._round += 1
-        self._store.set(f"{here}/dump/{self._rank}", zlib.compress(dump.shortened(_LAST).to_json().encode()))
+        self._store.set(
+            f"{here}/dump/{self._rank}",
+            zlib.compress(dump.shortened(max(20, min(200, _SHOWN // self._world))).to_json().encode()),
+        )
         self._store.add(f"{here}/arrived", 1)
         until = time.monotonic() + self._patience
         while time.monotonic() < until and self._store.add(f"{here}/arrived", 0) < self._world - self._count_left():

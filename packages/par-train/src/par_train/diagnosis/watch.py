@@ -176,7 +176,7 @@ class Diagnosis:
         """The thread: looks for signals, calls of other ranks, and whether anything goes on."""
         pause = max(min(1.0, self._timeout / 4), self._world / _RANKS_A_SECOND)
         state, since = self._state(), time.monotonic()
-        complains = since + self._timeout
+        complains, is_prepared = since + self._timeout, False
         while True:
             ready, _, _ = select.select([pipe], [], [], pause)
             asked = b""
@@ -195,6 +195,10 @@ class Diagnosis:
                 self._round("SIGQUIT")
             elif self._called():
                 self._answer()
+            elif not is_prepared and time.monotonic() - since >= self._timeout / 2:
+                self._recorder.communicators()  # the first reading takes a second: now it keeps nobody
+                is_prepared = True
+                continue
             elif time.monotonic() >= complains:
                 self._complain(since)
             else:

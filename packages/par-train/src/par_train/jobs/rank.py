@@ -63,6 +63,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _live(options: Options, stop: Stop) -> int:
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "10000")  # operations that torch keeps for the diagnosis of a hang
     try:
         with one_traceback():
             from .job_run import train  # noqa: PLC0415 - slow, and torch's
