@@ -171,16 +171,17 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
         TypeError: Something else.
         ValueError: Another tier, or parts that are none.
     """
+    remedy = _TIERS_ARE
     if isinstance(given, str):
         if given not in TIERS:
-            raise ValueError(f"{name} is {given!r}; {_TIERS_ARE}")
+            raise ValueError(f"{name} is {given!r}; {remedy}")
         return {tier: float(tier == given) for tier in TIERS}
     mapping: Mapping[str, Any] = given if isinstance(given, Mapping) else {"host": given}
     for tier, part in mapping.items():
         if isinstance(part, bool) or not isinstance(part, int | float):
-            raise TypeError(f"{name} is {given!r}; {_TIERS_ARE}")
+            raise TypeError(f"{name} is {given!r}; {remedy}")
         if tier not in TIERS or not 0 <= part <= 1:
-            raise ValueError(f"{name} is {given!r}; {_TIERS_ARE}")
+            raise ValueError(f"{name} is {given!r}; {remedy}")
     away = {tier: float(mapping.get(tier, 0)) for tier in ("host", "disk")}
     total = sum(mapping.values())
     if total > 1 + 1e-9:
