@@ -54,7 +54,7 @@ def storms(session: nox.Session) -> None:
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """The main job over two hosts, under torchrun and SLURM, on one machine; as root, with slurm-wlm and munge."""
+    """Real launchers over two hosts on one machine; as root, with slurm-wlm, munge and openmpi-bin. Ten minutes."""
     run_suite(session, "-m", "hosts", "tests-integration/hosts", *session.posargs)
 
 
