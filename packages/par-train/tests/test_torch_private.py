@@ -1,6 +1,7 @@
 """Every API of torch that is not public, called once."""
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from par_train import _torch_private
 
@@ -20,3 +21,14 @@ def test_tensors_that_share_memory_on_the_meta_device():
     tensor = torch.ones(4, device="meta")
     assert _torch_private.storage_key(tensor) == _torch_private.storage_key(tensor[1:])
     assert _torch_private.storage_key(tensor) != _torch_private.storage_key(torch.ones(4, device="meta"))
+
+
+class Told(IterableDataset):
+    def __iter__(self):
+        yield get_worker_info() is None
+        _torch_private.forget_worker()
+        yield get_worker_info() is None
+
+
+def test_a_worker_that_does_not_know_that_it_is_one():
+    assert list(DataLoader(Told(), batch_size=None, num_workers=1, multiprocessing_context="fork")) == [False, True]

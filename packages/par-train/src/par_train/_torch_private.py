@@ -5,6 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
+from torch.utils.data._utils import worker
 
 
 def tree_leaves(value: Any) -> list[Any]:
@@ -40,3 +41,11 @@ def store_for_thread() -> Any:
     store of a world that somebody else has started.
     """
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs are behind
+
+
+def forget_worker() -> None:
+    """Lets `torch.utils.data.get_worker_info()` give None in a worker. `worker._worker_info` exists since torch 1.2.
+
+    It is needed because datasets of Hugging Face read in another order in a worker than outside, even in the only one.
+    """
+    worker._worker_info = None

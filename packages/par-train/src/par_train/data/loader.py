@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-from .message import Reader
+from par_groups import agree
+
+from .lanes import Lanes, Part, lanes_of, set_epoch
+from .message import Reader, wire_of
 from .place import placed
 from .randomness import aside, seed_generators, seed_number
 from .shares import share
@@ -32,6 +35,9 @@ class GlobalDataLoader:
       `set_epoch` if it has one. A generator that it holds is replaced for that.
     - An IterableDataset is read whole by every rank, which must find the same samples in it. Each rank collates its own
       samples alone. To resume, it is read up to the position.
+    - One that has `num_shards` and `shard(num_shards=, index=)`, as those of Hugging Face have, is read in lanes, of
+      which a rank opens those of its own samples. An epoch ends with the first lane that cannot fill its places. To
+      resume, its `skip` is called if it has one. There is one worker at most.
     - Random numbers that a dataset or a collate function draws (torch on the CPU, `random`, numpy) are a function of
       (seed, epoch, first sample of the share): the same under any number of workers, on all ranks of a tensor group,
       and after a resume. In an IterableDataset, they are one of (seed, epoch, worker). The program's own go on as if
@@ -45,6 +51,8 @@ class GlobalDataLoader:
         group: The ranks that are this one replica, such as those of a tensor group. The first of them loads, and sends
             each batch to the others, which must take it, too: iterating, like `load_state_dict`, is collective over
             the group. An error of the one that loads is raised on all. None: this rank loads for itself.
+        data_group: The ranks that have the shares of a global batch, in the order of `replica`. They tell each other
+            when a lane ends or cannot be read, one all-reduce of a number a batch. None: each rank reads all lanes.
 
     Attributes:
         device: Where its batches are brought to; the CPU, which leaves them where the loader put them, unless it is
@@ -66,6 +74,7 @@ class GlobalDataLoader:
         replicas: int,
         seed: int,
         group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
     ) -> None:
         _check(loader, replica, replicas)
         self._plain = loader
@@ -74,10 +83,15 @@ class GlobalDataLoader:
         self.device: torch.device | str = "cpu"
         self.cut: Callable[[Any], Any] | None = None
         self.position = Position()
-        self.epoch = 0
         mine = partial(_share_of, replica=replica, replicas=replicas)
-        streamed = isinstance(loader.dataset, IterableDataset)
-        source: _Source = _Streamed(loader, mine, seed) if streamed else _Sampled(loader, mine, seed)
+        source: _Source
+        if not isinstance(loader.dataset, IterableDataset):
+            source = _Sampled(loader, mine, seed)
+        elif (lanes := lanes_of(loader.dataset, loader.batch_size)) == 1:
+            source = _Streamed(loader, mine, seed)
+        else:
+            self.position.lanes = lanes
+            source = _Sharded(loader, lanes, replica, replicas, seed, data_group)
         if group is not None and dist.get_world_size(group) > 1:
             source = _Received(source, Reader(group, pinned=loader.pin_memory))
         self._source: _Source | None = source
@@ -85,6 +99,8 @@ class GlobalDataLoader:
 
     def __len__(self) -> int:
         """Global batches in an epoch."""
+        if self.position.lanes > 1:
+            raise TypeError("an epoch of a stream in lanes has no length: it ends with the first lane that ends")
         return len(self._plain)
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,13 +113,18 @@ class GlobalDataLoader:
             item = self._take() if self.epoch == epoch else None
 
     @property
+    def epoch(self) -> int:
+        """The epoch, from 0 on, of the batch that comes next."""
+        return self.position.epoch
+
+    @property
     def samples(self) -> int:
         """Samples that all ranks together have consumed since training began."""
         return self.position.samples
 
     def state_dict(self) -> dict[str, int]:
         """The position. It holds under another number of replicas and workers."""
-        return {"samples": self.samples}
+        return self.position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes to a position.
@@ -111,11 +132,15 @@ class GlobalDataLoader:
         Raises:
             ValueError: There is no such position between two global batches.
         """
-        samples = state["samples"]
-        if not isinstance(samples, int) or samples < 0:
-            raise ValueError(f"the position is {samples!r} samples; it must be a whole number of at least 0")
-        self.epoch, self._batches = self._opened().seek(samples)
-        self.position.samples = samples
+        position = Position()
+        position.load_state_dict(state)
+        if position.lanes != self.position.lanes:
+            raise ValueError(
+                f"the position was saved of a stream in {position.lanes} lanes, and this one has "
+                f"{self.position.lanes}; bring back the batch_size and the number of shards that it was saved with"
+            )
+        position.epoch, self._batches = self._opened().seek(position)
+        self.position.load_state_dict({**state, "epoch": position.epoch})
 
     def close(self) -> None:
         """Ends the workers; a second call does nothing. There are no batches any more, but a position and a length."""
@@ -135,16 +160,45 @@ class GlobalDataLoader:
             self._batches = source.open(self.epoch)
         item = next(self._batches, None)
         if item is None:
-            self.epoch, self._batches = self.epoch + 1, None
+            self.position.next_epoch()
+            self._batches = None
         else:
             self.position.samples += item.size
         return item
 
 
 class Position:
-    """How many samples all ranks together have consumed: what is left of a loader that nobody uses any more."""
+    """Where a loader stands, which stays when nobody uses the loader any more.
 
-    samples = 0
+    Attributes:
+        samples: The number of samples that all ranks together have consumed.
+        epoch: The epoch of what comes next.
+        begin: The number of samples of all epochs before.
+        lanes: The number of lanes in which a stream is read; 1 if it is none, or is read whole.
+    """
+
+    samples, epoch, begin, lanes = 0, 0, 0, 1
+
+    def next_epoch(self) -> None:
+        """Goes to the next epoch."""
+        self.epoch, self.begin = self.epoch + 1, self.samples
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps. Where a lane ends is not known beforehand, so there the epoch is in it."""
+        state = {"samples": self.samples}
+        return state if self.lanes == 1 else {**state, "epoch": self.epoch, "begin": self.begin, "lanes": self.lanes}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Takes over what `state_dict` gave.
+
+        Raises:
+            ValueError: It is no number of samples.
+        """
+        samples = state["samples"]
+        if not isinstance(samples, int) or samples < 0:
+            raise ValueError(f"the position is {samples!r} samples; it must be a whole number of at least 0")
+        self.samples, self.epoch = samples, state.get("epoch", self.epoch)
+        self.begin, self.lanes = state.get("begin", 0), state.get("lanes", 1)
 
 
 class _Batch(NamedTuple):
@@ -176,7 +230,7 @@ class _Source(Protocol):
     def open(self, epoch: int) -> Iterator[_Batch]:
         """The batches of an epoch."""
 
-    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+    def seek(self, position: Position) -> tuple[int, Iterator[_Batch]]:
         """The epoch of a position and its batches from there on."""
 
 
@@ -205,9 +259,9 @@ class _Sampled:
         self._order.left = self._order.shares(epoch)
         return self._load(epoch)
 
-    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+    def seek(self, position: Position) -> tuple[int, Iterator[_Batch]]:
         """The epoch of a position and its batches from there on; only indices are read up to there."""
-        epoch, self._order.left = self._order.seek(samples)
+        epoch, self._order.left = self._order.seek(position.samples)
         return epoch, self._load(epoch)
 
     def _load(self, epoch: int) -> Iterator[_Batch]:
@@ -262,13 +316,82 @@ class _Streamed:
 
     def open(self, epoch: int) -> Iterator[_Batch]:
         """The batches of an epoch."""
-        _set_epoch(self._loader.dataset, epoch)
+        set_epoch(self._loader.dataset, epoch)
         self._generator.manual_seed(seed_number(self._seed, epoch))  # alike on all ranks, which read the same
         return aside(self._loader, (self._seed, epoch))
 
-    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+    def seek(self, position: Position) -> tuple[int, Iterator[_Batch]]:
         """The epoch of a position and its batches from there on; samples are read up to there."""
-        return _seek(self.open, 0, samples)
+        return _seek(self.open, 0, position.samples)
+
+
+class _Sharded:
+    """An iterable dataset in lanes: each rank reads those of its own samples."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        lanes: int,
+        replica: int,
+        replicas: int,
+        seed: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        size = loader.batch_size or 0
+        places = share(np.arange(size), replica, replicas)
+        self._data = Lanes(
+            loader.dataset,
+            batch_size=size,
+            lanes=lanes,
+            first=int(places[0]),
+            last=int(places[-1]) + 1,
+            all_lanes=group is None,
+            seed=seed,
+        )
+        self._seed, self._group, self._size = seed, group, size
+        self._generator = torch.Generator()
+        self._loader = _rebuilt(
+            loader,
+            dataset=self._data,
+            collate_fn=partial(_collate_part, loader.collate_fn, size),
+            worker_init_fn=partial(_start_worker, loader.worker_init_fn),
+            generator=self._generator,
+            batch_size=None,
+        )
+
+    def open(self, epoch: int) -> Iterator[_Batch]:
+        """The batches of an epoch."""
+        return self._open(epoch, 0)
+
+    def seek(self, position: Position) -> tuple[int, Iterator[_Batch]]:
+        """The epoch of a position and its batches from there on; lanes skip, or are read up to there."""
+        batches, inside = divmod(position.samples - position.begin, self._size)
+        if inside:
+            raise _lies_inside(inside, self._size)
+        return position.epoch, self._open(position.epoch, batches)
+
+    def _open(self, epoch: int, batches: int) -> Iterator[_Batch]:
+        self._data.begin_at(epoch, batches)
+        self._generator.manual_seed(seed_number(self._seed, epoch))
+        found = aside(self._loader, (self._seed, epoch))
+        group = self._group
+        if group is None:
+            return itertools.takewhile(lambda batch: batch is not None, found)
+        return iter(lambda: _next_of_all(found, group), None)
+
+
+def _next_of_all(batches: Iterator[_Batch | None], group: dist.ProcessGroup) -> _Batch | None:
+    """This rank's next batch; None if a rank of the group has no more. One that cannot read raises on all."""
+    problem, batch = None, None
+    try:
+        batch = next(batches)
+    except Exception as error:  # of any kind: the others wait for this rank
+        problem = error
+    state = torch.tensor([0 if problem is not None else 1 if batch is None else 2], device=wire_of(group))
+    dist.all_reduce(state, op=dist.ReduceOp.MIN, group=group)
+    if not state.item():
+        agree(problem, None, group)
+    return batch if state.item() == 2 else None
 
 
 class _Received:
@@ -281,13 +404,13 @@ class _Received:
         """The batches of an epoch."""
         return self._received(partial(self._source.open, epoch))
 
-    def seek(self, samples: int) -> tuple[int, Iterator[_Batch]]:
+    def seek(self, position: Position) -> tuple[int, Iterator[_Batch]]:
         """The epoch of a position and its batches from there on; collective over the group."""
         batches: Iterator[_Batch] = iter(())
 
         def sought() -> int:
             nonlocal batches
-            epoch, batches = self._source.seek(samples)
+            epoch, batches = self._source.seek(position)
             return epoch
 
         epoch = self._reader.read(sought)
@@ -323,6 +446,13 @@ def _collate_loaded(collate: _Collate, loaded: _Batch) -> _Batch:
 
 def _collate_share(collate: _Collate, share_of: _ShareOf, samples: list[Any]) -> _Batch:
     return _Batch(len(samples), collate(share_of(samples)[1]))
+
+
+def _collate_part(collate: _Collate, size: int, part: Part | None) -> _Batch | None:
+    if part is None:
+        return None
+    seed_generators(part.key)
+    return _Batch(size, collate(part.samples))
 
 
 def _start_worker(user: Callable[[int], None] | None, worker: int) -> None:
@@ -362,14 +492,18 @@ def _seek(batches_of: Callable[[int], Iterator[_Counted]], epoch: int, samples: 
             if samples == 0:
                 return epoch, itertools.chain([batch], batches)
             if batch.size > samples:
-                raise ValueError(
-                    f"the position lies {samples} samples inside a global batch of {batch.size}; it must lie between "
-                    f"two: use the batch_size and drop_last that it was saved with"
-                )
+                raise _lies_inside(samples, batch.size)
             samples -= batch.size
         if samples == before:
             raise ValueError(f"the position is {samples} samples on, but epoch {epoch} has no batch; give it samples")
         epoch += 1
+
+
+def _lies_inside(samples: int, size: int) -> ValueError:
+    return ValueError(
+        f"the position lies {samples} samples inside a global batch of {size}; it must lie between two: use the "
+        "batch_size and drop_last that it was saved with"
+    )
 
 
 def _epoch_size(batch_sampler: Any) -> int | None:
@@ -389,13 +523,8 @@ def _prepared(sampler: Any, epoch: int, generator: torch.Generator) -> Any:
         setattr(sampler, name, _prepared(getattr(sampler, name), epoch, generator))
     if hasattr(sampler, "generator"):
         sampler.generator = generator
-    _set_epoch(sampler, epoch)
+    set_epoch(sampler, epoch)
     return sampler
-
-
-def _set_epoch(target: Any, epoch: int) -> None:
-    if hasattr(target, "set_epoch"):
-        target.set_epoch(epoch)
 
 
 def _check(loader: Any, replica: int, replicas: int) -> None:
@@ -416,6 +545,12 @@ def _check(loader: Any, replica: int, replicas: int) -> None:
         raise ValueError(
             f"batch_size {size} does not divide by {replicas} replicas; it is the batch of all replicas together: "
             f"use {near}, or another number of replicas"
+        )
+    lanes = lanes_of(loader.dataset, size) if isinstance(loader.dataset, IterableDataset) else 1
+    if lanes > 1 and loader.num_workers > 1:
+        raise ValueError(
+            f"num_workers is {loader.num_workers}, and a stream of {lanes} lanes is read by one worker of each data rank "
+            "at most; use num_workers=1"
         )
     rest = (_epoch_size(loader.batch_sampler) or 0) % (size or 1)
     if 0 < rest < replicas:

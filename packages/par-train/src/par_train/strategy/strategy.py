@@ -316,8 +316,11 @@ class Strategy(Setup):
             axes = replica_axes(self.groups.topology)
             is_shared = self.options.readers == "one" and self.groups.size(axes) > 1
             group = self.groups[axes] if is_shared else None
+            data_group = self.groups["data"] if replicas > 1 else None
             for given in (given for given in objects if isinstance(given, DataLoader)):
-                loaders[id(given)] = GlobalDataLoader(given, replica=replica, replicas=replicas, seed=seed, group=group)
+                loaders[id(given)] = GlobalDataLoader(
+                    given, replica=replica, replicas=replicas, seed=seed, group=group, data_group=data_group
+                )
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
@@ -608,7 +611,7 @@ class Strategy(Setup):
             A handle for each model.
         """
         self._check_open()
-        positions = [{"samples": position.samples} for _, position in self._loaders]
+        positions = [position.state_dict() for _, position in self._loaders]
         state = {"steps": self._steps, "loaders": positions}
         keywords = {"async_": async_} if options is None else {"async_": async_, "options": options}
         return save_run(self._pairs, state, root, step, keep_last, keywords)
@@ -641,9 +644,8 @@ class Strategy(Setup):
             state = load_run(self._pairs, len(self._loaders), root, step)
             self.steps = state["steps"]
             for (reference, position), saved in zip(self._loaders, state["loaders"], strict=True):
-                position.samples = saved["samples"]
-                if (loader := reference()) is not None:
-                    loader.load_state_dict(saved)
+                loader = reference()
+                (position if loader is None else loader).load_state_dict(saved)
         return step
 
     def close(self) -> None:
