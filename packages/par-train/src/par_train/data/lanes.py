@@ -59,7 +59,7 @@ class Lanes(IterableDataset[Part | None]):
         self._at.copy_(torch.tensor([epoch, batches]))
 
     def __iter__(self) -> Iterator[Part | None]:
-        forget_worker()  # a dataset would share out the shards of each lane among workers, or read them in another order
+        forget_worker()  # with whose number datasets read other shards, or in another order
         epoch, number = self._at.tolist()
         set_epoch(self.dataset, epoch)
         opened = [aside(self._read(lane, epoch, number), (self._seed, epoch, lane)) for lane in self._opened]

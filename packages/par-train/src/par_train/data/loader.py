@@ -83,6 +83,7 @@ class GlobalDataLoader:
         self.device: torch.device | str = "cpu"
         self.cut: Callable[[Any], Any] | None = None
         self.position = Position()
+        self.position.data = str(getattr(loader.dataset, "digest", ""))
         mine = partial(_share_of, replica=replica, replicas=replicas)
         source: _Source
         if not isinstance(loader.dataset, IterableDataset):
@@ -122,15 +123,15 @@ class GlobalDataLoader:
         """Samples that all ranks together have consumed since training began."""
         return self.position.samples
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position. It holds under another number of replicas and workers."""
         return self.position.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a position.
 
         Raises:
-            ValueError: There is no such position between two global batches.
+            ValueError: There is no such position between two global batches, or it was saved of other data.
         """
         position = Position()
         position.load_state_dict(state)
@@ -138,6 +139,11 @@ class GlobalDataLoader:
             raise ValueError(
                 f"the position was saved of a stream in {position.lanes} lanes, and this one has "
                 f"{self.position.lanes}; bring back the batch_size and the number of shards that it was saved with"
+            )
+        if self.position.data and position.data not in ("", self.position.data):
+            raise ValueError(
+                f"the {type(self.dataset).__name__} has other rows than those that the position was saved of; bring "
+                "back the files, the tokenizer and the options of the rows, or begin a new run with the weights alone"
             )
         position.epoch, self._batches = self._opened().seek(position)
         self.position.load_state_dict({**state, "epoch": position.epoch})
@@ -175,20 +181,21 @@ class Position:
         epoch: The epoch of what comes next.
         begin: The number of samples of all epochs before.
         lanes: The number of lanes in which a stream is read; 1 if it is none, or is read whole.
+        data: The dataset's `digest`, which is another one for other data; empty if it has none.
     """
 
-    samples, epoch, begin, lanes = 0, 0, 0, 1
+    samples, epoch, begin, lanes, data = 0, 0, 0, 1, ""
 
     def next_epoch(self) -> None:
         """Goes to the next epoch."""
         self.epoch, self.begin = self.epoch + 1, self.samples
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps. Where a lane ends is not known beforehand, so there the epoch is in it."""
-        state = {"samples": self.samples}
+        state: dict[str, Any] = {"samples": self.samples, **({"data": self.data} if self.data else {})}
         return state if self.lanes == 1 else {**state, "epoch": self.epoch, "begin": self.begin, "lanes": self.lanes}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave.
 
         Raises:
@@ -199,6 +206,7 @@ class Position:
             raise ValueError(f"the position is {samples!r} samples; it must be a whole number of at least 0")
         self.samples, self.epoch = samples, state.get("epoch", self.epoch)
         self.begin, self.lanes = state.get("begin", 0), state.get("lanes", 1)
+        self.data = state.get("data", self.data)
 
 
 class _Batch(NamedTuple):
@@ -549,8 +557,8 @@ def _check(loader: Any, replica: int, replicas: int) -> None:
     lanes = lanes_of(loader.dataset, size) if isinstance(loader.dataset, IterableDataset) else 1
     if lanes > 1 and loader.num_workers > 1:
         raise ValueError(
-            f"num_workers is {loader.num_workers}, and a stream of {lanes} lanes is read by one worker of each data rank "
-            "at most; use num_workers=1"
+            f"num_workers is {loader.num_workers}, and a stream of {lanes} lanes is read by one worker of each data "
+            "rank at most; use num_workers=1"
         )
     rest = (_epoch_size(loader.batch_sampler) or 0) % (size or 1)
     if 0 < rest < replicas:

@@ -8,6 +8,7 @@ run goes on at any row without reading those before. A source that is through be
 own.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -62,6 +63,11 @@ class MixedRows(Dataset[Row]):
         self._ends = [[0] for _ in self._rows]  # of each source, its rows before each of its epochs
         self._places: tuple[int, _Place] | None = None
         self.context = next(iter(lengths.values()))
+
+    @property
+    def digest(self) -> str:
+        """Another one for other rows, of any source, or other weights."""
+        return hashlib.sha256(repr((self._weights, [rows.digest for rows in self._rows])).encode()).hexdigest()[:32]
 
     @property
     def sampler(self) -> RowSampler:

@@ -1,5 +1,6 @@
 """Rows of packed documents as a dataset: what a model of transformers trains on, for a DataLoader of torch's."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -58,6 +59,13 @@ class PackedRows(Dataset[Row]):
                 f"{len(self._documents)} documents of {int(self._lengths.sum())} tokens fill no row of {context}; give "
                 "more text, a shorter context, or packing='whole'"
             )
+
+    @property
+    def digest(self) -> str:
+        """Another one for other rows: of other documents, context, packing or seed."""
+        digest = hashlib.sha256(repr((self.context, self._packing, self._seed, self._corpus.format)).encode())
+        digest.update(self._lengths.tobytes() + self._corpus.hashes[self._documents].tobytes())
+        return digest.hexdigest()[:32]
 
     @property
     def sampler(self) -> "RowSampler":
