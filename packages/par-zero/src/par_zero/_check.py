@@ -119,17 +119,17 @@ def check_offload(
             "offload has overlap=True, which needs stage 3, where a unit can wait for its step before it is gathered; "
             f"this is stage {stage}; leave overlap out"
         )
-    if offload.budget is not None and not STAGES[stage].shards_parameters:
+    if "device" in offload.budgets and not offload.auto and not STAGES[stage].shards_parameters:
         raise ValueError(
             f"budget={offload.budget!r} needs stage 3, where units are gathered before they run; this is stage "
-            f"{stage}: pass stage=3, or leave budget out"
+            f"{stage}: pass stage=3, let optimizer be 'auto', or leave budget out"
         )
     _ = POLICIES[offload.policy]  # somebody provides it
     for name in ("parameters", "gradients"):
-        if name in offload.away and not STAGES[stage].shards_parameters:
+        if name in (*offload.away, *offload.auto) and not STAGES[stage].shards_parameters:
             raise ValueError(
-                f"{name}={offload.away[name]!r} needs stage 3, where units are gathered before they run; this is stage "
-                f"{stage}"
+                f"{name}={getattr(offload, name)!r} needs stage 3, where units are gathered before they run; this is "
+                f"stage {stage}"
             )
     for name, given in offload.away.items():
         for label, parameter in module.named_parameters():

@@ -38,6 +38,7 @@ from .layout.records import SameShare, record_, record_of
 from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
 from .offload.away import Away, bring_away_, plan_away, plan_room
+from .offload.budget import within_budgets
 from .offload.stream import OnDisk
 from .optimizer.agreement import agreed_blocks
 from .optimizer.assembly import assemble
@@ -179,12 +180,13 @@ def shard(
     given = (
         *(share_of is None, gathers is None, tensor is None),
         *(
-            tiers.parts,
-            tiers.parameter_parts,
-            tiers.gradient_parts,
+            tiers.auto,
+            tiers.furthest.parts,
+            tiers.furthest.parameter_parts,
+            tiers.furthest.gradient_parts,
             tiers.piece_bytes,
             tiers.overlap,
-            tiers.budget_bytes,
+            tiers.budgets,
             tiers.policy,
         ),
     )
@@ -200,9 +202,10 @@ def shard(
         plans = plan_chunks(
             members, place_of, records, STAGES[stage], dist.get_world_size(group), options, tensor=len(parts)
         )
-        if tiers.away:
-            with together("shard(offload=...)", *([group] if replicas is None else [group, replicas])):
-                away = plan_away(plans, stepped, STAGES[stage], dist.get_rank(group), tiers, options)
+        sharers = [group] if replicas is None else [group, replicas]
+        tiers, away = _planned_away(
+            tiers, plans, stepped, stage, options, sharers=sharers, module=module, device=device
+        )
     except Exception as error:  # the ranks of the tensor group wait for this one
         if tensor is None:
             raise
@@ -378,6 +381,41 @@ def _engine_of(module: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise ValueError(f"this {type(module).__name__} is not sharded; give what was given to shard()")
     return engine
+
+
+def _planned_away(
+    offload: Offload,
+    plans: Sequence[Plan],
+    stepped: Sequence[ParamGroup],
+    stage: int,
+    options: ShardOptions,
+    *,
+    sharers: Sequence[dist.ProcessGroup],
+    module: nn.Module,
+    device: torch.device | None,
+) -> tuple[Offload, Away | None]:
+    """Which part of what lies in which tier, as far as nobody has said; and what lies elsewhere, if anything does."""
+    if offload.auto or set(offload.budgets) - {"device"}:
+        offload = within_budgets(
+            offload,
+            plans,
+            stepped,
+            STAGES[stage],
+            options,
+            sharers=sharers,
+            beside=_bytes_beside(module, [member.parameter for plan in plans for member in plan.members]),
+            is_on_cpu=device_of(module, device).type == "cpu",
+        )
+    if not offload.away:
+        return offload, None
+    with together("shard(offload=...)", *sharers):
+        return offload, plan_away(plans, stepped, STAGES[stage], dist.get_rank(sharers[0]), offload, options)
+
+
+def _bytes_beside(module: nn.Module, packed: Iterable[nn.Parameter]) -> int:
+    """Bytes of a module's parameters and buffers that are not packed."""
+    own = {id(tensor): tensor.nbytes for _, tensor in tensors_of(module)}
+    return sum(own.values()) - sum(own[id(parameter)] for parameter in packed)
 
 
 def _pack_filled_(

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, Literal
 
@@ -11,7 +11,10 @@ TIERS = ("device", "host", "disk")
 """From the quickest to the largest: what computes, the memory of its host, and a disk of the host."""
 
 Parts = str | float | Mapping[str, float]
-"""A tier; or the part from 0 to 1 that lies on the host; or parts by tier, and the rest on the device."""
+"""A tier; "auto"; the part from 0 to 1 that lies on the host; or parts by tier, and the rest on the device."""
+
+Budget = int | str | Mapping[str, int | str]
+"""Bytes of the device that one rank may take; or those of each tier."""
 
 _UNITS = (
     {"B": 1}
@@ -19,7 +22,10 @@ _UNITS = (
     | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 )
 
-_TIERS_ARE = "it can be 'device', 'host', 'disk', a part from 0 to 1, or a mapping of tiers"
+_TIERS_ARE = "it can be 'device', 'host', 'disk', a part from 0 to 1, a mapping of tiers, or 'auto'"
+
+_AUTO = ("optimizer", "gradients", "parameters")
+"""What may be "auto", in the order in which it leaves the device: what moves fewest bytes in a step leaves first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,8 @@ class Offload:
     Args:
         optimizer: Where its state lies: "device", "host" or "disk"; the part from 0 to 1 that lies on the host; or
             parts by tier, such as {"host": 0.4, "disk": 0.3}, and the rest on the device. What stays nearest is that of
-            the modules that run first.
+            the modules that run first. "auto": as little as the budget of the device asks for lies elsewhere, on the
+            host as far as its budget goes, and else on the disk.
         parameters: Where this rank's shares of units lie at stage 3, from which units are gathered, given in the same
             ways. Whole units lie in one tier.
         gradients: Where reduced gradients lie at stage 3 until the optimizer has stepped, given in the same ways. Those
@@ -64,9 +71,10 @@ class Offload:
             on the disk while the next forward runs, in which each unit waits for its own. No gradient is stale and no
             number changes, but hooks behind a step see the parameters of before. "auto": where computing is not on a
             CPU, of which the thread would take a part.
-        budget: Bytes of the device that one rank may take at stage 3, such as "80GB", or {"device": "80GB"}; on a CPU,
-            of memory. Each step is recorded, and in the next ones those units stay gathered that `place` has room for.
-            None: a unit is freed when the next begins.
+        budget: Bytes that one rank may take, by tier, such as {"device": "80GB", "host": "100GB", "disk": "1TB"}, or
+            "80GB" of the device; on a CPU, of memory. What does not fit is refused. Of the device it is for stage 3,
+            or for something that is "auto". At stage 3 each step is recorded, and in the next ones those units stay
+            gathered that `place` has room for. None: a unit is freed when the next begins.
         policy: The name of the policy of `place` by which they are chosen.
         other: Tells how many bytes on the device are neither parameters, nor gradients, nor state, such as activations;
             called at each moment of a step. None: what the allocator says on an accelerator, and 0 on a CPU.
@@ -84,11 +92,16 @@ class Offload:
     ahead: int = 4
     threads: int = 2
     overlap: bool | Literal["auto"] = "auto"
-    budget: int | str | Mapping[str, int | str] | None = None
+    budget: Budget | None = None
     policy: str = "next_use"
     other: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
+        if self.auto and "device" not in self.budgets:
+            raise ValueError(
+                f"{self.auto[0]} is 'auto', as little as the budget of the device asks for, and budget is "
+                f"{self.budget!r}; give that of the device, such as budget={{'device': '80GB', 'host': '100GB'}}"
+            )
         uses_disk = self.uses_disk
         if self.path is not None and not isinstance(self.path, str | PathLike):
             raise TypeError(f"path is {self.path!r}; give a folder on a local disk")
@@ -101,7 +114,7 @@ class Offload:
                 raise ValueError(f"{name} is {value}; give 1 or more")
         if not isinstance(self.overlap, bool) and self.overlap != "auto":
             raise TypeError(f"overlap is {self.overlap!r}; it can be True, False or 'auto'")
-        _ = self.piece_bytes, self.budget_bytes
+        _ = self.piece_bytes, self.budgets
         if not isinstance(self.policy, str):
             raise TypeError(f"policy is {self.policy!r}; give the name of a policy, such as 'next_use'")
         if self.other is not None and not callable(self.other):
@@ -124,14 +137,36 @@ class Offload:
 
     @property
     def away(self) -> dict[str, Parts]:
-        """What does not lie on the device alone, as it was given: by name of the option."""
-        parts = {"optimizer": self.parts, "parameters": self.parameter_parts, "gradients": self.gradient_parts}
+        """What does not lie on the device alone, or may not, as it was given: by name of the option."""
+        far = self.furthest
+        parts = {"optimizer": far.parts, "parameters": far.parameter_parts, "gradients": far.gradient_parts}
         return {name: getattr(self, name) for name, by_tier in parts.items() if by_tier["device"] < 1}
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything lies on a disk."""
-        return any(parts["disk"] for parts in (self.parts, self.parameter_parts, self.gradient_parts))
+        """Whether anything lies on a disk, or may."""
+        far = self.furthest
+        return any(parts["disk"] for parts in (far.parts, far.parameter_parts, far.gradient_parts))
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """What is "auto", by name of the option, in the order in which it leaves the device."""
+        return tuple(name for name in _AUTO if getattr(self, name) == "auto")
+
+    @property
+    def furthest(self) -> "Offload":
+        """The same, with what is "auto" in the last tier that it may go to: that has a budget."""
+        last = next((tier for tier in ("disk", "host") if self.budgets.get(tier)), "device")
+        return self.with_parts(dict.fromkeys(self.auto, last)) if self.auto else self
+
+    def with_parts(self, parts: Mapping[str, Parts]) -> "Offload":
+        """The same, but for what lies where of some options, by name."""
+        return replace(
+            self,
+            optimizer=parts.get("optimizer", self.optimizer),
+            parameters=parts.get("parameters", self.parameters),
+            gradients=parts.get("gradients", self.gradients),
+        )
 
     @property
     def piece_bytes(self) -> int:
@@ -142,17 +177,18 @@ class Offload:
         return size
 
     @property
-    def budget_bytes(self) -> int | None:
-        """Bytes of the device that one rank may take; None: as many as there are."""
+    def budgets(self) -> dict[str, int]:
+        """Bytes that one rank may take, of each tier that has a budget."""
         if self.budget is None:
-            return None
+            return {}
         given = self.budget if isinstance(self.budget, Mapping) else {"device": self.budget}
-        if set(given) != {"device"}:
-            raise ValueError(
-                f"budget is {self.budget!r}; give that of the device alone, such as '80GB' or {{'device': '80GB'}}, as "
-                "optimizer=, parameters= and gradients= say what lies elsewhere"
-            )
-        return bytes_of(given["device"], "budget", "80GB")
+        for tier in given:
+            if tier not in TIERS:
+                raise ValueError(f"budget has {tier!r}; it can have {', '.join(TIERS)}")
+        return {
+            tier: bytes_of(size, "budget" if size is self.budget else f"budget[{tier!r}]", "80GB")
+            for tier, size in given.items()
+        }
 
     @property
     def folder(self) -> str:
@@ -169,9 +205,11 @@ def _parts_of(name: str, given: object) -> dict[str, float]:
 
     Raises:
         TypeError: Something else.
-        ValueError: Another tier, or parts that are none.
+        ValueError: Another tier, or parts that are none; "auto", of which nobody knows yet.
     """
     remedy = _TIERS_ARE
+    if given == "auto":
+        raise ValueError(f"{name} is 'auto', which becomes parts of tiers in shard(); give parts to ask about")
     if isinstance(given, str):
         if given not in TIERS:
             raise ValueError(f"{name} is {given!r}; {remedy}")
@@ -224,6 +262,21 @@ def text_of(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.1f} {name}"
     return f"{size} B"
+
+
+def least_in_words(tier: str, given: int, parts: Mapping[str, int]) -> str:
+    """What a tier has to have, such as "the budget of the device is 2.0 GB, and 2.6 GB are the least: parameters 2.6".
+
+    Args:
+        tier: The tier.
+        given: Its budget in bytes.
+        parts: Bytes that have to lie there, by what they are.
+    """
+    least = text_of(sum(parts.values()))
+    unit = least.split()[1]
+    told = {name: f"{size / _UNITS[unit]:.{int(unit != 'B')}f}" for name, size in parts.items()}
+    said = ", ".join(f"{name} {number}" for name, number in told.items() if float(number))
+    return f"the budget of the {tier} is {text_of(given)}, and {least} are the least: {said}"
 
 
 def offload_of(given: Offload | Mapping[str, object] | None) -> Offload:

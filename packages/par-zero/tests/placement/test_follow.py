@@ -353,8 +353,8 @@ REFUSED = {
     "little": (
         {"budget": 100_000},
         3,
-        r"the budget of the device is 100\.0 KB, and 119\.\d KB are the least: parameters 29\.9 KB, the root's unit "
-        r"2\.2 KB, two units 27\.6 KB, gradients 29\.9 KB, optimizer 29\.\d KB; give more, or make units smaller by",
+        r"the budget of the device is 100\.0 KB, and 119\.\d KB are the least: parameters 29\.9, the root's unit 2\.2, "
+        r"two units 27\.6, gradients 29\.9, optimizer 29\.\d; give more, or make units smaller by",
     ),
     "stage": ({"budget": "1GB"}, 2, r"budget='1GB' needs stage 3, where units .*; this is stage 2: pass stage=3"),
     "policy": ({"budget": "1GB", "policy": "next"}, 3, "no policy is called 'next'; did you mean 'next_use'"),
@@ -389,7 +389,7 @@ def test_activations_that_leave_too_little_are_named_on_all_ranks():
     ("given", "error", "words"),
     [
         ({"budget": "much"}, ValueError, "budget is 'much'; give a number and one of B, KB"),
-        ({"budget": {"device": 1, "host": 2}}, ValueError, "give that of the device alone, such as '80GB'"),
+        ({"budget": {"device": 1, "tape": 2}}, ValueError, "budget has 'tape'; it can have device, host, disk"),
         ({"policy": 3}, TypeError, "policy is 3; give the name of a policy, such as 'next_use'"),
         ({"other": 3}, TypeError, "other is 3; give a function that returns bytes, or None"),
     ],

@@ -1,6 +1,6 @@
 """What of the optimizers' state lies elsewhere than where they make it, planned before anything is changed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from ..layout.packing import Range
 from ..optimizer.probe import slots_of_steps
 from ..placement.room import Room
 from .disk import Disk, tensors_in
-from .pieces import COPY, Block, blocks, cut, pages, spread
+from .pieces import COPY, Block, Slots, blocks, cut, pages, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +67,99 @@ def plan_away(
         ValueError: The disk has too little room, or the folder is none.
         OSError: The file cannot be made.
     """
-    stepped = [plan for plan in plans if plan.members[0].owner >= 0]
-    slots = {
+    laid = lay_out(plans, held_of(plans, stage, rank), slots_by_group(plans, groups, options), offload, options)
+    size = max((block.stop for found in laid.blocks.values() for block in found), default=0)
+    shares: dict[Plan, int] = {}
+    for plan in plans:
+        if laid.homes[plan].parameters == "disk":
+            shares[plan] = size
+            size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize)
+    return Away(
+        homes=list(laid.homes.values()),
+        cuts=[laid.pieces.get(plan) for plan in plans],
+        blocks=list(laid.blocks.values()),
+        shares=[shares.get(plan) for plan in plans],
+        disk=Disk(offload.folder, size, offload.threads) if offload.uses_disk else None,
+        ahead=offload.ahead,
+        late=offload.overlap is True,  # "auto" is nowhere yet, as all parameters are on a CPU
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """What lies where of chunks, before there is a file.
+
+    Args:
+        homes: Where each chunk's parameters and gradients lie.
+        pieces: The pieces of each chunk that an optimizer has, each in one tier.
+        blocks: What the pieces of each chunk of which anything is on the disk have in the file, in their order.
+    """
+
+    homes: Mapping[Plan, Home]
+    pieces: Mapping[Plan, Sequence[Range]]
+    blocks: Mapping[Plan, Sequence[Block]]
+
+
+Held = Sequence[Sequence[Range]]
+"""What a rank's optimizers hold of each chunk that is stepped, the first that runs first."""
+
+
+def held_of(plans: Sequence[Plan], stage: Stage, rank: int) -> Held:
+    """What a rank's optimizers hold.
+
+    Args:
+        plans: The chunks, the last that runs first.
+        stage: The ZeRO stage: of what a rank keeps its share alone.
+        rank: Which share is this rank's.
+    """
+    held = []
+    for plan in reversed(_stepped(plans)):
+        low, high = plan.layout.share(rank) if stage.shards_state else (0, plan.layout.size)
+        held.append(tuple(plan.layout.slices(low, high)))
+    return tuple(held)
+
+
+def slots_by_group(
+    plans: Sequence[Plan], groups: Sequence[ParamGroup], options: ShardOptions
+) -> dict[tuple[int, torch.dtype], Slots]:
+    """What an optimizer keeps for each element, by param group and dtype of the parameters.
+
+    Args:
+        plans: The chunks.
+        groups: The param groups of all optimizers.
+        options: The dtype of parameters in use: the optimizer has copies of those that are of another one.
+    """
+    return {
         (group, plan.dtype): ({COPY: plan.dtype} if plan.dtype_in_use(options) != plan.dtype else {})
         | slots_of_steps(groups[group].optimizer, groups[group].settings, plan.dtype)
-        for plan in stepped
+        for plan in _stepped(plans)
         for group in {member.group for member in plan.members}
     }
+
+
+def lay_out(
+    plans: Sequence[Plan],
+    held: Held,
+    slots: Mapping[tuple[int, torch.dtype], Slots],
+    offload: Offload,
+    options: ShardOptions,
+) -> Laid:
+    """Says what lies where. Pure arithmetic.
+
+    Args:
+        plans: The chunks, the last that runs first.
+        held: What a rank's optimizers hold of them.
+        slots: What an optimizer keeps for each element, by param group and dtype.
+        offload: Which part goes where.
+        options: The dtype of parameters in use.
+    """
+    stepped = _stepped(plans)
     homes = dict(zip(plans, homes_of(plans, offload, options), strict=True))
     widest = max(
         *(dtype.itemsize for found in slots.values() for dtype in found.values()),
         *(plan.dtype.itemsize for plan in stepped if homes[plan].is_on_disk),
         *(1, 1),
     )
-    held = []
-    for plan in reversed(stepped):  # forward
-        low, high = plan.layout.share(rank) if stage.shards_state else (0, plan.layout.size)
-        held.append(list(plan.layout.slices(low, high)))
     of_units = [homes[plan].is_on_disk for plan in reversed(stepped)]
     cuts = cut(held, offload.parts, offload.piece_bytes // widest, of_units)
     pieces = dict(zip(reversed(stepped), cuts, strict=True))
@@ -104,21 +180,12 @@ def plan_away(
     by_plan: dict[Plan, list[Block]] = {plan: [] for plan in plans}
     for (plan, _), block in zip(in_pieces, in_file, strict=True):
         by_plan[plan].append(block)
-    size = in_file[-1].stop if in_file else 0
-    shares: dict[Plan, int] = {}
-    for plan in plans:
-        if homes[plan].parameters == "disk":
-            shares[plan] = size
-            size += pages(plan.layout.shard * plan.dtype_in_use(options).itemsize)
-    return Away(
-        homes=list(homes.values()),
-        cuts=[pieces.get(plan) for plan in plans],
-        blocks=list(by_plan.values()),
-        shares=[shares.get(plan) for plan in plans],
-        disk=Disk(offload.folder, size, offload.threads) if offload.uses_disk else None,
-        ahead=offload.ahead,
-        late=offload.overlap is True,  # "auto" is nowhere yet, as all parameters are on a CPU
-    )
+    return Laid(homes=homes, pieces=pieces, blocks=by_plan)
+
+
+def _stepped(plans: Sequence[Plan]) -> list[Plan]:
+    """The chunks that an optimizer has, in their order."""
+    return [plan for plan in plans if plan.members[0].owner >= 0]
 
 
 def homes_of(plans: Sequence[Plan], offload: Offload, options: ShardOptions) -> list[Home]:
@@ -190,11 +257,11 @@ def plan_room(
     Raises:
         ValueError: It leaves too little, on any rank.
     """
-    if offload.budget_bytes is None:
+    if "device" not in offload.budgets:
         return None
     resident = resident_bytes(plans, groups, dist.get_rank(sharers[0]), options, offload)
     with together("shard(offload=...)", *sharers):
-        return Room(offload.budget_bytes, resident, whole_bytes(plans, options), offload.policy, offload.other)
+        return Room(offload.budgets["device"], resident, whole_bytes(plans, options), offload.policy, offload.other)
 
 
 def resident_bytes(

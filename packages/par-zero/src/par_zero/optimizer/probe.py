@@ -64,14 +64,37 @@ def slots_of_steps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.
         group: The param group whose settings are tried.
         dtype: Dtype of the tensor.
     """
+    parameter, state = _state_of_steps(optimizer, group, dtype)
+    return {name: value.dtype for name, value in state.items() if is_per_element(name, value, parameter.shape)}
+
+
+def count_bytes_of_steps(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """Bytes of what an optimizer keeps for a tensor as a whole after a few steps, such as Adam's count of them.
+
+    Args:
+        optimizer: The optimizer whose class is tried; it is not touched.
+        group: The param group whose settings are tried.
+        dtype: Dtype of the tensor.
+    """
+    parameter, state = _state_of_steps(optimizer, group, dtype)
+    return sum(
+        value.nbytes
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not is_per_element(name, value, parameter.shape)
+    )
+
+
+def _state_of_steps(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[nn.Parameter, Mapping[str, Any]]:
+    """A tensor after a few steps, and what the optimizer keeps for it."""
     with torch.random.fork_rng(devices=[]):
         parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
         twin = _twin(optimizer, group, [parameter])
         for _ in range(_STEPS):
             parameter.grad = torch.randn(3, 5, dtype=dtype)
             twin.step()
-    state: Mapping[str, Any] = twin.state.get(parameter, {})
-    return {name: value.dtype for name, value in state.items() if is_per_element(name, value, parameter.shape)}
+    return parameter, twin.state.get(parameter, {})
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,10 +2,20 @@
 
 from collections.abc import Callable, Mapping
 
-from .._tiers import text_of
+from .._tiers import least_in_words
 from .ledger import Placement, Sizes
 from .moments import Trace
 from .place import check_least, place
+
+
+def units_at_once(sizes: Mapping[int, int]) -> dict[str, int]:
+    """Bytes of the units that are whole at one time at least: the root's, one that runs, and one that comes.
+
+    Args:
+        sizes: Bytes of each unit that is whole, by number; 0 is that of the root.
+    """
+    largest = sorted((size for number, size in sizes.items() if number), reverse=True)[:2]
+    return {"the root's unit": sizes.get(0, 0), "two units" if len(largest) > 1 else "one unit": sum(largest)}
 
 
 class Room:
@@ -34,20 +44,14 @@ class Room:
         policy: str,
         other: Callable[[], int] | None,
     ) -> None:
-        largest = sorted((size for number, size in sizes.items() if number), reverse=True)[:2]
         parts = {
             "parameters": resident["parameters"],
-            "the root's unit": sizes.get(0, 0),
-            "two units" if len(largest) > 1 else "one unit": sum(largest),
+            **units_at_once(sizes),
             **{name: size for name, size in resident.items() if name != "parameters"},
         }
-        least = sum(parts.values())
-        if least > budget:
-            said = ", ".join(f"{name} {text_of(size)}" for name, size in parts.items() if size)
-            raise ValueError(
-                f"the budget of the device is {text_of(budget)}, and {text_of(least)} are the least: {said}; give "
-                "more, or make units smaller by units="
-            )
+        if sum(parts.values()) > budget:
+            words = least_in_words("device", budget, parts)
+            raise ValueError(f"{words}; give more, or make units smaller by units=")
         self.resident = dict(resident)
         self.other = other
         self._budget, self._policy = budget, policy
