@@ -1,4 +1,4 @@
-"""What is "auto" lies elsewhere as far as budgets ask for: within every tier, with the same bits, or refused in words."""
+"""What is "auto" lies elsewhere as far as budgets ask for: within every tier, with the same bits, or refused."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 from par_testing import for_each
 from par_zero import Offload, memory, residency, shard
 
-from ..helpers import assert_same, sgd, whole
+from ..helpers import assert_same, batch, whole
 from .cases import BF16, moments, small
 
 WIDTH, BLOCKS = 64, 4
@@ -39,9 +39,7 @@ def trained(stage, offload, make=small, **options):
     shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, inflight=2, offload=offload, **options)
     losses, most = [], dict.fromkeys(("device", "host", "disk"), 0)
     for step in range(3):
-        x = torch.full((2, WIDTH), 0.1 * (step + 1 + dist.get_rank()), dtype=options.get("param_dtype"))
-        loss = (x + torch.arange(WIDTH).to(x.dtype) / WIDTH).sin()
-        loss = module(loss).square().mean()
+        loss = module(batch(step, width=WIDTH).to(options.get("param_dtype"))).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,17 +49,104 @@ def trained(stage, offload, make=small, **options):
     return {"loss": torch.stack(losses)} | whole(module) | moments(optimizer), most, module
 
 
+ALL = ("optimizer", "gradients", "parameters")
+WITHIN = {
+    "0, host": (0, {}, {"host": "1MB"}, 30_000),
+    "1, disk": (1, {}, {"disk": "1MB"}, 30_000),
+    "2, both, copies": (2, BF16, {"host": 40_000, "disk": "1MB"}, 50_000),
+    "3, disk": (3, {}, {"disk": "1MB"}, 110_000),
+    "3, both, copies": (3, BF16, {"host": 60_000, "disk": "1MB"}, 60_000),
+}
+
+
 @pytest.mark.ranks(2)
-def test_x(tmp_path):
-    for stage in range(4):
-        for o in ({}, BF16):
-            _, full, m = trained(stage, None, **o)
-            print(stage, o, full); print(residency(m))
-            for b in (full["device"] - 30_000, 100):
-                for rooms in ({"host": "1MB"}, {"disk": "1MB"}, {"host": 40_000, "disk": "1MB"}):
-                    auto = ("optimizer", "gradients", "parameters")[:3 if stage == 3 else 1]
-                    try:
-                        _, full2, m = trained(stage, Offload(**dict.fromkeys(auto, "auto"), path=tmp_path, piece=2048, ahead=2, budget={"device": b, **rooms}), **o)
-                        print(b, rooms, full2); print(residency(m))
-                    except ValueError as e:
-                        print(b, rooms, e)
+@for_each(case=WITHIN)
+def test_what_is_auto_fits_into_every_tier_with_the_bits_of_none(case, tmp_path):
+    stage, dtypes, rooms, less = WITHIN[case]
+    plain, most, _ = trained(stage, None, **dtypes)
+    budget = {"device": most["device"] - less, **rooms}
+    auto = dict.fromkeys(ALL if stage == 3 else ALL[:1], "auto")
+    offload = Offload(**auto, path=tmp_path, piece=2048, ahead=2, budget=budget)
+    found, most, module = trained(stage, offload, **dtypes)
+    assert_same(found, plain)
+    sizes = Offload(budget=budget).budgets
+    held = residency(module)
+    assert all(most[tier] <= sizes.get(tier, most[tier]) for tier in most), (sizes, most, str(held))
+    assert all(most[tier] for tier in rooms), (sizes, most, str(held))
+    # Beyond the least there is one chunk at most: gradients that arrive, which are cast later, or one that is not cut.
+    assert sizes["device"] - most["device"] <= 2 * BLOCK, (sizes, most, str(held))
+
+
+@pytest.mark.ranks(2)
+def test_what_has_room_stays_on_the_device(tmp_path):
+    offload = Offload(optimizer="auto", path=tmp_path, budget={"device": "1MB", "disk": "1MB"})
+    found, most, _ = trained(2, offload)
+    assert_same(found, trained(2, None)[0])
+    assert most["host"] == most["disk"] == 0
+
+
+AUTO = {"optimizer": "auto"}
+REFUSED = {
+    "alone": (
+        1,
+        AUTO | {"budget": "100KB"},
+        r"the budget of the device is 100\.0 KB, and 24\d\.\d KB are the least: parameters 66\.6, gradients 66\.0, "
+        r"optimizer 66\.1, buffers 49\.2; raise it, or give bytes of a host or a disk, where the optimizer's state may",
+    ),
+    "device": (
+        3,
+        AUTO | {"budget": {"device": "100KB", "host": "1MB"}},
+        r"the budget of the device is 100\.0 KB, and 182\.1 KB are the least: parameters 33\.6, the root's unit 0\.8, two "
+        r"units 32\.8, gradients 33\.0, buffers 81\.9; raise it",
+    ),
+    "host": (
+        1,
+        AUTO | {"budget": {"device": "200KB", "host": "1KB"}},
+        r"the budget of the host is 1\.0 KB, and 4\d\.\d KB are the least: optimizer 4\d\.\d, for which the device",
+    ),
+    "disk": (
+        1,
+        AUTO | {"budget": {"device": "200KB", "host": "20KB", "disk": "2KB"}, "piece": 2048, "ahead": 1},
+        r"the budget of the disk is 2\.0 KB, and \d+\.\d KB are the least: optimizer \d+\.\d, for which the device",
+    ),
+    "given": (
+        1,
+        {"optimizer": "host", "budget": {"host": "10KB"}},
+        r"the budget of the host is 10\.0 KB, and 66\.0 KB are the least: optimizer 66\.0; raise it, or let less lie",
+    ),
+    "stage": (2, AUTO | {"parameters": "auto", "budget": "1MB"}, "parameters='auto' needs stage 3, where units are"),
+}
+
+
+@pytest.mark.ranks(2)
+@for_each(what=REFUSED)
+def test_a_budget_that_is_too_small_is_refused_on_all_ranks_before_anything_is_changed(what, tmp_path):
+    stage, options, words = REFUSED[what]
+    module = Model()
+    optimizer = small([each for each in module.parameters() if each.requires_grad])
+    before = [id(each) for each in optimizer.param_groups[0]["params"]]
+    offload = Offload(path=tmp_path, **options)
+    with pytest.raises(ValueError, match=words):
+        shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, inflight=2, offload=offload)
+    assert_same(dict(module.named_parameters()), dict(Model().named_parameters()))
+    assert [id(each) for each in optimizer.param_groups[0]["params"]] == before
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (AUTO, "optimizer is 'auto', as little as the budget of the device asks for, and budget is None; give that"),
+        (AUTO | {"budget": {"host": "1GB"}}, "and budget is {'host': '1GB'}; give that of the device"),
+        (AUTO | {"budget": {"device": "1GB", "disk": "1GB"}}, "the disk needs a path; give a folder on a local disk"),
+        ({"budget": {"host": "much"}}, r"budget\['host'\] is 'much'; give a number and one of B, KB"),
+    ],
+)
+def test_options_that_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Offload(**options)
+
+
+def test_nobody_is_told_bytes_of_what_is_auto():
+    with pytest.raises(ValueError, match=r"optimizer is 'auto', which becomes parts of tiers in shard\(\); give parts"):
+        memory(1, 1000, 2, offload=Offload(**AUTO, budget="1MB"))
