@@ -96,8 +96,8 @@ REFUSED = {
     "device": (
         3,
         AUTO | {"budget": {"device": "100KB", "host": "1MB"}},
-        r"the budget of the device is 100\.0 KB, and 182\.1 KB are the least: parameters 33\.6, the root's unit 0\.8, two "
-        r"units 32\.8, gradients 33\.0, buffers 81\.9; raise it",
+        r"the budget of the device is 100\.0 KB, and 182\.1 KB are the least: parameters 33\.6, the root's unit 0\.8, "
+        r"two units 32\.8, gradients 33\.0, buffers 81\.9, with all that is 'auto' elsewhere; raise it",
     ),
     "host": (
         1,

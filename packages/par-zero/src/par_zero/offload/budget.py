@@ -315,4 +315,4 @@ def _check(offload: Offload, of_all: Sequence[Counted]) -> None:
         names = " and ".join(_NAMED[name] for name in offload.auto)
         if not any(offload.budgets.get(far) for far in ("host", "disk")):
             raise ValueError(f"{words}; raise it, or give bytes of a host or a disk, where {names} may lie")
-        raise ValueError(f"{words}; raise it")
+        raise ValueError(f"{words}, with all that is 'auto' elsewhere; raise it")
