@@ -83,7 +83,8 @@ class GlobalDataLoader:
         self.device: torch.device | str = "cpu"
         self.cut: Callable[[Any], Any] | None = None
         self.position = Position()
-        self.position.data = str(getattr(loader.dataset, "digest", ""))
+        digest = getattr(loader.dataset, "digest", None)
+        self.position.data = digest if isinstance(digest, str) else ""
         mine = partial(_share_of, replica=replica, replicas=replicas)
         source: _Source
         if not isinstance(loader.dataset, IterableDataset):
@@ -101,7 +102,10 @@ class GlobalDataLoader:
     def __len__(self) -> int:
         """Global batches in an epoch."""
         if self.position.lanes > 1:
-            raise TypeError("an epoch of a stream in lanes has no length: it ends with the first lane that ends")
+            raise TypeError(
+                f"a stream in {self.position.lanes} lanes has no length, as an epoch ends with the first lane that "
+                "ends; count the batches that come"
+            )
         return len(self._plain)
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,7 +144,7 @@ class GlobalDataLoader:
                 f"the position was saved of a stream in {position.lanes} lanes, and this one has "
                 f"{self.position.lanes}; bring back the batch_size and the number of shards that it was saved with"
             )
-        if self.position.data and position.data not in ("", self.position.data):
+        if position.data and self.position.data and position.data != self.position.data:
             raise ValueError(
                 f"the {type(self.dataset).__name__} has other rows than those that the position was saved of; bring "
                 "back the files, the tokenizer and the options of the rows, or begin a new run with the weights alone"
@@ -392,7 +396,7 @@ def _next_of_all(batches: Iterator[_Batch | None], group: dist.ProcessGroup) -> 
     """This rank's next batch; None if a rank of the group has no more. One that cannot read raises on all."""
     problem, batch = None, None
     try:
-        batch = next(batches)
+        batch = next(batches, None)
     except Exception as error:  # of any kind: the others wait for this rank
         problem = error
     state = torch.tensor([0 if problem is not None else 1 if batch is None else 2], device=wire_of(group))
