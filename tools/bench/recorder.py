@@ -2,7 +2,8 @@
 
 Turns of steps in one process, in a drawn order that both ranks have alike: bare, beside a `Diagnosis`, and beside what
 samples the waiting for lines of metrics. And the flight recorder of torch itself, which reads a variable when a process
-makes its first group, in fresh processes in turn. Run as `python tools/bench/recorder.py`; writes
+makes its first group: an operation of one rank in fresh processes in turn. Times are those of the processor, all threads of a rank
+together, as other work of the machine would hide a hundredth. Run as `python tools/bench/recorder.py`; writes
 docs/benchmarks/recorder.md and .json.
 """
 
@@ -27,7 +28,7 @@ from par_train import Diagnosis
 from par_train.run.goodput import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
-TURNS, STEPS, PROCESSES = 24, 25, 5
+TURNS, STEPS, PROCESSES, DEPTH = 40, 25, 5, 20
 BARE, WATCHED, SAMPLED = "bare", "beside Diagnosis", "beside the sampling of waits"
 ON, OFF = "torch's recorder on (its default)", "torch's recorder off"
 
@@ -40,32 +41,34 @@ def main() -> None:
     for turn in range(PROCESSES):
         for name in shuffled([ON, OFF], turn):
             os.environ["TORCH_FR_BUFFER_SIZE"] = "2000" if name == ON else "0"
-            recording[name].append(statistics.median(spawned(RANKS, measure_bare)))
+            recording[name].append(statistics.median(spawned(1, measure_operation)))
     sizes = f"{BLOCKS} blocks of width {WIDTH} over {RANKS} tensor ranks of gloo, batch {BATCH} x {LENGTH}, one thread"
     sections = [
         Section(
             title="The watch",
             note=f"{sizes}: forward, backward and {collectives} collectives a step. Mean of {STEPS} steps in each of "
-            f"{TURNS} turns, in one process; the ratio is the median of those within a turn. To read the last 2,000 "
+            f"{TURNS} turns, in one process, seconds of the processor; the ratio is the median of those within a turn. To read the last 2,000 "
             f"operations with their call sites takes {first:.2f} s at first and {again:.3f} s again.",
             rows=watching,
         ),
         Section(
             title="The record",
-            note=f"The same step in {PROCESSES} fresh pairs of processes each, in turn. torch keeps this record "
-            "whether anybody reads it or not.",
-            rows=[row(name, seconds, recording[OFF]) for name, seconds in recording.items()],
+            note=f"An all-reduce of ten numbers on one rank of gloo, {DEPTH} calls deep, in {PROCESSES} fresh processes "
+            "each, in turn; microseconds of the processor. torch keeps this record whether anybody reads it or not.",
+            rows=[row(name, seconds, recording[OFF], "us an operation", 1e6) for name, seconds in recording.items()],
         ),
     ]
     write_sections("recorder", "A flight recorder, and the watch beside a step", sections)
 
 
-def row(name: str, seconds: list[float], reference: list[float]) -> dict[str, object]:
+def row(
+    name: str, seconds: list[float], reference: list[float], unit: str = "ms a step", scale: float = 1e3
+) -> dict[str, object]:
     """A line of the table."""
     return {
         "contender": name,
-        "median ms a step": f"{1e3 * statistics.median(seconds):.3f}",
-        "quartiles ms": f"{1e3 * quartile(seconds, 1):.3f} to {1e3 * quartile(seconds, 3):.3f}",
+        f"median {unit}": f"{scale * statistics.median(seconds):.3f}",
+        "quartiles": f"{scale * quartile(seconds, 1):.3f} to {scale * quartile(seconds, 3):.3f}",
         "to the reference": f"{ratio(seconds, reference):.4f}",
     }
 
@@ -97,10 +100,17 @@ def measure() -> tuple[dict[str, list[float]], int, tuple[float, float]]:
     return taken, collectives, (first, time.perf_counter() - began)
 
 
-def measure_bare() -> list[float]:
-    """Seconds of a step. On a rank."""
-    _, step = made()
-    return [timed(step) for _ in range(12)][2:]
+def measure_operation() -> list[float]:
+    """Seconds of an operation. On a rank."""
+    tensor = torch.ones(10)
+
+    def call(depth: int) -> None:
+        if depth:
+            call(depth - 1)
+        else:
+            torch.distributed.all_reduce(tensor)
+
+    return [timed(lambda: call(DEPTH), 1000) for _ in range(8)][2:]
 
 
 def made() -> tuple[ProcessGroups, Callable[[], None]]:
@@ -119,12 +129,12 @@ def made() -> tuple[ProcessGroups, Callable[[], None]]:
     return groups, step
 
 
-def timed(step: Callable[[], None]) -> float:
-    """Seconds of one of some steps."""
-    began = time.perf_counter()
-    for _ in range(STEPS):
+def timed(step: Callable[[], None], steps: int = STEPS) -> float:
+    """Seconds of the processor, all threads together, for one of some steps."""
+    began = time.process_time()
+    for _ in range(steps):
         step()
-    return (time.perf_counter() - began) / STEPS
+    return (time.process_time() - began) / steps
 
 
 if __name__ == "__main__":
