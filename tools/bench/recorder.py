@@ -2,9 +2,9 @@
 
 Turns of steps in one process, in a drawn order that both ranks have alike: bare, beside a `Diagnosis`, and beside what
 samples the waiting for lines of metrics. And the flight recorder of torch itself, which reads a variable when a process
-makes its first group: an operation of one rank in fresh processes in turn. Times are those of the processor, all threads of a rank
-together, as other work of the machine would hide a hundredth. Run as `python tools/bench/recorder.py`; writes
-docs/benchmarks/recorder.md and .json.
+makes its first group: an operation of one rank in fresh processes in turn. Times are those of the processor, all
+threads of a rank together: other work of the machine would hide a hundredth. Run as `python tools/bench/recorder.py`;
+writes docs/benchmarks/recorder.md and .json.
 """
 
 import os
@@ -47,14 +47,15 @@ def main() -> None:
         Section(
             title="The watch",
             note=f"{sizes}: forward, backward and {collectives} collectives a step. Mean of {STEPS} steps in each of "
-            f"{TURNS} turns, in one process, seconds of the processor; the ratio is the median of those within a turn. To read the last 2,000 "
-            f"operations with their call sites takes {first:.2f} s at first and {again:.3f} s again.",
+            f"{TURNS} turns, in one process, milliseconds of the processor; the ratio is the median of those within a "
+            f"turn. To read the last 2,000 operations with their call sites takes {first:.2f} s at first and "
+            f"{again:.3f} s again.",
             rows=watching,
         ),
         Section(
             title="The record",
-            note=f"An all-reduce of ten numbers on one rank of gloo, {DEPTH} calls deep, in {PROCESSES} fresh processes "
-            "each, in turn; microseconds of the processor. torch keeps this record whether anybody reads it or not.",
+            note=f"An all-reduce of ten numbers on one rank of gloo, {DEPTH} calls deep, in {PROCESSES} fresh "
+            "processes each, in turn; microseconds of the processor. torch keeps this record in any case.",
             rows=[row(name, seconds, recording[OFF], "us an operation", 1e6) for name, seconds in recording.items()],
         ),
     ]
