@@ -28,15 +28,18 @@ from par_train import Diagnosis
 from par_train.run.goodput import Exposed
 
 RANKS, BLOCKS, WIDTH, HEADS, BATCH, LENGTH = 2, 8, 64, 8, 4, 16
-TURNS, STEPS, PROCESSES, DEPTH = 40, 25, 5, 20
+TURNS, STEPS, PROCESSES, DEPTH, IDLE = 16, 20, 4, 20, 8.0
 BARE, WATCHED, SAMPLED = "bare", "beside Diagnosis", "beside the sampling of waits"
 ON, OFF = "torch's recorder on (its default)", "torch's recorder off"
 
 
 def main() -> None:
     """Measures both and writes the page."""
-    taken, collectives, (first, again) = spawned(RANKS, measure)
-    watching = [row(name, seconds, taken[BARE]) for name, seconds in taken.items()]
+    taken, idle, collectives, (first, again) = spawned(RANKS, measure)
+    watching = [
+        {**row(name, seconds, taken[BARE]), "its own thread, % of a core": f"{100 * (idle[name] - idle[BARE]):.3f}"}
+        for name, seconds in taken.items()
+    ]
     recording: dict[str, list[float]] = {ON: [], OFF: []}
     for turn in range(PROCESSES):
         for name in shuffled([ON, OFF], turn):
@@ -48,8 +51,9 @@ def main() -> None:
             title="The watch",
             note=f"{sizes}: forward, backward and {collectives} collectives a step. Mean of {STEPS} steps in each of "
             f"{TURNS} turns, in one process, milliseconds of the processor; the ratio is the median of those within a "
-            f"turn. To read the last 2,000 operations with their call sites takes {first:.2f} s at first and "
-            f"{again:.3f} s again.",
+            "turn. As nothing is done for an operation, all that the watch can cost is its thread, which is measured by "
+            f"itself, too: {IDLE} s in which the rank sleeps. To read the last 2,000 operations with their call sites "
+            f"takes {first:.2f} s at first and {again:.3f} s again.",
             rows=watching,
         ),
         Section(
@@ -74,8 +78,13 @@ def row(
     }
 
 
-def measure() -> tuple[dict[str, list[float]], int, tuple[float, float]]:
-    """Seconds of a step under each contender, the collectives of a step, and the seconds of two readings. On a rank."""
+def measure() -> tuple[dict[str, list[float]], dict[str, float], int, tuple[float, float]]:
+    """What main() shows of a rank.
+
+    Returns:
+        Seconds of a step in each turn, and of each second in which the rank sleeps, by contender; the collectives of a
+        step; and the seconds of the first and of the second reading.
+    """
     groups, step = made()
     with tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -90,6 +99,12 @@ def measure() -> tuple[dict[str, list[float]], int, tuple[float, float]]:
                     seconds = timed(step)
                 if turn >= 2:
                     taken[name].append(seconds)
+        idle: dict[str, float] = {}
+        for name, beside in contenders.items():
+            with beside():
+                began = time.process_time()
+                time.sleep(IDLE)
+                idle[name] = (time.process_time() - began) / IDLE
     recorder = FlightRecorder(groups)
     before = sum(recorder.begun())
     step()
@@ -98,7 +113,7 @@ def measure() -> tuple[dict[str, list[float]], int, tuple[float, float]]:
     recorder.communicators()
     first, began = time.perf_counter() - began, time.perf_counter()
     recorder.communicators()
-    return taken, collectives, (first, time.perf_counter() - began)
+    return taken, idle, collectives, (first, time.perf_counter() - began)
 
 
 def measure_operation() -> list[float]:
