@@ -52,8 +52,8 @@ def main() -> None:
             note=f"{sizes}: forward, backward and {collectives} collectives a step. Mean of {STEPS} steps in each of "
             f"{TURNS} turns, in one process, milliseconds of the processor; the ratio is the median of those within a "
             "turn. As nothing is done for an operation, all that the watch can cost is its thread, which is measured "
-            f"by itself, too: {IDLE} s in which the rank sleeps. To read the last 2,000 operations with their call sites "
-            f"takes {first:.2f} s at first and {again:.3f} s again.",
+            f"by itself, too: {IDLE} s in which the rank sleeps. To read the last 2,000 operations with their call "
+            f"sites takes {first:.2f} s at first and {again:.3f} s again.",
             rows=watching,
         ),
         Section(

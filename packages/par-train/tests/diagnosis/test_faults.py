@@ -98,7 +98,7 @@ def said(warm_python, folder, fault):
 )
 def test_one_line_names_the_rank_the_place_and_the_cause_in_time(warm_python, tmp_path, fault, capsys):
     lines = said(warm_python, tmp_path, fault)
-    assert len(lines) == 1, lines
+    assert len(lines) == 1, "\n".join(lines)
     seconds, _, line = lines[0].partition(" ")
     assert all(words in line for words in EXPECTED[fault]), line
     assert float(seconds) < planted.TIMEOUT + 5

@@ -13,6 +13,7 @@ from par_groups import ProcessGroups, Topology
 from par_pipeline.schedules.registry import SCHEDULES
 from par_testing import once
 from par_train import Strategy
+from par_train._errors import TrainingError
 from par_train.jobs.checkpoint import TrainingState, save_checkpoint
 from par_train.jobs.gpt import GPT
 from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
@@ -377,3 +378,18 @@ def test_validation_windows_that_replicas_cannot_share_evenly():
             trainer = Trainer(options(zero=zero, data=data), text(), groups, torch.device("cpu"))
             found.append(trainer.validate())
     assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_that_is_no_number_on_one_rank_alone_is_told_with_its_rank():
+    with ProcessGroups(Topology.from_config({}, 2)) as groups:
+        trainer = Trainer(options(), text(), groups, torch.device("cpu"))
+        forward_backward = trainer._forward_backward
+
+        def spoiled():
+            loss, count = forward_backward()
+            return (loss * float("nan") if dist.get_rank() == 1 else loss), count
+
+        trainer._forward_backward = spoiled
+        with pytest.raises(TrainingError, match="the loss became nan at step 1 on rank 1 alone; lower"):
+            trainer.advance(0)

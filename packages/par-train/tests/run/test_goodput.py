@@ -106,6 +106,19 @@ def test_lines_tell_mfu_and_where_the_time_went_as_the_clock_has_it(tmp_path):
         assert "MFU" in told.getvalue()
 
 
+def test_the_sample_job_tells_mfu_and_its_time(command):
+    done = command.finish(command.train("goodput", "--goodput", "--peak_flops=1e9"))
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(command.folder / "goodput")
+    flops = model_flops(Shape(layers=1, width=16, heads=2, context=16))
+    for line in lines:
+        assert line["mfu"] == pytest.approx(flops * line["tokens_per_second"] / 3e9, rel=AGREEMENT)
+        shares = [value for name, value in line.items() if name.startswith("time_")]
+        assert sum(shares) == pytest.approx(1.0, abs=AGREEMENT)
+    assert len(lines) == 12
+    assert any(text.startswith("time       00:0") and "model FLOPs/s, MFU" in text for text in done.stdout.splitlines())
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_waiting_is_told_by_the_axis_of_the_collective(tmp_path):
     with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:

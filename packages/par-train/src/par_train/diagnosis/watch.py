@@ -228,25 +228,26 @@ class Diagnosis:
         """
         with self._lock:
             if time.monotonic() - self._met > self._timeout and not self._over.is_set():
-                self._meet(f"no progress for {time.monotonic() - since:.0f} s")
+                called = self._called()  # by a rank whose patience ended a little earlier: it may have spoken already
+                self._meet(called or f"no progress for {time.monotonic() - since:.0f} s", asks=not called)
 
     def _answer(self) -> None:
         """Takes part in a round that another rank wants, unless another thread of this rank has done so meanwhile."""
         with self._lock:
             if reason := self._called():
-                self._meet(reason)
+                self._meet(reason, asks=False)
 
     def _round(self, reason: str, error: BaseException | None = None) -> None:
         with self._lock:
             self._meet(reason, error)
 
-    def _meet(self, reason: str, error: BaseException | None = None) -> None:
+    def _meet(self, reason: str, error: BaseException | None = None, *, asks: bool = True) -> None:
         try:
-            self._dump_and_speak(reason, error)
+            self._dump_and_speak(reason, error, asks=asks)
         finally:
             self._met = time.monotonic()
 
-    def _dump_and_speak(self, reason: str, error: BaseException | None) -> None:
+    def _dump_and_speak(self, reason: str, error: BaseException | None, *, asks: bool) -> None:
         dump = capture(
             self._recorder,
             self.place,
@@ -261,7 +262,8 @@ class Diagnosis:
             return  # who has failed is said already, or will be
         if self._meeting is not None:
             try:
-                self._meeting.call(reason)
+                if asks:
+                    self._meeting.call(reason)
                 self._knows_failure |= self._meeting.take_part(dump, self._speak) == "error"
                 return
             except RuntimeError as lost:
