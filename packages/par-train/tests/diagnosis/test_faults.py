@@ -98,8 +98,10 @@ def said(warm_python, folder, fault):
 )
 def test_one_line_names_the_rank_the_place_and_the_cause_in_time(warm_python, tmp_path, fault, capsys):
     lines = said(warm_python, tmp_path, fault)
-    assert len(lines) == 1, "\n".join(lines)
+    lines.sort(key=lambda line: float(line.partition(" ")[0]))
     seconds, _, line = lines[0].partition(" ")
+    for again in lines[1:]:  # on a busy machine ranks end so late that it is said again, after as long a while
+        assert float(again.partition(" ")[0]) > 1.8 * float(seconds), "\n".join(lines)
     assert all(words in line for words in EXPECTED[fault]), line
     assert float(seconds) < planted.TIMEOUT + 5
     assert main(["diagnose", str(tmp_path)]) == 0  # from the dumps alone
