@@ -59,8 +59,7 @@ class _WeightsAndBiases:
     def __init__(self, folder: Path, run: str, facts: Mapping[str, str]) -> None:
         wandb = importlib.import_module("wandb")
         note = folder / "wandb-id.txt"
-        known = note.read_text(encoding="utf-8").strip() if note.exists() else None
-        self._run = wandb.init(dir=str(folder), name=run, config=dict(facts), id=known, resume="allow")
+        self._run = wandb.init(dir=str(folder), name=run, config=dict(facts), id=_noted(note), resume="allow")
         note.write_text(str(self._run.id), encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -84,7 +83,7 @@ class _MLflow:
     def __init__(self, folder: Path, run: str, facts: Mapping[str, str]) -> None:
         self._client: Any = importlib.import_module("mlflow")
         note = folder / "mlflow-id.txt"
-        known = note.read_text(encoding="utf-8").strip() if note.exists() else None
+        known = _noted(note)
         self._run = self._client.start_run(run_id=known, run_name=None if known else run)
         note.write_text(str(self._run.info.run_id), encoding="utf-8")
         if known is None:
@@ -97,6 +96,11 @@ class _MLflow:
     def close(self) -> None:
         """Ends the run there."""
         self._client.end_run()
+
+
+def _noted(note: Path) -> str | None:
+    """The id of a run that goes on, as its folder keeps it; None for a new run."""
+    return note.read_text(encoding="utf-8").strip() if note.exists() else None
 
 
 _KNOWN: Mapping[str, tuple[tuple[str, ...], Callable[[Path, str, Mapping[str, str]], Any]]] = {
