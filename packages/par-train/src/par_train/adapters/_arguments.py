@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..strategy.strategy import Strategy
-from ._options import StrategyKeywords
+from ._options import StrategyKeywords, said
 
 REFUSED = {
     "fsdp": "strategy=dict(zero=3)",
@@ -38,13 +38,12 @@ def check_arguments(args: Any, given: StrategyKeywords | Strategy | None) -> Non
         value = getattr(args, name, None)
         if value or (name.startswith("ddp_") and value is not None):
             raise ValueError(f"TrainingArguments has {name}={value!r}; leave it out and give {instead}")
-    options: Any = given.options if isinstance(given, Strategy) else None
-    clip_norm = (given or {}).get("clip_norm") if options is None else options.clip_norm  # type: ignore[union-attr]
+    clip_norm = said(given, "clip_norm")
     if clip_norm is not None:
         raise ValueError(
             f"the strategy has clip_norm={clip_norm}; leave it out: TrainingArguments(max_grad_norm=...) says it"
         )
-    recompute = (given or {}).get("recompute") if options is None else options.recompute  # type: ignore[union-attr]
+    recompute = said(given, "recompute")
     if recompute and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing):
         raise ValueError(
             f"TrainingArguments checkpoints activations, and the strategy has recompute={recompute!r}: both compute "

@@ -29,6 +29,11 @@ AUTOCAST = {"no": "fp32", "bf16": "bf16-amp", "fp16": "fp16-amp"}
 """What trainers call mixed precision, which is autocast over fp32 weights, by the names of par-precision."""
 
 
+def said(given: StrategyKeywords | Strategy | None, name: str) -> Any:
+    """What the keywords of a Strategy, or one that is there, say of an option; None: nothing."""
+    return getattr(given.options, name) if isinstance(given, Strategy) else (given or {}).get(name)
+
+
 def make_strategy(
     given: StrategyKeywords | Strategy | None,
     *,
@@ -56,7 +61,7 @@ def make_strategy(
         )
     says_its_own = isinstance(given, Strategy) or "precision" in (given or {})
     if says_its_own and mixed_precision != "no":
-        precision = given.options.precision if isinstance(given, Strategy) else (given or {})["precision"]
+        precision = said(given, "precision")
         raise ValueError(f"{said_by} and the strategy's precision {precision!r} both say how to compute; give one")
     if isinstance(given, Strategy):
         return given

@@ -83,7 +83,7 @@ class Dump:
     no_record: str = ""
 
     def shortened(self, last: int) -> "Dump":
-        """The same with the newest operations of each communicator alone.
+        """This dump with the newest operations of each communicator alone.
 
         Args:
             last: How many of each.

@@ -237,7 +237,7 @@ def _odd_one(circle: Sequence[int], dumps: Mapping[int, Dump], waits: Mapping[in
 
 
 def _busy(dumps: Mapping[int, Dump], waits: Mapping[int, _Wait]) -> str:
-    """What is left: nobody is behind anybody."""
+    """Says what ranks do where none is behind another: all are in an operation that does not end, or none waits."""
     common = [rank for rank, wait in waits.items() if not wait.missing]
     if common and len(common) == len(dumps):
         wait = waits[common[0]]

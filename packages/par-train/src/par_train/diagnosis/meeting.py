@@ -129,7 +129,7 @@ class Meeting:
         return Heard(reason=reason, dumps=dumps, absent=absent)
 
     def _fate(self, key: str) -> str:
-        """What is known of a rank that does not answer."""
+        """What the store knows of a rank that does not come to a meeting."""
         if not self._store.check([key]):
             return "has not begun its run"
         who = json.loads(self._store.get(key))

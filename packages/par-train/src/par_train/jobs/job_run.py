@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -145,16 +144,9 @@ class JobRun(Run):
             line |= self._goodput.line({"tokens": options.train.batch_size * trainer.context}, self._took)
         self.write(line)
 
-    def _make_diagnosis(self, seconds: float) -> Diagnosis:
+    def _make_diagnosis(self, seconds: float, *, meets_on_error: bool = False) -> Diagnosis:
         """A rank that fails says so itself; what it leaves is for `par-train diagnose`."""
-        diagnosis = Diagnosis(
-            self.strategy.groups,
-            self.files.diagnosis,
-            timeout=seconds,
-            place=self._place,
-            tell=lambda text: say(text, sys.stderr),
-            meets_on_error=False,
-        )
+        diagnosis = super()._make_diagnosis(seconds, meets_on_error=meets_on_error)
         diagnosis.catch_death()
         return diagnosis
 

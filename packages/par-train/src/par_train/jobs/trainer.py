@@ -99,7 +99,7 @@ class Trainer(Training):
 
     @property
     def flops(self) -> float:
-        """Of the GPT's matrices, and of half of its attention."""
+        """Operations of the whole GPT for one token, causal attention counted as half."""
         return model_flops(self.options.model.shape)
 
     def _forward_backward(self) -> tuple[Tensor, Tensor | float]:

@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from .._units import bytes_of_unit, format_bytes, parse_bytes
-from .tiers import Shares, Source, TooSmallError, most_away, share_out
+from .tiers import Shares, Source, TooSmallError, called, most_away, share_out
 
 ACTIVATIONS = 0.25
 """Part of a device's budget that is left for activations, where there is room elsewhere and nothing is measured."""
@@ -168,9 +168,10 @@ def _refusal(
     if alone or error.tier == "device":
         parts = _staying(kinds, sources, lambda _: 0.0 if alone else 1.0) | {"activations": budget.activations or 0.0}
         words = least_in_words("device", budget.device, parts)
-        named = {"optimizer": "the optimizer's state", "parameters": "the parameters"}
-        names = " and ".join(named[source.name] for source in sources)
-        remedy = f"raise it, or give bytes of a host or a disk, where {names} may lie" if alone else "raise it"
+        elsewhere = (
+            f"raise it, or give bytes of a host or a disk, where {called(source.name for source in sources)} may lie"
+        )
+        remedy = elsewhere if alone else "raise it"
         return TooSmallError("device", sum(parts.values()) - budget.device, f"{words}; {remedy}")
     given = budget.host if error.tier == "host" else budget.disk
     words = least_in_words(error.tier, given, error.parts)

@@ -6,7 +6,7 @@ disk       takes the rest
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .._units import format_bytes
@@ -36,6 +36,12 @@ class Source:
     takes: Mapping[str, float]
     beside: float = 0.0
     grain: float = 0.0
+
+
+def called(names: Iterable[str]) -> str:
+    """What errors call sources, by their names, such as "the optimizer's state and the parameters"."""
+    words = {"optimizer": "the optimizer's state", "parameters": "the parameters"}
+    return " and ".join(words[name] for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)

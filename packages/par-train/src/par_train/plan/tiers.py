@@ -11,7 +11,7 @@ from dataclasses import replace
 from par_groups import Topology
 
 from .._units import format_bytes
-from ..memory.tiers import TooSmallError, share_out
+from ..memory.tiers import TooSmallError, called, share_out
 from .inputs import Job, Machine
 from .model import PlannedModel
 from .predict import MARGIN, Prediction, RankPrediction, planned, predict
@@ -128,9 +128,9 @@ def _parts_away(rank: RankPrediction, room: float, machine: Machine, first: str)
         parts[source.name] = part
     missing = max(in_backward, in_step)
     if missing > 1e-9 * room:
-        words = {"optimizer": "the optimizer's state", "parameters": "the parameters"}
-        names = " and ".join(words[name] for name in sorted(parts))
         raise TooSmallError(
-            "device", missing, f"the device is short of {format_bytes(missing)}, with all of {names} elsewhere"
+            "device",
+            missing,
+            f"the device is short of {format_bytes(missing)}, with all of {called(sorted(parts))} elsewhere",
         )
     return parts

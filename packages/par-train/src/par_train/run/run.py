@@ -183,13 +183,15 @@ class Run:
             self._held = held.pop_all()
         return self
 
-    def _make_diagnosis(self, seconds: float) -> Diagnosis:
+    def _make_diagnosis(self, seconds: float, *, meets_on_error: bool = True) -> Diagnosis:
+        """Watches this rank; see `Diagnosis`."""
         return Diagnosis(
             self.strategy.groups,
             self.files.diagnosis,
             timeout=seconds,
             place=self._place,
             tell=lambda text: say(text, sys.stderr),
+            meets_on_error=meets_on_error,
         )
 
     def _open(self, held: ExitStack) -> None:

@@ -99,7 +99,10 @@ class ModelTrainer(Training):
 
     @property
     def flops(self) -> float | None:
-        """Of the model's matrices and half of its attention; an adapter's backward leaves out most of it."""
+        """Operations of the whole model for one token, causal attention counted as half; None with an adapter.
+
+        The backward of an adapter leaves out most of them, and no formula here says which.
+        """
         if self.options.adapter.rank:
             return None
         made = make_on_meta(str(self._data.folder.path), torch.float32, self.options.model.attention or None)
