@@ -166,6 +166,19 @@ def test_ranks_that_were_started_by_hand_meet_again_and_again(free_port):
             assert value.item() == 2
 
 
+@pytest.mark.ranks(2, init=False, timeout=30)
+def test_a_rank_that_finds_the_store_of_an_earlier_start_looks_for_its_own(free_port):
+    """Rank 1 starts again before rank 0 has ended."""
+    if start_without_torchrun(free_port) == 0:
+        earlier = dist.TCPStore("127.0.0.1", free_port, 2, is_master=True, wait_for_workers=False)
+        earlier.wait(["par_groups/question/1"], timedelta(seconds=20))
+        del earlier
+    with launch("gloo", timeout=20):
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+
+
 @pytest.mark.ranks(3, init=False, timeout=30)
 def test_two_launchers_that_contradict_each_other_are_named_on_every_rank(free_port):
     """A job script has exported what holds on rank 0 alone; srun has started three tasks."""

@@ -190,14 +190,31 @@ def check_nccl(backend: str, device: torch.device, rank: int) -> None:
 
 
 def _meeting_point(place: Launch, timeout: timedelta | None) -> Any:
-    """The store through which the ranks meet, when all of them have come. A world of one needs no port."""
+    """The store through which the ranks meet, when all of them have come. A world of one needs no port.
+
+    A rank that comes early can find the store of a start before this one, which ends while it waits there: it looks
+    for rank 0 again, as long as there is time.
+    """
     if place.world_size == 1 and place.launcher != "torchrun":
         return dist.HashStore()  # type: ignore[attr-defined]  # torch exports it late
     keeps_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun, which has met by itself
     longest = timeout or (timedelta(minutes=5) if keeps_one else _LONGEST)
-    store = _connected(place, longest, listens=place.rank == 0 and not keeps_one)
-    prefix = _prefix_of_start(store, place.rank, place.world_size, place.contradiction)
-    return dist.PrefixStore(f"par_groups/start-{prefix}", store)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + longest.total_seconds()
+    while True:
+        store = _connected(place, longest, listens=place.rank == 0 and not keeps_one)
+        try:
+            prefix = _prefix_of_start(store, place.rank, place.world_size, place.contradiction)
+        except dist.DistNetworkError as error:
+            longest = timedelta(seconds=deadline - time.monotonic())
+            if place.rank == 0 or keeps_one:
+                raise
+            if longest <= timedelta():
+                raise TimeoutError(
+                    f"rank {place.rank} of {place.world_size} has found only the end of an earlier start at "
+                    f"{place.address}:{place.port}, where rank 0 should listen; look at its log"
+                ) from error
+            continue
+        return dist.PrefixStore(f"par_groups/start-{prefix}", store)  # type: ignore[attr-defined]
 
 
 def _connected(place: Launch, timeout: timedelta, *, listens: bool) -> Any:
@@ -269,6 +286,8 @@ def _prefix_of_start(store: Any, rank: int, world_size: int, contradiction: str 
         store.set(f"par_groups/question/{rank}", f"{word} {contradiction}")
         try:
             prefix: str = store.get(f"par_groups/answer/{word}").decode()
+        except dist.DistNetworkError:  # the store has gone: nobody was waited for
+            raise
         except RuntimeError as error:
             raise TimeoutError(
                 f"rank {rank} has waited {seconds:g} s for rank 0 to say that all {world_size} ranks have come to the "
