@@ -175,10 +175,21 @@ def transformers(session: nox.Session, release: str) -> None:
 
 @nox.session
 def adapters(session: nox.Session) -> None:
-    """The trainers that people have, on a Strategy, in an environment that has them all."""
+    """The trainers that people have, on a Strategy, in an environment that has them all.
+
+    Accelerate's own examples are taken from its repository, or from the folder that ACCELERATE_EXAMPLES names.
+    """
     install_workspace(session, "test", "integration")
-    session.install(*CONSTRAINTS, "-e", f"packages/par-train[{','.join(ADAPTERS)}]", "trl")
-    session.run("pytest", "-m", "", "tests-integration/adapters", *session.posargs)
+    session.install(*CONSTRAINTS, "-e", f"packages/par-train[{','.join(ADAPTERS)}]", "trl", "evaluate")
+    theirs = os.environ.get("ACCELERATE_EXAMPLES")
+    if theirs is None:
+        copy = Path(session.create_tmp()) / "accelerate"
+        shutil.rmtree(copy, ignore_errors=True)
+        source = "https://github.com/huggingface/accelerate"
+        clone = ["git", "clone", "-q", "--depth", "1", source, str(copy)]
+        session.run(*clone, external=True, success_codes=[0, 128])  # without a network the tests say why they skip
+        theirs = str(copy / "examples")
+    session.run("pytest", "-m", "", "tests-integration/adapters", *session.posargs, env={"ACCELERATE_EXAMPLES": theirs})
 
 
 @nox.session
