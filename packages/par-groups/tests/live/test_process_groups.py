@@ -47,6 +47,26 @@ def test_every_axis_and_product_has_a_working_group_of_the_right_ranks():
                 assert summed(groups[axes]) == sum(expected)
 
 
+@pytest.mark.ranks(8)
+def test_experts_have_the_groups_of_their_view_and_a_communicator_of_their_own():
+    parallel = {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 4, "tensor": 1}}
+    with ProcessGroups(Topology.from_config(parallel, 8)) as groups:
+        rank = dist.get_rank()
+        assert groups.ranks("expert_parallel") == tuple(range(rank - rank % 4, rank - rank % 4 + 4))
+        assert groups.ranks(("data", "expert_data")) == (rank % 4, rank % 4 + 4)
+        assert groups.ranks(("data", "sequence", "expert")) == tuple(range(rank % 2, 8, 2))
+        for axes in ("expert_parallel", ("data", "expert_data"), ("data", "sequence", "expert")):
+            assert summed(groups[axes]) == sum(groups.ranks(axes))
+        (private,) = groups.channels("expert_parallel", 1)
+        assert summed(private) == sum(groups.ranks("expert_parallel"))
+        assert private is not groups["expert_parallel"]
+        assert groups["data", "expert_data"] is groups["data"]  # the same ranks, one communicator
+    with ProcessGroups(Topology.from_config({"expert": 8}, 8)) as groups:  # all of the data group's ranks
+        (private,) = groups.channels("expert_parallel", 1)
+        assert private is not groups["data", "sequence", "expert"]
+        assert dist.get_world_size(groups["data", "expert_data"]) == 1
+
+
 @pytest.mark.ranks(4, init=False)
 def test_groups_have_the_timeout_of_the_world_or_their_own():
     topology, cpu = Topology.from_config({"pipeline": 2}, 4), torch.device("cpu")

@@ -2,7 +2,8 @@
 
     parallel = dict(pipeline=2, tensor=dict(size=4, mode="2d"))
 
-Every axis may be an int or a dict with a size; the data size is what is left of the world.
+Every axis may be an int or a dict with a size; the data size is what is left of the world. Experts may be folded into
+the ranks of other axes, `expert=dict(size=8, tensor=1)`: the axis "expert" then has only the ranks that these lack.
 """
 
 import math
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._registry import suggest
+from .experts import check_mode, own_axis, view_of_experts
 from .modes import DEFAULT_MODES, MODES, Split, split_by_mode
 
 AXES = ("data", "pipeline", "sequence", "expert", "tensor")
@@ -40,11 +42,13 @@ class Layout:
         sizes: The size of every axis, slowest first.
         splits: What the modes make of the axes that have one.
         modes: The name and the options of each of these modes.
+        experts: The axes of the view "experts" with their sizes, slowest first; empty where experts are not spread.
     """
 
     sizes: Mapping[str, int]
     splits: Mapping[str, Split]
     modes: Mapping[str, tuple[str, Mapping[str, Any]]]
+    experts: Mapping[str, int]
 
 
 def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
@@ -61,9 +65,17 @@ def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
         if key not in AXES:
             raise ValueError(f"parallel has the unknown key {key!r}; {suggest(str(key), AXES)}")
     axes = {name: _parse_axis(name, parallel.get(name, -1 if name == "data" else 1)) for name in AXES}
-    sizes = _infer({name: axis.size for name, axis in axes.items()}, world_size)
+    given = {name: axis.size for name, axis in axes.items()}
+    folded = axes["expert"].options  # empty: experts have an axis of their own, and are cut over the tensor axis
+    if folded:
+        given["expert"] = own_axis(given, folded["tensor"])
+    sizes = _infer(given, world_size)
     chosen = {name: axis.mode or _default_mode(name, sizes[name], axis.options) for name, axis in axes.items()}
     modes = {name: (mode, axes[name].options) for name, mode in chosen.items() if mode is not None}
+    experts: Mapping[str, int] = {}
+    if folded or sizes["expert"] > 1:
+        check_mode(chosen["tensor"])
+        experts = view_of_experts(sizes, axes["expert"].size or sizes["expert"], folded.get("tensor", sizes["tensor"]))
     splits = {name: split_by_mode(name, mode, sizes[name], options) for name, (mode, options) in modes.items()}
     if sizes["tensor"] > 1 and "tensor" not in modes:
         size, names = sizes["tensor"], ", ".join(map(repr, MODES["tensor"].names()))
@@ -71,7 +83,7 @@ def parse(parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
             f"parallel['tensor'] has size {size} but no mode; name one, as in tensor=dict(size={size}, mode='1d'). "
             f"Modes: {names}"
         )
-    return Layout(sizes=sizes, splits=splits, modes=modes)
+    return Layout(sizes=sizes, splits=splits, modes=modes, experts=experts)
 
 
 def check_size(what: str, size: object, *, inferred: bool = False) -> None:
@@ -90,10 +102,13 @@ def _parse_axis(name: str, value: object) -> AxisConfig:
     if "size" not in options:
         raise ValueError(f"parallel[{name!r}] is {dict(value)!r}, without a size: {name}=dict(size=...)")
     size, mode = _parse_size(f"{name}.size", options.pop("size")), options.pop("mode", None)
-    if name not in MODES and (mode is not None or options):
-        extra = "mode" if mode is not None else next(iter(options))
-        raise ValueError(f"parallel[{name!r}] has the unknown key {extra!r}; it takes a size alone")
-    if mode is None and options and name not in DEFAULT_MODES:
+    if name not in MODES:
+        taken = ("tensor",) if name == "expert" else ()
+        for key in ("mode",) * (mode is not None) + tuple(options):
+            if key not in taken:
+                what = "a size, and tensor, the number of ranks that an expert is cut over" if taken else "a size alone"
+                raise ValueError(f"parallel[{name!r}] has the unknown key {key!r}; it takes {what}")
+    elif mode is None and options and name not in DEFAULT_MODES:
         raise ValueError(f"parallel[{name!r}] has {sorted(options)} but no mode that takes them; name the mode")
     if mode is not None and not isinstance(mode, str):
         raise ValueError(f"parallel[{name!r}] has mode={mode!r}; {suggest(str(mode), MODES[name].names())}")

@@ -23,7 +23,10 @@ def describe(topology: "Topology") -> str:
         rows += [_row(second, name, f"{view}: {name}") for name in second.axes]
     plural = "" if topology.world_size == 1 else "s"
     lines = [f"{topology.world_size:,} rank{plural}, the slowest axis first", *_align(rows)]
-    lines += [f"{each.count} private communicators over {' x '.join(each.axes)}" for each in topology.channels]
+    lines += [
+        f"{each.count} private communicator{'s' * (each.count > 1)} over {' x '.join(each.axes)}"
+        for each in topology.channels
+    ]
     lines += [_mode(axis, name, options) for axis, (name, options) in topology.modes.items()]
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ _PANELS_PER_ROW = 3
 
 
 def draw(topology: "Topology", path: str | Path) -> None:
-    """Draws one panel for every axis and product larger than one rank.
+    """Draws one panel for every axis, product and axis of a view larger than one rank.
 
     Ranks of one colour in a panel form one group there. Of a world of more than 64 ranks only a part is drawn:
     the largest axes are cut short, and the title says so.
@@ -73,7 +73,13 @@ class _Grid:
 def _panels(topology: "Topology") -> list[tuple[str, str | tuple[str, ...]]]:
     single: list[tuple[str, str | tuple[str, ...]]] = [(name, name) for name in (*topology.axes, *topology.products)]
     declared: list[tuple[str, str | tuple[str, ...]]] = [(" x ".join(names), names) for names in topology.declared]
-    shown = [(label, names) for label, names in single + declared if topology.size(names) > 1]
+    of_views: list[tuple[str, str | tuple[str, ...]]] = [
+        (f"{view}: {name}", name)
+        for view, second in topology.views.items()
+        for name in second.axes
+        if name not in (*topology.axes, *topology.products)
+    ]
+    shown = [(label, names) for label, names in single + declared + of_views if topology.size(names) > 1]
     return shown or single[:1]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._registry import suggest
 from .channels import Channels
 from .config import check_size, parse
+from .experts import VIEW
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +77,10 @@ class Topology:
     def from_config(cls, parallel: Mapping[str, Any] | None, world_size: int) -> "Topology":
         """The topology of a `parallel` config: data, pipeline, sequence, expert, tensor, and the parts of a mode.
 
-        Every axis is there, of size 1 where the config does not name it; "model" is pipeline x tensor.
+        Every axis is there, of size 1 where the config does not name it; "model" is pipeline x tensor. Where the config
+        spreads experts there is a view "experts" of the same ranks: data, pipeline, expert_data, expert_parallel,
+        expert_tensor. Dense layers are copied over ("data", "sequence", "expert"), an expert over ("data",
+        "expert_data"); experts exchange tokens over a private communicator of "expert_parallel".
 
         Args:
             parallel: The config, such as `dict(pipeline=2, tensor=dict(size=4, mode="2d"))`; {} or None for data
@@ -91,6 +95,11 @@ class Topology:
         for axis, split in layout.splits.items():
             topology = topology.split(axis, split.axes) if split.axes else topology
             topology = topology.declare(*split.declare)
+        if layout.experts:
+            topology = topology.view(VIEW, layout.experts)
+            topology = topology.declare(("data", "expert_data"), ("data", "sequence", "expert"))
+            if layout.experts["expert_parallel"] > 1:
+                topology = topology.declare(Channels("expert_parallel", 1))
         topology._modes = dict(layout.modes)
         return topology.alias("model", ("pipeline", "tensor"))
 

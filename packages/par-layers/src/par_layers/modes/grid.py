@@ -10,24 +10,41 @@ from par_groups import ProcessGroups, Topology
 
 Axes = tuple[str, ...]
 
+EXPERTS = "experts"
+"""The view of a topology by which experts lie on its ranks."""
+
 
 class Grid:
-    """Sizes, positions and groups over the axes of a tensor mode.
+    """Sizes, positions and groups over the axes of a tensor mode, or of a view of the same ranks.
 
     Args:
         groups: The live groups; None for one device, where every axis has size 1.
+        view: "experts" for the axes `expert_parallel` and `expert_tensor`, which lie otherwise on the ranks than those
+            of dense layers; where the topology does not spread experts, each is whole or cut over "tensor". None for
+            the topology's own axes.
+
+    Raises:
+        ValueError: The topology has no such view.
     """
 
-    def __init__(self, groups: ProcessGroups | None) -> None:
+    def __init__(self, groups: ProcessGroups | None, view: str | None = None) -> None:
         self.groups = groups
+        self.view = view
+        self._stands_for: dict[str, Axes] = {}
+        if view is not None and groups is not None and view not in groups.topology.views:
+            if view != EXPERTS:
+                raise ValueError(f"the topology has no view {view!r}; views are {sorted(groups.topology.views)}")
+            names = (*groups.topology.axes, *groups.topology.products)
+            tensor = groups.topology.leaves("tensor") if "tensor" in names else ()
+            self._stands_for = {"expert_parallel": (), "expert_tensor": tensor}
         self.copies = lru_cache(maxsize=None)(self._copies)  # of this object, so that it goes when the object goes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: copies of a model work on the same ranks."""
         return self
 
-    def __reduce__(self) -> tuple[type[Self], tuple[ProcessGroups | None]]:
-        return type(self), (self.groups,)
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.groups, self.view)
 
     @property
     def topology(self) -> Topology | None:
@@ -36,12 +53,13 @@ class Grid:
 
     def size(self, axes: Axes) -> int:
         """The number of ranks over these axes; 1 for none."""
+        axes = self.known(axes)
         return 1 if self.groups is None or not axes else self.groups.size(axes)
 
     def index(self, axes: Axes) -> int:
         """This rank's position over these axes, counted in the order in which they are given."""
         position = 0
-        for axis in axes:
+        for axis in self.known(axes):
             position = position * self.size((axis,)) + self.rank_on(axis)
         return position
 
@@ -57,11 +75,18 @@ class Grid:
         """
         if self.groups is None:
             raise RuntimeError(f"one device has no group over {axes}; a bug of par-layers")
+        axes = self.known(axes)
         return self.groups[axes if len(axes) > 1 else axes[0]]
 
     def larger(self, axes: Sequence[str]) -> Axes:
-        """The axes that have more than one rank, in the order in which they are given."""
-        return tuple(axis for axis in axes if self.size((axis,)) > 1)
+        """The topology's axes that have more than one rank, in the order in which they are given."""
+        return tuple(axis for axis in self.known(axes) if self.size((axis,)) > 1)
+
+    def known(self, axes: Sequence[str]) -> Axes:
+        """The axes by the names that the topology has for them."""
+        if not self._stands_for:
+            return tuple(axes)
+        return tuple(known for axis in axes for known in self._stands_for.get(axis, (axis,)))
 
     @cached_property
     def tensor_axes(self) -> Axes:
@@ -76,5 +101,8 @@ class Grid:
 
     def _same(self, cut_by: Axes) -> list[str]:
         """The axes over which such a parameter is copied."""
-        differ = {*cut_by, "pipeline"}
-        return [axis for axis in self.topology.axes if axis not in differ] if self.topology is not None else []
+        if self.topology is None:
+            return []
+        home = self.topology.views.get(self.view or "", self.topology)
+        differ = {*self.known(cut_by), "pipeline"}
+        return [axis for axis in home.axes if axis not in differ]
