@@ -18,6 +18,10 @@ from .context.context import Context, context_attention
 from .context.cost import AttentionMemory, AttentionShape, fetch_parts, memory, work
 from .context.mask import Mask
 from .context.tokens import Tokens
+from .experts.balance import Balance, TokenAxes
+from .experts.choose import choose
+from .experts.router import Router, Routing
+from .experts.step import RouterLosses, update_choice_bias_
 from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradients
 from .models.compare import Comparison, compare
@@ -45,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionMemory",
     "AttentionShape",
+    "Balance",
     "Column",
     "Comparison",
     "Context",
@@ -62,10 +67,14 @@ __all__ = [
     "Partial",
     "PartialGradients",
     "Product",
+    "Router",
+    "RouterLosses",
+    "Routing",
     "Row",
     "Rules",
     "Style",
     "TableShape",
+    "TokenAxes",
     "Tokens",
     "Traffic",
     "TransformerShape",
@@ -74,6 +83,7 @@ __all__ = [
     "all_gather_to",
     "all_to_all",
     "assign",
+    "choose",
     "compare",
     "constant",
     "context_attention",
@@ -97,5 +107,6 @@ __all__ = [
     "register_style",
     "scatter_to",
     "uniform",
+    "update_choice_bias_",
     "work",
 ]

@@ -5,6 +5,7 @@ some of them by identity. The layers also override two methods of nn.Module that
 `_load_from_state_dict`, which torch keeps for that purpose.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,4 +71,16 @@ disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 """Leaves a function out of graphs of torch.compile, without importing the compiler before it is called.
 
 In torch 2.11 to 2.13; the public `torch.compiler.disable` imports the compiler at once, which takes a second.
+"""
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread; -1 outside of any. In torch 2.11 to 2.13.
+
+A forward within one is a recompute, and nothing public says so.
+"""
+
+hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The functions that pack and unpack saved tensors now, or None; called with True. In torch 2.11 to 2.13.
+
+Non-reentrant checkpoints of torch set such hooks, and have no way to ask whether one is active.
 """

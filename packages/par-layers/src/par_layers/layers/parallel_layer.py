@@ -7,7 +7,7 @@ with modules make new ones: `to_empty`, conversions, `load_state_dict(assign=Tru
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class HasInit(Protocol):
 class ParallelLayer(nn.Module):
     """A layer whose parameters come from `make_parameter`, or were whole ones of another model and have been cut."""
 
-    records: ClassVar[tuple[str, ...]] = ("par_sharding", "par_init")
+    records: tuple[str, ...] = ("par_sharding", "par_init")
     """The attributes that each of its parameters has."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
