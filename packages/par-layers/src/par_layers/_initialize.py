@@ -104,8 +104,9 @@ def _draw_box(view: Tensor, start: Sequence[int], shape: Sequence[int], init: By
         for left in range(0, len(columns), wide):
             part, numbers = block[:, left : left + wide], columns[left : left + wide]
             init.fill(part, rows, partial(_bits, rows, numbers, seed, room))
-        if view.dim() > 2:  # where flattening may have copied
-            view[top : top + high].copy_(block.view(view[top : top + high].shape))
+        rows_here = view[top : top + high]
+        if block.data_ptr() != rows_here.data_ptr():  # flattening has copied
+            rows_here.copy_(block.view(rows_here.shape))
 
 
 def _bits(rows: Tensor, columns: Tensor, seed: int, room: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
