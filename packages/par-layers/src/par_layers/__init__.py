@@ -20,6 +20,9 @@ from .context.mask import Mask
 from .context.tokens import Tokens
 from .experts.balance import Balance, TokenAxes
 from .experts.choose import choose
+from .experts.dispatch import Dispatch, Sent
+from .experts.experts import Experts
+from .experts.products import Activation, grouped_linear, grouped_weight_gradient
 from .experts.router import Router, Routing
 from .experts.step import RouterLosses, update_choice_bias_
 from .layers.parameter import constant, normal, uniform
@@ -31,9 +34,9 @@ from .models.parallelize import cuts, parallelize
 from .models.plans.plans import register_plan
 from .models.plans.styles import (
     Column,
-    Experts,
     Partial,
     Row,
+    SplitExperts,
     Style,
     Vocabulary,
     Whole,
@@ -47,6 +50,7 @@ from .modes.rules import Cut, Product, Rules
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activation",
     "AttentionMemory",
     "AttentionShape",
     "Balance",
@@ -55,6 +59,7 @@ __all__ = [
     "Context",
     "Cost",
     "Cut",
+    "Dispatch",
     "Experts",
     "Grid",
     "LayerSet",
@@ -72,6 +77,8 @@ __all__ = [
     "Routing",
     "Row",
     "Rules",
+    "Sent",
+    "SplitExperts",
     "Style",
     "TableShape",
     "TokenAxes",
@@ -94,6 +101,8 @@ __all__ = [
     "exchange",
     "fetch_parts",
     "gather_from",
+    "grouped_linear",
+    "grouped_weight_gradient",
     "initialize",
     "layer_set",
     "memory",

@@ -61,6 +61,12 @@ efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attentio
 efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 """Its backward, which takes the output and the log-sum-exp. In torch 2.11 to 2.13."""
 
+silu_backward: Any = torch.ops.aten.silu_backward.default
+"""The gradient of silu from that of its result and its input, in one pass. In torch 2.11 to 2.13."""
+
+gelu_backward: Any = torch.ops.aten.gelu_backward.default
+"""The gradient of gelu from that of its result and its input, in one pass. In torch 2.11 to 2.13."""
+
 group_of_name: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 """The live process group of a name, as functional collectives find it. In torch 2.11 to 2.13.
 

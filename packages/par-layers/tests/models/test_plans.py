@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from par_groups import Topology
-from par_layers import Column, Experts, Partial, Row, Vocabulary, cuts, register_plan, register_style
+from par_layers import Column, Partial, Row, SplitExperts, Vocabulary, cuts, register_plan, register_style
 
 from .helpers import Mlp
 
@@ -107,7 +107,7 @@ def packed(width: int) -> nn.Module:
     return model
 
 
-WIDE = {"experts": Experts(), "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+WIDE = {"experts": SplitExperts(), "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
 
 REFUSED: list[tuple[str, Any, Any, type[Exception], str]] = [
     ("no plan", Mlp, "auto", TypeError, "'auto' is for models of transformers, and this is a Mlp; give a plan"),

@@ -47,21 +47,24 @@ WeightGradHook = Callable[[WeightGradient], None]
 """The type of a layer's attribute `weight_grad_hook`: called in backward with the gradient that is put off."""
 
 
-def weight_and_hook(layer: nn.Module, weight: Tensor | None = None) -> tuple[Tensor, WeightGradHook | None]:
+def weight_and_hook(
+    layer: nn.Module, weight: Tensor | None = None, *, name: str = "weight"
+) -> tuple[Tensor, WeightGradHook | None]:
     """The weight that a layer multiplies with, and the hook that backward calls in place of computing its gradient.
 
     With a hook, autograd is given a stand-in that shares the weight's memory. The hooks of the parameter itself would
     be called in backward already, without a gradient, and a data-parallel reducer would take it for ready.
 
     Args:
-        layer: A layer that has a `weight`, and a `weight_grad_hook` if it can put the gradient off.
+        layer: A layer that has the weight, and a `weight_grad_hook` if it can put the gradient off.
         weight: What has become of the weight, such as in another dtype; default: the parameter itself.
+        name: The name of the weight in the layer.
 
     Returns:
         The weight and None where nothing is to be put off, as with a frozen weight. Else a stand-in, and a hook that
         takes the stand-in's `WeightGradient` and hands on the parameter's.
     """
-    parameter: Tensor = layer.weight  # type: ignore[assignment]  # a linear has one
+    parameter: Tensor = getattr(layer, name)
     weight = parameter if weight is None else weight
     hook: WeightGradHook | None = getattr(layer, "weight_grad_hook", None)
     if hook is None or not weight.requires_grad:

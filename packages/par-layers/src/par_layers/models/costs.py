@@ -14,7 +14,7 @@ from par_groups import Topology
 
 from .cutting import PlannedGrid
 from .plans.plans import Plan
-from .plans.styles import Column, Experts, Latent, Partial, Row, Style, Summed, Vocabulary
+from .plans.styles import Column, Latent, Partial, Row, SplitExperts, Style, Summed, Vocabulary
 from .survey import RegionPlan, Survey, is_conv1d, survey_planned, tensor_axes
 
 
@@ -125,7 +125,7 @@ class _Costs:
         elif isinstance(style, Vocabulary):
             features: int = module.weight.shape[1]  # type: ignore[index,assignment]
             self._add(name, (1 if style.features else 2) * activations * features)
-        elif isinstance(style, Experts):  # their input and its weights are copied in, their output is summed
+        elif isinstance(style, SplitExperts):  # their input and its weights are copied in, their output is summed
             self._add(name, 4 * activations * self._width() + 2 * activations * self._experts_per_token(), 3)
         elif isinstance(style, Summed):
             self._add(name, 2 * activations * self._width())

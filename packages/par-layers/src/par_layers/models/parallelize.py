@@ -23,7 +23,7 @@ from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
 from .parallel import KEPT_AS, LogitsLayout, Parallel, parallel_of, table_of
 from .plans import families  # noqa: F401 - registers its plans
 from .plans.plans import Plan, names_around, resolve
-from .plans.styles import Column, Experts, Latent, Row, Shared, Summed, Vocabulary
+from .plans.styles import Column, Latent, Row, Shared, SplitExperts, Summed, Vocabulary
 from .proof import Proof
 from .regions import Block, FirstLayer, LastLayer, Region
 from .survey import RegionPlan, Survey, is_conv1d, survey, survey_planned, tensor_axes
@@ -258,7 +258,7 @@ class _Adoption:
                 )
             elif isinstance(style, Vocabulary):
                 self._adopt_embedding(module, style)
-            elif isinstance(style, Experts):
+            elif isinstance(style, SplitExperts):
                 experts = CutExperts(self.grid, self.axes)
                 module.register_forward_pre_hook(experts.before, with_kwargs=True)
                 module.register_forward_hook(experts.after)

@@ -22,7 +22,7 @@ from ..modes.grid import Axes, Grid
 from .adapters import Wrapper, wrapper_around, wrappers_of
 from .cutting import Part, PlannedGrid, part_along, part_whole
 from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve
-from .plans.styles import Column, Experts, Partial, Row, Style, Vocabulary, Whole, with_unit
+from .plans.styles import Column, Partial, Row, SplitExperts, Style, Vocabulary, Whole, with_unit
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Survey:
         layers: The name of the list of layers whose activations are cut along the sequence; None where none are.
         head: The name of the output embedding; None if the model has none, or it has no rule.
         blocks: Names of the modules inside which everything is as without sequence parallelism: those that directly
-            hold Experts, and open regions with Rows.
+            hold SplitExperts, and open regions with Rows.
     """
 
     resolved: Resolved
@@ -270,7 +270,7 @@ class _Surveyor:
 
     def _blocks(self, regions: dict[str, RegionPlan]) -> tuple[str, ...]:
         """The modules inside which everything is as without sequence parallelism, the outermost ones alone."""
-        found = [_parent(name) for name, style in self.rules.items() if isinstance(style, Experts)]
+        found = [_parent(name) for name, style in self.rules.items() if isinstance(style, SplitExperts)]
         rows = [name for name, style in self.rules.items() if isinstance(style, Row)]
         for name, region in regions.items():
             if not region.closed and any(name in names_around(row) for row in rows):

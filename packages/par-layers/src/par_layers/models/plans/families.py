@@ -3,7 +3,7 @@
 from typing import Any
 
 from .plans import Plan, register_plan
-from .styles import Column, Experts, Partial, Row
+from .styles import Column, Partial, Row, SplitExperts
 
 
 @register_plan("gpt2")
@@ -70,7 +70,7 @@ def _deepseek_v3(config: Any) -> Plan:
         f"{attention}.o_proj": Row(),
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
-        "layers.*.mlp.experts": Experts(),
+        "layers.*.mlp.experts": SplitExperts(),
         **{f"layers.*.mlp.shared_experts.{name}": style for name, style in mlp.items()},
         **{f"layers.*.mlp.{name}": style for name, style in mlp.items()},
     }

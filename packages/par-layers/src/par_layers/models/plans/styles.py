@@ -62,7 +62,7 @@ class Vocabulary(Style):
 
 
 @dataclass(frozen=True)
-class Experts(Style):
+class SplitExperts(Style):
     """A module with the weights of all experts, which have rules of their own: what goes in is copied, the sum out."""
 
 
@@ -202,7 +202,7 @@ _NAMES = {
     "sequence_parallel": Whole(),
     "replicate": Whole(),
     "local_params": Whole(),
-    "moe_tp_experts": Experts(),
+    "moe_tp_experts": SplitExperts(),
     "moe_identity_expert": Shared(),
     "all_reduce": Summed(),
 }

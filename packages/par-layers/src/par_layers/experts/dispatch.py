@@ -1,0 +1,462 @@
+"""Sends rows to the ranks of their experts and the outputs back: begun in one autograd function, awaited in the next.
+
+    Send -> (what you compute) -> Receive -> Experts -> Return -> Combine
+
+In backward Combine and Receive begin the way back of gradients, and Return and Send wait for it. Autograd runs nodes in
+the reverse order of their making, so what was computed between `send` and `receive` is differentiated between begin and
+wait, too. A layer takes three exchanges forward (counts, rows, outputs) and two backward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from .._collectives import finish
+from .._torch_private import assert_async, functional_collectives
+from .capacity import assigned, slots
+from .rows import by_expert, inverse, sorted_by_expert
+
+PADDING = 16
+"""Bytes beside a row on its way to an expert: its gate is there, and `grouped_mm` finds rows aligned."""
+
+
+class Dispatch:
+    """Brings tokens to their experts, which are dealt out over the ranks of a group, and the sums of outputs back.
+
+    Args:
+        experts: Number of experts of all ranks, E; rank r of p has E / p of them, from r * E / p on.
+        group: The ranks; None for one device. Of par-groups take one that nothing else uses,
+            `groups.channels("expert_parallel", 1)[0]`, lest an exchange meets another collective of the same ranks.
+        capacity: Number of rows that an expert takes of each rank, as a multiple of the mean, M * k / E. Those beyond
+            it are dropped, the ones with the smallest gates. All splits are equal then, so that no counts are exchanged
+            and the host reads nothing; but all ranks must have the same number of tokens. None takes every row.
+
+    Raises:
+        ValueError: The experts do not divide by the ranks, or the capacity is not positive.
+
+    Example:
+        sent = dispatch.send(x, ids, gates)
+        shared = shared_expert(x)  # while rows travel
+        rows, gates, counts = sent.receive()
+        y = sent.combine(experts(rows, gates, counts)) + shared
+    """
+
+    def __init__(self, experts: int, group: dist.ProcessGroup | None, *, capacity: float | None = None) -> None:
+        self.experts, self.capacity = experts, capacity
+        self.ranks = 1 if group is None else group.size()
+        self.group = None if self.ranks == 1 else group
+        if experts < 1 or experts % self.ranks:
+            raise ValueError(
+                f"{experts} experts do not divide by {self.ranks} ranks; use a multiple of {self.ranks} experts, or "
+                "fewer ranks"
+            )
+        if capacity is not None and not capacity > 0:
+            raise ValueError(f"capacity is {capacity}; give a positive multiple of the mean, or None to drop nothing")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatch":
+        """Itself: copies of a model work on the same ranks."""
+        return self
+
+    def send(self, x: Tensor, ids: Tensor, gates: Tensor, *, tokens: int | None = None) -> "Sent":
+        """Begins to send this rank's rows. Every rank of the group must call it, one without tokens too.
+
+        Args:
+            x: This rank's tokens, [M, h].
+            ids: The experts of each token, int64 [M, k].
+            gates: Their weights, [M, k]; narrower ones than x are cast to its dtype.
+            tokens: Where ranks have different numbers of tokens, the one that a capacity is a multiple of, which must
+                be the same on all ranks; default: M.
+
+        Returns:
+            What is on its way.
+
+        Raises:
+            ValueError: Shapes do not fit; or some rank has ids out of range, and then every rank raises.
+        """
+        if x.dim() != 2 or ids.dim() != 2 or ids.shape != gates.shape or len(ids) != len(x):
+            raise ValueError(
+                f"x is {list(x.shape)}, ids are {list(ids.shape)}, gates {list(gates.shape)}; they must be [M, h], "
+                "[M, k] and [M, k]"
+            )
+        if gates.element_size() < x.element_size():
+            gates = gates.to(x.dtype)
+        route = self._slots(x, ids, gates, tokens) if self.capacity is not None else self._rows(x, ids, gates)
+        if self.group is None:
+            return Sent(route, *_Take.apply(x, gates, route))  # type: ignore[no-untyped-call]
+        return Sent(route, _Send.apply(x, gates, route))  # type: ignore[no-untyped-call]
+
+    def _rows(self, x: Tensor, ids: Tensor, gates: Tensor) -> "Route":
+        """Every row travels; the exchange of their numbers has begun."""
+        order, counts = sorted_by_expert(ids, self.experts)
+        are_counted = counts.sum() == ids.numel()
+        if self.group is not None:
+            # No count is negative, so that is how ranks hear of ids out of range without another collective.
+            settle = exchange_counts(torch.where(are_counted, counts, -1).view(self.ranks, -1), self.group)
+        else:
+            if ids.device.type == "cpu" and not are_counted:
+                raise ValueError(out_of_range([0], self.experts))
+            assert_async(are_counted, out_of_range([0], self.experts))
+            splits = Splits([], [], ids.numel(), counts)
+
+            def settle() -> Splits:
+                return splits
+
+        places = inverse(order).view(ids.shape)
+        return Route(x.shape[1], gates.dtype, order // ids.shape[1], order, places, settle=settle, group=self.group)
+
+    def _slots(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None) -> "Route":
+        """As many rows travel to every expert."""
+        top_k, local = ids.shape[1], self.experts // self.ranks
+        assert_async(((ids >= 0) & (ids < self.experts)).all(), out_of_range([], self.experts))
+        each = slots(self.capacity or 0, len(x) if tokens is None else tokens, top_k, self.experts)
+        order, places, dropped = assigned(ids, gates.detach(), self.experts, each)
+        sizes = [local * each] * self.ranks
+        counts = torch.full((local,), each * self.ranks, dtype=torch.int64, device="cpu")
+        splits = Splits(sizes, sizes, sum(sizes), counts)
+        if self.ranks > 1 and local > 1:
+            arrived = torch.arange(sum(sizes), device=x.device)
+            splits.to_experts = arrived.view(self.ranks, local, each).transpose(0, 1).flatten()
+            splits.to_sources = arrived.view(local, self.ranks, each).transpose(0, 1).flatten()
+        return Route(
+            x.shape[1],
+            gates.dtype,
+            order // top_k,
+            order,
+            places,
+            settle=lambda: splits,
+            group=self.group,
+            dropped=dropped,
+        )
+
+
+def out_of_range(ranks: list[int], experts: int) -> str:
+    """What is wrong with ids of these ranks of the group; of none, where only the device knows."""
+    who = f"rank {', '.join(map(str, ranks))} of the experts' group" if ranks else "this rank"
+    return (
+        f"ids of {who} are none of 0 .. {experts - 1}; a router gives such ids where its scores are NaN: look for the "
+        "first NaN of its input"
+    )
+
+
+class Sent:
+    """Rows on their way: `receive` waits for those of this rank's experts, `combine` sends their outputs back."""
+
+    def __init__(self, route: "Route", token: Tensor, gates: Tensor | None = None) -> None:
+        self._route, self._token, self._gates = route, token, gates
+
+    @property
+    def dropped(self) -> Tensor | None:
+        """Number of this rank's rows that a capacity dropped, int64 []; None without a capacity."""
+        return self._route.dropped
+
+    def receive(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Waits for the rows of this rank's experts.
+
+        Returns:
+            The rows [R, h], expert by expert; their gates [R]; and the number of rows of each of this rank's experts,
+            int64 [E / p], in the host's memory unless nothing was exchanged.
+        """
+        if self._gates is not None:
+            return self._token, self._gates, self._route.splits.counts
+        rows, gates = _Receive.apply(self._token, self._route)  # type: ignore[no-untyped-call]
+        return rows, gates, self._route.splits.counts
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Brings outputs back to their tokens and adds those of each token, in the order of its ids.
+
+        Args:
+            rows: The outputs [R, h], in the order of the received rows, already multiplied by their gates.
+
+        Returns:
+            A sum for each token, [M, h]; zero for one whose rows were all dropped.
+
+        Raises:
+            ValueError: There are more or fewer rows than were received.
+        """
+        route = self._route
+        if rows.dim() != 2 or len(rows) != route.splits.received:
+            raise ValueError(f"the outputs are {list(rows.shape)}, but {route.splits.received} rows were received")
+        if self._gates is not None:
+            summed: Tensor = _Sum.apply(rows, route)  # type: ignore[no-untyped-call]
+        else:
+            summed = _Combine.apply(_Return.apply(rows, route), route)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class Flight:
+    """An exchange that one autograd function begins and the next waits for, forward and backward.
+
+    What is unfinished cannot be the gradient itself, since autograd looks at its shape.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group.group_name  # a graph that holds a group aborts a process that ends before the graph
+        self._started: Tensor | None = None
+
+    def begin(self, x: Tensor, sizes: list[int], expected: list[int]) -> None:
+        """Begins to send `sizes` rows of x to the ranks, and to receive `expected` from them."""
+        exchange = functional_collectives.all_to_all_single.default
+        self._started = exchange(x.contiguous(), expected, sizes, self._group)
+
+    def finish(self) -> Tensor:
+        """Waits for the rows that arrive."""
+        started, self._started = self._started, None
+        if started is None:
+            raise RuntimeError("an exchange of rows is awaited that has not begun; a bug of par-layers")
+        return finish(started)
+
+
+@dataclass(eq=False)
+class Splits:
+    """How many rows travel between which ranks.
+
+    Args:
+        sizes: Number of rows that this rank sends to each rank.
+        expected: Number of rows that it receives of each rank.
+        received: Number of rows that its experts have.
+        counts: Number of rows of each of its experts, int64 [E / p].
+        to_experts: Which arrived row comes at each place when they lie expert by expert; None where they do.
+        to_sources: The inverse.
+    """
+
+    sizes: list[int]
+    expected: list[int]
+    received: int
+    counts: Tensor
+    to_experts: Tensor | None = None
+    to_sources: Tensor | None = None
+
+
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Callable[[], Splits]:
+    """Begins to tell every rank how many rows its experts are sent.
+
+    Args:
+        counts: Number of rows for each expert, int64 [p, E / p]; all negative where this rank's ids are out of range.
+        group: The ranks.
+
+    Returns:
+        A function that waits, once, and reads the numbers of all splits together into the host's memory. On every rank
+        it raises ValueError if a rank's ids are out of range.
+    """
+    experts = counts.numel()
+    ones = [1] * len(counts)
+    started = functional_collectives.all_to_all_single.default(counts, ones, ones, group.group_name)
+
+    def settle() -> Splits:
+        arriving = finish(started)
+        leaving_rows, arriving_rows = torch.stack((counts, arriving)).tolist()
+        wrong = [rank for rank, row in enumerate(arriving_rows) if min(row) < 0]
+        if wrong:
+            raise ValueError(out_of_range(wrong, experts))
+        expected = [sum(row) for row in arriving_rows]
+        total = sum(expected)
+        to_experts = by_expert(arriving, total)
+        return Splits(
+            [sum(row) for row in leaving_rows],
+            expected,
+            total,
+            torch.tensor([sum(column) for column in zip(*arriving_rows, strict=True)], device="cpu"),
+            to_experts,
+            None if to_experts is None else inverse(to_experts),
+        )
+
+    return settle
+
+
+class Route:
+    """How the rows of one dispatch travel.
+
+    Args:
+        width: Features of a row, h.
+        dtype: The dtype of gates.
+        tokens: Which token is in each sent row, int64 [n]; M in an empty slot.
+        order: Which row, counted over [M, k], is in each sent row, int64 [n]; M * k in an empty slot.
+        places: Which sent row each row is, int64 [M, k]; n where it is dropped.
+        settle: Gives the splits, for which it may have to wait.
+        group: The ranks; None for one device.
+        dropped: Number of dropped rows, int64 []; None where no row is dropped and no slot empty.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        dtype: torch.dtype,
+        tokens: Tensor,
+        order: Tensor,
+        places: Tensor,
+        *,
+        settle: Callable[[], Splits],
+        group: dist.ProcessGroup | None,
+        dropped: Tensor | None = None,
+    ) -> None:
+        self.width, self.dtype = width, dtype
+        self.tokens, self.order, self.places, self.dropped = tokens, order, places, dropped
+        self._settle = settle
+        if group is not None:
+            self.there, self.back = Flight(group), Flight(group)
+
+    @cached_property
+    def splits(self) -> Splits:
+        """How many rows travel between which ranks; the first use may wait for other ranks."""
+        return self._settle()
+
+    def taken(self, x: Tensor) -> Tensor:
+        """The sent rows [n, h] of tokens [M, h], zeros in empty slots."""
+        return self._extended(x).index_select(0, self.tokens)
+
+    def taken_gates(self, gates: Tensor) -> Tensor:
+        """The gates [n] of sent rows, zero in empty slots."""
+        return self._extended(gates.flatten()).index_select(0, self.order)
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """For each token the sum of its rows, [M, h] of [n, h]; the inverse of a gather, and so without `index_add`."""
+        if not self.places.numel():
+            return rows.new_zeros(len(self.places), rows.shape[1])
+        return functional.embedding_bag(self.places, self._extended(rows), mode="sum")
+
+    def placed_gates(self, gates: Tensor) -> Tensor:
+        """The gates' gradients [M, k] of those of sent rows [n]."""
+        return self._extended(gates).index_select(0, self.places.flatten()).view(self.places.shape)
+
+    def _extended(self, x: Tensor) -> Tensor:
+        """With zeros at the end, which empty slots and dropped rows point to."""
+        return x if self.dropped is None else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+    def pack(self, x: Tensor, gates: Tensor) -> Tensor:
+        """The sent rows of tokens [M, h], with their gates of [M, k] beside them: [n, h + padding]."""
+        return self._packed(self._extended(x), self.tokens, self.taken_gates(gates))
+
+    def pack_back(self, rows: Tensor, gates: Tensor) -> Tensor:
+        """What was received, rows [R, h] and gates [R], in the order of sources: [R, h + padding]."""
+        index = self.splits.to_sources
+        return self._packed(rows, index, gates if index is None else gates.index_select(0, index))
+
+    def _packed(self, x: Tensor, index: Tensor | None, gates: Tensor) -> Tensor:
+        number, size = len(gates), x.element_size()
+        packed = x.new_empty(number, self.width + PADDING // size)
+        if index is None:
+            packed[:, : self.width] = x
+        else:
+            torch.index_select(x, 0, index, out=packed[:, : self.width])
+        wide = gates.element_size() // size
+        packed[:, self.width : self.width + wide] = gates.contiguous().view(x.dtype).view(number, wide)
+        return packed
+
+    def gates_of(self, packed: Tensor, index: Tensor | None) -> Tensor:
+        """The gates [n] beside rows, in the order of an index."""
+        wide = torch.empty((), dtype=self.dtype).element_size() // packed.element_size()
+        bits = packed[:, self.width : self.width + wide]
+        bits = bits.contiguous() if index is None else bits.index_select(0, index)
+        return bits.view(self.dtype).view(len(bits))
+
+
+class _Take(torch.autograd.Function):
+    """The rows of one device, expert by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        ctx.route = route
+        return route.taken(x), route.taken_gates(gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, None]:
+        return ctx.route.summed(rows), ctx.route.placed_gates(gates), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sums of one device's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.summed(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.taken(gradient), None
+
+
+class _Send(torch.autograd.Function):
+    """Packs and begins; backward waits for gradients of rows and gates. The result stands for what is on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        packed = route.pack(x, gates)
+        splits = route.splits
+        route.there.begin(packed, splits.sizes, splits.expected)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, Tensor, None]:
+        del token
+        route: Route = ctx.route
+        packed = route.there.finish()
+        rows, gates = packed[:, : route.width], route.gates_of(packed, None)
+        return route.summed(rows), route.placed_gates(gates), None
+
+
+class _Receive(torch.autograd.Function):
+    """Waits for rows and brings them into the order of experts; backward begins the way back of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        del token
+        ctx.route = route
+        packed, index = route.there.finish(), route.splits.to_experts
+        rows = packed[:, : route.width]
+        return rows.contiguous() if index is None else rows.index_select(0, index), route.gates_of(packed, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
+        route: Route = ctx.route
+        splits = route.splits
+        route.there.begin(route.pack_back(rows, gates), splits.expected, splits.sizes)
+        return rows.new_zeros(0), None
+
+
+class _Return(torch.autograd.Function):
+    """Brings outputs into the order of sources and begins; backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        splits = route.splits
+        arranged = rows if splits.to_sources is None else rows.index_select(0, splits.to_sources)
+        route.back.begin(arranged, splits.expected, splits.sizes)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        del token
+        arrived, index = ctx.route.back.finish(), ctx.route.splits.to_experts
+        return arrived if index is None else arrived.index_select(0, index), None
+
+
+class _Combine(torch.autograd.Function):
+    """Waits for outputs and adds those of each token; backward begins to send the gradient to their experts."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, route: Route) -> Tensor:
+        del token
+        ctx.route = route
+        return route.summed(route.back.finish())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        route: Route = ctx.route
+        route.back.begin(route.taken(gradient), route.splits.sizes, route.splits.expected)
+        return gradient.new_zeros(0), None

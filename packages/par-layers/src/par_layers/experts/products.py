@@ -1,0 +1,334 @@
+"""Products of rows with a matrix for each expert, where rows lie expert by expert, and the activation between two."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from .._torch_private import assert_async, gelu_backward, silu_backward
+
+ROWS_ONE_BY_ONE = 256
+"""Mean number of rows of an expert from which on a CPU is quicker with one expert after the other (measured)."""
+
+ALIGNED = 16
+"""Bytes of which `grouped_mm` wants each row to have a multiple."""
+
+
+class Segments:
+    """Which rows are whose: those of each expert follow those of the one before.
+
+    Args:
+        counts: Number of rows of each expert, int64 [E], in the host's memory or on the device; or a list of them.
+        rows: A tensor with the rows.
+
+    Raises:
+        ValueError: The counts do not add up to the rows.
+    """
+
+    def __init__(self, counts: Tensor | Sequence[int], rows: Tensor) -> None:
+        self._device = rows.device
+        self._counts = counts
+        self._sizes: list[int] | None = None
+        self._offsets: Tensor | None = None
+        self.rows, self.experts = len(rows), len(counts)
+        if isinstance(counts, Tensor) and counts.device.type != "cpu":
+            assert_async(counts.sum() == self.rows, "counts of experts do not add up to the rows")
+        elif sum(self.sizes) != self.rows:
+            raise ValueError(
+                f"counts are {self.sizes}, {sum(self.sizes)} together, but there are {self.rows} rows; give the counts "
+                "that came with them"
+            )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each expert, for the host, which waits for the device if they are there."""
+        if self._sizes is None:
+            self._sizes = self._counts.tolist() if isinstance(self._counts, Tensor) else list(self._counts)
+        return self._sizes
+
+    @property
+    def offsets(self) -> Tensor:
+        """The end of each expert's rows, int32 [E], on the device."""
+        if self._offsets is None:
+            counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts)
+            self._offsets = counts.cumsum(0, dtype=torch.int32).to(self._device, non_blocking=True)
+        return self._offsets
+
+    def of(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """For each expert its rows of every tensor."""
+        return zip(*(tensor.split(self.sizes) for tensor in tensors), strict=True)
+
+
+def is_one_by_one(rows: int, experts: int, device: str) -> bool:
+    """Whether to compute both products of one expert after those of another, not one product of all experts. Pure.
+
+    On a CPU the rows of an expert stay in cache that way; where they are few, the calls cost more than that saves.
+
+    Args:
+        rows: Number of rows.
+        experts: Number of experts.
+        device: The type of the device.
+    """
+    return device == "cpu" and rows >= ROWS_ONE_BY_ONE * experts
+
+
+def can_be_grouped(x: Tensor, *others: Tensor) -> bool:
+    """Whether torch's `grouped_mm` takes such operands: dtype, device, and rows that are a multiple of 16 bytes."""
+    if x.dtype not in _DTYPES.get(x.device.type, ()) or any(other.dtype != x.dtype for other in others):
+        return False
+    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    return all(_is_aligned(operand) for operand in (x, *others))
+
+
+_DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether one of the last two dims is dense, and the steps of the other, and the start, multiples of 16 bytes."""
+    inner, outer = sorted(x.stride()[-2:])
+    size = x.element_size()
+    return inner == 1 and not outer * size % ALIGNED and not x.storage_offset() * size % ALIGNED
+
+
+def product(x: Tensor, weight: Tensor, segments: Segments, bias: Tensor | None = None) -> Tensor:
+    """Each row times its expert's matrix, without autograd.
+
+    Args:
+        x: Rows [R, k], expert by expert.
+        weight: A matrix for each expert, [E, n, k].
+        segments: Which rows are whose.
+        bias: A vector for each expert, [E, n], or None.
+
+    Returns:
+        [R, n].
+    """
+    if can_be_grouped(x, weight):
+        y = functional.grouped_mm(x, weight.transpose(1, 2), offs=segments.offsets)
+        return y if bias is None else y.add_(of_each_row(bias, segments))
+    y = x.new_empty(len(x), weight.shape[1])
+    for expert, (part, out) in enumerate(segments.of(x, y)):
+        linear_into(out, part, weight[expert], None if bias is None else bias[expert])
+    return y
+
+
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Writes the product of torch.nn.Linear to `out`; of no rows, nothing."""
+    if not len(x):
+        return
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def weight_product(gradient: Tensor, x: Tensor, segments: Segments) -> Tensor:
+    """The gradients of all matrices, [E, n, k], of rows [R, n] and [R, k]; zeros for an expert without rows."""
+    if can_be_grouped(gradient, x):
+        return functional.grouped_mm(gradient.t(), x, offs=segments.offsets)
+    total = x.new_empty(segments.experts, gradient.shape[1], x.shape[1])
+    for out, (left, right) in zip(total.unbind(), segments.of(gradient, x), strict=True):
+        torch.mm(left.t(), right, out=out)  # of no rows it is zero
+    return total
+
+
+def of_each_row(vectors: Tensor, segments: Segments) -> Tensor:
+    """For each row its expert's vector, [R, n] of [E, n]."""
+    expert = torch.searchsorted(segments.offsets, _places(segments, vectors.device), right=True)
+    return vectors.index_select(0, expert)
+
+
+def sums_of_rows(x: Tensor, segments: Segments) -> Tensor:
+    """For each expert the sum of its rows, [E, n] of [R, n]; zeros for one without."""
+    return torch.stack([part.sum(0) for part in x.split(segments.sizes)])
+
+
+def _places(segments: Segments, device: torch.device) -> Tensor:
+    return torch.arange(segments.rows, dtype=torch.int32, device=device)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+    """Multiplies each row with its expert's matrix. Autograd can go through it.
+
+    Args:
+        rows: Rows [R, k], expert by expert.
+        weight: A matrix for each expert, [E, n, k], as torch.nn.Linear has one. A transposed view is taken as it is.
+        counts: Number of rows of each expert, int64 [E]; or a list.
+
+    Returns:
+        [R, n].
+
+    Raises:
+        ValueError: Shapes do not fit, or counts do not add up to the rows.
+    """
+    if rows.dim() != 2 or weight.dim() != 3 or rows.shape[1] != weight.shape[2] or len(counts) != len(weight):
+        raise ValueError(
+            f"rows are {list(rows.shape)}, the weight is {list(weight.shape)}, and there are {len(counts)} counts; "
+            "they must be [R, k], [E, n, k] and E"
+        )
+    y: Tensor = _GroupedLinear.apply(rows, weight, Segments(counts, rows))  # type: ignore[no-untyped-call]
+    return y
+
+
+def grouped_weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+    """The gradient of `grouped_linear`'s weight.
+
+    Args:
+        gradient: The gradient of its result, [R, n].
+        rows: Its rows, [R, k].
+        counts: Number of rows of each expert, int64 [E]; or a list.
+
+    Returns:
+        [E, n, k], zeros for an expert without rows.
+
+    Raises:
+        ValueError: Shapes do not fit, or counts do not add up to the rows.
+    """
+    if gradient.dim() != 2 or rows.dim() != 2 or len(gradient) != len(rows):
+        raise ValueError(
+            f"the gradient is {list(gradient.shape)} and rows are {list(rows.shape)}; they must be [R, n] and [R, k]"
+        )
+    with torch.no_grad():
+        return weight_product(gradient, rows, Segments(counts, rows))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.segments = segments
+        return product(rows, weight, segments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = product(gradient, weight.transpose(1, 2), ctx.segments) if ctx.needs_input_grad[0] else None
+        of_weight = weight_product(gradient, rows, ctx.segments) if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight, None
+
+
+def scaled(x: Tensor, gates: Tensor) -> Tensor:
+    """Rows [R, n] times their gates [R], in the dtype of rows."""
+    return (x * gates.unsqueeze(1)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What an expert computes between its products, for each row by itself.
+
+    Args:
+        forward: From the result of the first product [R, n], as it lies in memory, to [R, f].
+        backward: From that same [R, n] and the gradient of the activation [R, f] to the gradient of the former, [R, n].
+            None: autograd goes through `forward` once more.
+        gated: Whether n is 2 f, a gate and an up part; else n is f.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor] | None = None
+    gated: bool = True
+
+    def scaled(self, x: Tensor, gates: Tensor) -> Tensor:
+        """The activation [R, f] of [R, n] times gates [R]."""
+        return scaled(self.forward(x), gates)
+
+    def again(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The activation [R, f] of [R, n], and a function from its gradient to that of x."""
+        if self.backward is not None:
+            backward = self.backward
+            return self.forward(x), lambda gradient: backward(x, gradient)
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = self.forward(leaf)
+        return y.detach(), lambda gradient: torch.autograd.grad(y, leaf, gradient)[0]
+
+
+@dataclass(frozen=True)
+class _Gated(Activation):
+    """An activation of a gate and an up part, which lie one after the other or interleaved."""
+
+    interleaved: bool = False
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.interleaved:
+            return x[:, 0::2], x[:, 1::2]
+        gate, up = x.chunk(2, dim=1)
+        return gate, up
+
+
+class _Swiglu(_Gated):
+    """silu(gate) * up."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__(self._forward, interleaved=interleaved)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        gate, up = self.halves(x)
+        return functional.silu(gate).mul_(up)
+
+    def scaled(self, x: Tensor, gates: Tensor) -> Tensor:
+        return self._forward(x).mul_(gates.unsqueeze(1))
+
+    def again(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        gate, up = self.halves(x)
+        silu = functional.silu(gate)
+
+        def pull(gradient: Tensor) -> Tensor:
+            of_x = torch.empty_like(x)
+            of_gate, of_up = self.halves(of_x)
+            torch.mul(gradient, silu, out=of_up)
+            of_gate.copy_(silu_backward(gradient * up, gate))
+            return of_x
+
+        return silu * up, pull
+
+
+class _ClampedSwiglu(_Gated):
+    """gpt-oss's: (up + 1) * gate * sigmoid(1.702 * gate), where gate is at most 7 and up between -7 and 7."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__(self._forward, interleaved=interleaved)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        gate, up = self.halves(x)
+        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * _SLOPE))
+
+
+_LIMIT, _SLOPE = 7.0, 1.702
+
+
+def _gelu_backward(x: Tensor, gradient: Tensor) -> Tensor:
+    of_x: Tensor = gelu_backward(gradient, x)
+    return of_x
+
+
+def activation_of(named: "str | Activation", *, interleaved: bool) -> Activation:
+    """The activation of a name.
+
+    Args:
+        named: "swiglu" or "clamped_swiglu", whose rows are a gate and an up part; "gelu", which has no gate; or an
+            activation, which is given back.
+        interleaved: Whether gate and up alternate, feature by feature, rather than lie one after the other.
+
+    Raises:
+        ValueError: There is no such activation, or it has nothing to interleave.
+    """
+    if isinstance(named, Activation):
+        return named
+    if named == "swiglu":
+        return _Swiglu(interleaved)
+    if named == "clamped_swiglu":
+        return _ClampedSwiglu(interleaved)
+    if named != "gelu":
+        raise ValueError(
+            f"there is no activation {named!r}; there are 'swiglu', 'gelu' and 'clamped_swiglu', or give an Activation"
+        )
+    if interleaved:
+        raise ValueError("interleaved is True, but the activation 'gelu' has no gate to interleave; leave it False")
+    return Activation(functional.gelu, _gelu_backward, gated=False)

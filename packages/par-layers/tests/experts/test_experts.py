@@ -1,0 +1,119 @@
+"""Dispatch and Experts equal the dense loop: outputs, and the gradients of tokens, gates and every parameter."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from par_groups import sharding_of
+from par_layers import copy_to, initialize, reduce_from
+from par_layers.experts.dispatch import Dispatch
+from par_layers.experts.experts import Experts
+from par_layers.experts.products import Activation
+from par_testing import count_collectives
+
+from .routings import ROUTINGS, chosen, live, loop, numbers
+
+H, F = 6, 4
+EXACT = 1e-12
+"""Tolerance: sums over tokens are in another order."""
+
+
+def whole_weights(experts, names):
+    """The weights of all experts, drawn as those of a rank are, by the names that the loop takes them in."""
+    state = dict(experts.named_parameters())
+    return [state[name].detach().requires_grad_() if name in state else None for name in names]
+
+
+def assert_equals_loop(axes, experts, top_k, routing, *, capacity=None, **options):
+    tokens_of, among = ROUTINGS[routing]
+    activation = options.pop("reference", lambda wide: functional.silu(wide[:, :F]) * wide[:, F:])
+    with live(**axes) as (groups, grid):
+        p, parts = groups.size("expert_parallel"), groups.size("expert_tensor")
+        place = groups.rank("expert_data") * p + groups.rank("expert_parallel")
+        whole, mine = Experts(experts, H, F, **options), Experts(experts, H, F, grid=grid, **options)
+        for module in (whole, mine):
+            initialize(module, seed=3, dtype=torch.float64)
+            for name, parameter in module.named_parameters():  # biases begin at zero
+                if name.endswith("bias"):
+                    full = numbers(*sharding_of(parameter).shape, seed=4)
+                    for box in sharding_of(parameter).boxes:
+                        box.of(parameter.data).copy_(full[box.slices])
+        dispatch = Dispatch(experts, groups.channels("expert_parallel", 1)[0], capacity=capacity)
+        tokens = tokens_of(place, p)
+        x, gates = numbers(tokens, H, seed=place).requires_grad_(), numbers(tokens, top_k, seed=9).requires_grad_()
+        ids = chosen(tokens, experts, top_k, 5 + place, among(experts, p))
+        upstream = numbers(tokens, H, seed=20 + place)
+
+        into = (x, gates)
+        if parts > 1:
+            into = [copy_to(each, groups["expert_tensor"]) for each in into]
+        with count_collectives() as counted:
+            sent = dispatch.send(into[0], ids, into[1])
+            y = sent.combine(mine(*sent.receive()))
+            if p > 1:
+                assert counted.calls("all_to_all") == (2 if capacity else 3)
+            y = y if parts == 1 else reduce_from(y, groups["expert_tensor"])
+            y.backward(upstream)
+            if p > 1:
+                assert counted.calls("all_to_all") == (4 if capacity else 5)
+
+        names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+        given = whole_weights(whole, names)
+        views = [w.transpose(1, 2) if options.get("transposed") and w.dim() == 3 else w for w in given if w is not None]
+        expected = loop(x, ids, gates, [*views, *[None] * (4 - len(views))], activation)
+        parameters = [w for w in given if w is not None]
+        of_x, of_gates, *of_weights = torch.autograd.grad(expected, [x, gates, *parameters], upstream)
+        say = f"{axes}, {experts} experts, top {top_k}, {routing}, {options}: "
+        for what, here, there in (("output", y, expected), ("x", x.grad, of_x), ("gates", gates.grad, of_gates)):
+            torch.testing.assert_close(here, there, rtol=0, atol=EXACT, msg=lambda text, what=what: say + what + text)
+        for (name, parameter), total in zip(mine.named_parameters(), of_weights, strict=True):
+            dist.all_reduce(total)  # in which tensor ranks have the same tokens
+            gradient = parameter.grad
+            if groups.size("expert_data") > 1:
+                dist.all_reduce(gradient, group=groups["expert_data"])
+            for box in sharding_of(parameter).boxes:
+                torch.testing.assert_close(
+                    box.of(gradient),
+                    total[box.slices] / parts,
+                    rtol=0,
+                    atol=EXACT,
+                    msg=lambda text, name=name: f"{say}{name}: {text}",
+                )
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_equal_the_loop():
+    for routing in ROUTINGS:
+        top_k = 1 if "first" in routing else 2
+        assert_equals_loop({"expert_parallel": 2}, 8, top_k, routing)
+        assert_equals_loop({"expert_tensor": 2}, 8, top_k, routing)
+    assert_equals_loop({"expert_parallel": 2}, 2, 1, "uneven")
+    assert_equals_loop({"expert_parallel": 2}, 2, 2, "uneven")
+    assert_equals_loop({"expert_parallel": 2}, 6, 6, "uneven")
+
+
+@pytest.mark.ranks(4)
+def test_four_ranks_equal_the_loop():
+    for routing in ROUTINGS:
+        top_k = 1 if "first" in routing else 2
+        assert_equals_loop({"expert_parallel": 4}, 8, top_k, routing)
+        assert_equals_loop({"expert_parallel": 2, "expert_tensor": 2}, 8, top_k, routing)
+        assert_equals_loop({"expert_parallel": 2, "expert_data": 2}, 8, top_k, routing)
+    assert_equals_loop({"expert_parallel": 4}, 4, 4, "uneven")
+
+
+def clamped(wide):
+    gate, up = wide[:, 0::2].clamp(max=7), wide[:, 1::2].clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+@pytest.mark.ranks(4)
+def test_biases_interleaved_and_transposed_weights_equal_the_loop():
+    gpt_oss = {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "transposed": True}
+    for axes in ({"expert_parallel": 4}, {"expert_parallel": 2, "expert_tensor": 2}):
+        assert_equals_loop(axes, 8, 2, "uneven", reference=clamped, **gpt_oss)
+        assert_equals_loop(axes, 8, 2, "one rank has none", bias=True)
+        assert_equals_loop(axes, 8, 2, "one rank has none", transposed=True)
+    own = Activation(lambda wide: wide[:, :F] * wide[:, F:].exp())
+    assert_equals_loop({"expert_parallel": 4}, 8, 2, "uneven", activation=own, reference=own.forward)
