@@ -55,12 +55,14 @@ def test_auto_needs_a_mode_where_there_is_something_to_cut():
 
 
 @pytest.mark.ranks(2)
-def test_axes_without_layers_are_refused():
-    """On every rank. A mode that cuts something over them, and experts of a second factorisation, are none of these."""
-    with groups_of(expert=2) as groups:
+def test_an_axis_of_experts_that_no_view_explains_is_refused():
+    """On every rank. Experts of a second factorisation are none of these."""
+    with ProcessGroups(Topology({"data": 1, "expert": 2})) as groups:
         for mode in ("auto", None):
-            with pytest.raises(ValueError, match=r"no layers for expert=2 yet: .* give these ranks to data, tensor"):
+            with pytest.raises(ValueError, match=r"has expert=2, but no view 'experts' .* by Topology\.from_config"):
                 layer_set(mode, groups)
+    with groups_of(expert=2) as groups:
+        assert layer_set("auto", groups).mode is None
     with ProcessGroups(Topology({"data": 2}).view("experts", {"expert": 2})) as groups:
         assert layer_set("auto", groups).mode is None
 

@@ -22,6 +22,7 @@ from .experts.balance import Balance, TokenAxes
 from .experts.choose import choose
 from .experts.dispatch import Dispatch, Sent
 from .experts.experts import Experts
+from .experts.moe import MoE
 from .experts.products import Activation, grouped_linear, grouped_weight_gradient
 from .experts.router import Router, Routing
 from .experts.step import RouterLosses, update_choice_bias_
@@ -66,6 +67,7 @@ __all__ = [
     "Layout",
     "LinearShape",
     "Mask",
+    "MoE",
     "ModelShape",
     "NormShape",
     "Parallel",
