@@ -200,7 +200,8 @@ class Tally:
         chosen, means, of_tokens = chosen.view(sequences, experts), means.view(sequences, experts), counted
         if self.balance.aux and self.balance.over == "step":
             so_far = torch.cat([chosen.flatten(), counted])
-            self._sum_(so_far, self.tokens.replicas)
+            for axis in self.tokens.replicas:  # whose product need not have a group of its own
+                self._sum_(so_far, (axis,))
             self._so_far = so_far if self._so_far is None else self._so_far + so_far
             chosen, of_tokens = self._so_far[:-1].unsqueeze(0), self._so_far[-1:]
         # Where no token counts, everything that is divided by their number is 0.
