@@ -1,14 +1,18 @@
 """Whole layers over ranks against the dense loop on one device: outputs and every gradient, in fp64."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from par_layers import layer_set
+from par_layers import Balance, Dispatch, Experts, Grid, Router, initialize, layer_set
 from par_testing import assert_equal_to_one_device
 
+from ..helpers import whole_state
 from .dense import mixture
-from .worlds import TOKENS, world
+from .worlds import TOKENS, Tokens, world
 
 EXACT = 1e-12
 """Sums of some hundred numbers of order 1 in another order, in fp64."""
@@ -54,7 +58,8 @@ WORLDS = {
 def check_equal_to_the_loop(parallel, tokens, **options):
     """Forward and backward of a layer in a world, and of the loop over the tokens of all replicas."""
     with world(parallel) as here:
-        parallel_layer, whole = tokens.make(here.layers, **options), tokens.make(layer_set(None), **options)
+        parts = here.groups.size("expert_parallel") if "experts" in here.groups.topology.views else 1
+        parallel_layer, whole = (tokens.make(layers, parts, **options) for layers in (here.layers, layer_set(None)))
         mine = tokens.of(here.replica).requires_grad_()
         weights = [torch.randn_like(tokens.of(replica)) for replica in range(here.replicas)]
         for replica, weight in enumerate(weights):
@@ -97,3 +102,276 @@ def run(pairs, **options):
 @pytest.mark.ranks([2, 4])
 def test_a_layer_over_ranks_is_the_dense_loop():
     run(covering(WORLDS[dist.get_world_size()]), shared=1)
+
+
+@pytest.mark.ranks([2, 4, 8])
+@pytest.mark.storm
+def test_a_layer_over_any_ranks_with_any_tokens_is_the_dense_loop():
+    run(itertools.product(WORLDS[dist.get_world_size()], TOKENS))
+
+
+OPTIONS = [
+    {"shared": 2, "shared_gate": True, "activation": "gelu", "bias": True, "router_bias": True},
+    {"shared": 1, "shared_gate": True, "score": "sigmoid", "group_limit": (4, 2), "scale": 2.5, "choice_bias": True},
+    {"bias": True, "activation": "clamped_swiglu", "interleaved": True, "transposed": True, "normalise": False},
+    {"shared": 1, "activation": "clamped_swiglu", "capacity": 100.0},
+]
+
+
+@pytest.mark.ranks([2, 4])
+def test_every_option_over_ranks_is_the_layer_on_one_device():
+    """Which is compared with transformers' blocks elsewhere. A capacity that drops nothing changes nothing."""
+    every = WORLDS[dist.get_world_size()]
+    for number, parallel in enumerate(every):
+        options = OPTIONS[number % len(OPTIONS)]
+        even = Tokens(rows=(2,)) if "capacity" in options else TOKENS["uneven"]  # all ranks have as many slots
+        try:
+            check_equal_to_one_device(parallel, even, **options)
+        except BaseException as error:
+            error.add_note(f"{options} in {parallel}")
+            raise
+
+
+def check_equal_to_one_device(parallel, tokens, **options):
+    with world(parallel) as here:
+        layer, whole = tokens.make(here.layers, **options), tokens.make(layer_set(None), **options)
+        for moe in (layer, whole):
+            randomise_biases_(moe)
+        mine = tokens.of(here.replica).requires_grad_()
+        y = here.layers.gather(layer(here.layers.split(mine)))
+        y.square().sum().backward()
+        here.average_(layer)
+        for replica in range(here.replicas):
+            x = tokens.of(replica).requires_grad_()
+            out = whole(x)
+            (out.square().sum() / here.replicas).backward()
+            if replica == here.replica:
+                torch.testing.assert_close(y, out, rtol=EXACT, atol=EXACT)
+                torch.testing.assert_close(mine.grad, x.grad * here.replicas, rtol=EXACT, atol=EXACT)
+        assert_equal_to_one_device(layer, whole, gradients=True, rtol=EXACT, atol=EXACT, reason="sums in another order")
+
+
+def randomise_biases_(moe):
+    """Biases begin at zero, which would hide one that is added twice."""
+    with torch.no_grad():
+        for name, parameter in moe.named_parameters():
+            if name.endswith("bias"):
+                generator = torch.Generator().manual_seed(len(name))
+                values = torch.randn(parameter.par_sharding.shape, generator=generator, dtype=torch.float64)
+                for box in parameter.par_sharding.boxes:
+                    box.of(parameter).copy_(values[box.slices])
+        if moe.gate.e_score_correction_bias is not None:
+            moe.gate.e_score_correction_bias.copy_(torch.arange(8) % 3 * 0.1)
+
+
+@pytest.mark.ranks(4)
+def test_weights_after_three_steps_do_not_depend_on_expert_parallelism_deepspeed_5259_5618_6546():
+    """With the same batch over four ranks. There, experts' gradients were EP times too large; Adam hides that."""
+    after = {}
+    for parallel in ({}, {"expert": 2}, {"expert": 4}):
+        with world(parallel) as here:
+            layer = TOKENS["uneven"].make(here.layers, shared=1)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            for step in range(3):
+                layer(TOKENS["uneven"].of(4 * step + dist.get_rank())).square().sum().backward()
+                here.average_(layer)
+                optimizer.step()
+                optimizer.zero_grad()
+            after[len(after)] = whole_state(layer)
+    for name, weight in after[0].items():
+        for other in (after[1], after[2]):
+            torch.testing.assert_close(other[name], weight, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.ranks(4)
+def test_an_experts_gradient_is_that_of_every_split_megatron_1622_5956_7165():
+    """Of the same four ranks' tokens, with whole and cut experts. There, it was a multiple, or that of others."""
+    found = []
+    for parallel in (
+        {"tp": 2, "expert": {"size": 4, "tensor": 1}},
+        {"sp": 2, "expert": {"size": 2, "tensor": 1}},
+        {"tp": 2, "expert": 2},
+        {"sp": 2, "expert": 1},
+    ):
+        with world(parallel) as here:
+            layer = TOKENS["uneven"].make(here.layers)
+            layer(here.layers.split(TOKENS["uneven"].of(here.replica))).square().sum().backward()
+            here.average_(layer)
+            gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+            for name, parameter in layer.named_parameters():
+                parameter.data = gradients[name]
+            found.append(whole_state(layer))
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            torch.testing.assert_close(other[name], gradient, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.ranks(2)
+def test_every_parameter_has_a_finite_gradient_transformers_48205_48687():
+    """Of the router, of x and of experts without a row; there were NaN, and gradients that were missing."""
+    for parallel in ({"expert": 2}, {"tp": 2}, {"expert": {"size": 2, "tensor": 1}, "sp": 2}):
+        for rows in ((2, 0), (0, 0)):
+            with world(parallel) as here:
+                tokens = Tokens(rows=rows, favoured=(0,), top_k=1)
+                layer = tokens.make(here.layers, shared=1)
+                x = tokens.of(here.replica).requires_grad_()
+                layer(here.layers.split(x)).square().sum().backward()
+                assert x.grad.isfinite().all()
+                for name, parameter in layer.named_parameters():
+                    assert parameter.grad is not None, name
+                    assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.ranks(4)
+def test_two_models_of_different_expert_parallelism_live_in_one_process():
+    tokens = TOKENS["uneven"]
+    with world({"expert": 2}) as one, world({"expert": 4}) as other:
+        layers = [tokens.make(here.layers) for here in (one, other)]
+        x = tokens.of(one.replica)
+        outputs = [layer(x) for layer in layers]
+        for y in outputs:
+            y.square().sum().backward()
+        torch.testing.assert_close(*outputs, rtol=EXACT, atol=EXACT)
+        for here, layer in zip((one, other), layers, strict=True):
+            here.average_(layer)
+        torch.testing.assert_close(*(layer.gate.weight.grad for layer in layers), rtol=EXACT, atol=EXACT)
+        part = layers[1].experts.down_proj.shape[0]
+        begin = (dist.get_rank() % 2) * 2 * part
+        mine = layers[0].experts.down_proj.grad
+        rank = other.groups.rank("expert_parallel")
+        assert begin == one.groups.rank("expert_parallel") * 2 * part
+        if rank // 2 == one.groups.rank("expert_parallel"):
+            theirs = layers[1].experts.down_proj.grad
+            torch.testing.assert_close(mine[rank % 2 * part :][:part], theirs, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.ranks(4)
+def test_weights_start_alike_wherever_experts_live():
+    states = []
+    for parallel in ({"expert": 4}, {"tp": 2, "expert": {"size": 2, "tensor": 1}}, {"sp": 2, "expert": 2}, {}):
+        for init in (None, fill):
+            with world(parallel) as here:
+                layer = here.layers.MoE(8, 6, experts=8, top_k=2, shared=1, init=init)
+                initialize(layer, seed=5)
+                states.append(whole_state(layer))
+    for number, state in enumerate(states):
+        assert all(torch.equal(weight, states[number % 2][name]) for name, weight in state.items())
+
+
+def fill(whole, generator):
+    """An init rule that sees whole tensors."""
+    whole.normal_(generator=generator)
+
+
+@pytest.mark.ranks(4)
+def test_the_free_pieces_make_the_same_layer_without_a_layer_set():
+    """In a module of one's own, over a group of torch alone; gradients are averaged by hand."""
+    tokens = TOKENS["uneven"]
+    whole = tokens.make(layer_set(None))
+    state = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    with world({"expert": 4}) as here:
+        mixture_ = Plain(here.groups)
+        with torch.no_grad():
+            mixture_.router.weight = torch.nn.Parameter(state["gate.weight"].clone())
+            for name in ("gate_up_proj", "down_proj"):
+                setattr(mixture_.experts, name, torch.nn.Parameter(state[f"experts.{name}"][mine].clone()))
+        y = mixture_(tokens.of(here.replica).flatten(0, 1))
+        y.square().sum().backward()
+        for replica in range(4):
+            out = whole(tokens.of(replica)).flatten(0, 1)
+            out.square().sum().backward()
+            if replica == here.replica:
+                torch.testing.assert_close(y, out, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(
+            mixture_.experts.down_proj.grad, whole.experts.down_proj.grad[mine], rtol=EXACT, atol=EXACT
+        )
+        dist.all_reduce(mixture_.router.weight.grad)
+        torch.testing.assert_close(mixture_.router.weight.grad, whole.gate.weight.grad, rtol=EXACT, atol=EXACT)
+
+
+class Plain(torch.nn.Module):
+    """Eight experts over four ranks, of the pieces alone."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.router = Router(8, experts=8, top_k=2)
+        self.dispatch = Dispatch(8, groups.channels("expert_parallel", 1)[0])
+        self.experts = Experts(8, 8, 6, grid=Grid(groups, view="experts"))
+
+    def forward(self, x):
+        routing = self.router(x)
+        sent = self.dispatch.send(x, routing.ids, routing.gates)
+        return sent.combine(self.experts(*sent.receive()))
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_layer_has_weights_of_its_own_and_the_same_ranks():
+    with world({"expert": 2}) as here:
+        layer = TOKENS["uneven"].make(here.layers, shared=1)
+        again = copy.deepcopy(layer)
+        x = TOKENS["uneven"].of(here.replica)
+        assert torch.equal(again(x), layer(x))
+        assert again.experts.down_proj is not layer.experts.down_proj
+        assert again.experts.down_proj.par_sharding == layer.experts.down_proj.par_sharding
+
+
+@pytest.mark.ranks(4)
+def test_debug_layers_check_the_layout_of_what_a_mixture_is_given():
+    with world({"sp": 2, "expert": 2}) as here:
+        layers = layer_set("auto", here.groups, debug=True)
+        layer = TOKENS["uneven"].make(layers)
+        x = layers.split(TOKENS["uneven"].of(here.replica))
+        layers.gather(layer(x)).sum().backward()
+        column = layers.ColumnLinear(8, 8)
+        initialize(column, 3, dtype=torch.float64)
+        with pytest.raises(ValueError, match="MoE"):
+            layer(column(x))
+
+
+WRONG = [
+    ({"experts": 9}, {}, "9 experts do not divide by 2 ranks"),
+    ({"intermediate": 5}, {"expert": 2, "tp": 2}, "intermediate is 5, which does not divide by 2 ranks"),
+    ({"top_k": 9}, {}, "top_k is 9, but there are 8 experts"),
+    ({"capacity": 0.0}, {}, "capacity is 0.0"),
+    ({"group_limit": (3, 1)}, {}, "8 experts do not divide into 3 groups"),
+    ({"shared_gate": True}, {}, "shared is 0 with shared_gate=True"),
+    ({"balance": Balance(bias_rate=0.1)}, {}, "give choice_bias=True"),
+]
+
+
+@pytest.mark.ranks(4)
+def test_what_cannot_be_is_refused_before_anything_is_made():
+    good = {"hidden": 8, "intermediate": 6, "experts": 8, "top_k": 2}
+    for options, parallel, message in WRONG:
+        with world(parallel or {"expert": 2}) as here, pytest.raises(ValueError, match=message):
+            here.layers.MoE(**(good | options))
+    with (
+        world({"tensor": {"size": 4, "mode": "2d"}}) as here,
+        pytest.raises(ValueError, match=r"mode '1d' or none, .*'2d'"),
+    ):
+        here.layers.MoE(**good)
+    with world({"tp": 2}) as here, pytest.raises(ValueError, match=r"2 tensor ranks .* use layer_set\('1d', groups\)"):
+        layer_set(None, here.groups).MoE(**good)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_layer_cannot_be_given_is_refused():
+    with world({"sp": 2}) as here:
+        layer = TOKENS["uneven"].make(here.layers)
+        x = here.layers.split(TOKENS["uneven"].of(0))
+        for wrong, mask, message in [
+            (x[0], None, r"activations \[2, 8\]; give \[B, S, h\]"),
+            (x[..., :7], None, r"8 features was given \[8, 7\]"),
+            (
+                x,
+                torch.ones(2, 2, dtype=torch.bool),
+                r"mask is \[2, 2\], but the tokens of the tensor group are \[2, 4\]",
+            ),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                layer(wrong, mask)
+    with world({"expert": 2}) as here:
+        layer = TOKENS["uneven"].make(here.layers, balance=Balance(aux=0.1))
+        with pytest.raises(ValueError, match=r"tokens \[M, h\] do not say where one begins"):
+            layer(TOKENS["uneven"].of(0).flatten(0, 1))

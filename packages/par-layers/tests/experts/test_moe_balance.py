@@ -95,7 +95,7 @@ def test_counts_and_the_bias_of_the_choice_are_those_of_one_device_torchtitan_41
                     ]
                     x, mask = every[here.replica]
                     layer(here.layers.split(x), mask)
-                    for x, mask in every:  # noqa: PLW2901 - those of the other replicas
+                    for x, mask in every:
                         whole(x, mask)
                     layer.eval()(here.layers.split(EVEN.of(7)))
                     layer.train()

@@ -62,13 +62,13 @@ class Tokens:
     Args:
         rows: Number of rows of replica 0, 1, ...; repeated.
         favoured: Experts that all tokens go to, or none.
-        experts: Number of experts.
+        experts: Number of experts; None: one for each rank that holds others, but at least top_k.
         top_k: Number of experts of a token.
     """
 
     rows: Sequence[int] = (2, 1, 3, 2)
     favoured: Sequence[int] = ()
-    experts: int = 8
+    experts: int | None = 8
     top_k: int = 2
 
     def of(self, replica: int) -> Tensor:
@@ -79,9 +79,16 @@ class Tokens:
         x[..., 0] = 1.0
         return x
 
-    def make(self, layers: LayerSet, **options: Any) -> nn.Module:
-        """The layer in fp64, whose router favours what it should."""
-        moe = layers.MoE(HIDDEN, INTERMEDIATE, self.experts, self.top_k, **options)
+    def make(self, layers: LayerSet, parts: int = 1, **options: Any) -> nn.Module:
+        """The layer in fp64, whose router favours what it should.
+
+        Args:
+            layers: What makes it.
+            parts: Number of ranks that hold different experts, where these are to be as many.
+            options: Further options of `LayerSet.MoE`.
+        """
+        experts = self.experts or max(parts, self.top_k)
+        moe = layers.MoE(HIDDEN, INTERMEDIATE, experts, self.top_k, **options)
         initialize(moe, seed=3, dtype=torch.float64)
         with torch.no_grad():
             moe.gate.weight.mul_(3.0)  # so that gates differ
@@ -95,7 +102,7 @@ TOKENS = {
     "all ranks but one without": Tokens(rows=(0, 3, 0, 0)),
     "all rows to one expert": Tokens(favoured=(5,), top_k=1),
     "all rows to experts of one rank": Tokens(favoured=(2, 3)),
-    "as many experts as ranks": Tokens(experts=4),
-    "every expert": Tokens(experts=4, top_k=4),
+    "as many experts as ranks": Tokens(experts=None),
+    "every expert": Tokens(experts=8, top_k=8),
     "top 1": Tokens(top_k=1),
 }
