@@ -56,3 +56,18 @@ def test_a_function_is_left_out_of_graphs():
         return x + 1
 
     assert torch.compile(lambda x: inside(x) * 2, backend="eager")(torch.ones(1)).item() == 4
+
+
+def test_a_forward_within_backward_knows_it():
+    inside = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: inside.append(_torch_private.current_graph_task()))
+    assert _torch_private.current_graph_task() == -1
+    x.sum().backward()
+    assert inside[0] != -1
+
+
+def test_hooks_of_saved_tensors_are_seen():
+    assert _torch_private.hooks_of_saved_tensors(True) is None
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch_private.hooks_of_saved_tensors(True) is not None

@@ -118,9 +118,9 @@ class Tally:
         self.scale = LossScale()
         self._so_far: Tensor | None = None  # choices and tokens of all ranks in this step, [E + 1]
 
-    def fresh(self) -> "Tally":
-        """One that has seen nothing, for a copy of the router."""
-        return Tally(self.experts, self.top_k, self.balance, self.tokens, self.grid)
+    def __reduce__(self) -> tuple[type["Tally"], tuple[int, int, Balance, TokenAxes, Grid]]:
+        """What copies and pickles are made of: they have seen nothing."""
+        return Tally, (self.experts, self.top_k, self.balance, self.tokens, self.grid)
 
     def count(self, ids: Tensor, mask: Tensor | None) -> None:
         """Counts the tokens of each expert.
@@ -241,15 +241,15 @@ class Tally:
             dist.all_reduce(flat, group=self.grid.group(larger))
 
 
-def attach(y: Tensor, loss: Tensor, scale: LossScale | None = None) -> Tensor:
+def attach(y: Tensor, loss: Tensor, tally: Tally | None = None) -> Tensor:
     """An identity, whose backward gives a loss its gradient: so it joins the main loss without being returned.
 
     Args:
         y: An activation that the main loss depends on.
         loss: A loss, of one element.
-        scale: What the main loss is multiplied by, read in backward; None: nothing.
+        tally: Knows what the main loss is multiplied by, and is asked in backward; None: nothing.
     """
-    attached: Tensor = _Attach.apply(y, loss, scale)  # type: ignore[no-untyped-call]
+    attached: Tensor = _Attach.apply(y, loss, tally)  # type: ignore[no-untyped-call]
     return attached
 
 
@@ -257,15 +257,15 @@ class _Attach(torch.autograd.Function):
     """Identity of y; backward: the scale is the loss's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: LossScale | None) -> Tensor:
-        ctx.scale, ctx.like = scale, (loss.dtype, loss.device, loss.shape)
+    def forward(ctx: Any, y: Tensor, loss: Tensor, tally: Tally | None) -> Tensor:
+        ctx.tally, ctx.like = tally, (loss.dtype, loss.device, loss.shape)
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device, shape = ctx.like
-        value = None if ctx.scale is None else ctx.scale.value
+        value = None if ctx.tally is None else ctx.tally.scale.value
         if value is None:
             return gradient, torch.ones(shape, dtype=dtype, device=device), None
         return gradient, value.to(device, dtype).expand(shape), None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -201,7 +202,7 @@ class Router(ParallelLayer):
             weights = self.tally.weights(len(gates), mask, sequences, scores)
             if choice.shares is None:
                 choice.shares = self.tally.shares(routing.ids, scores, logits, weights)
-            gates = attach(gates, self.tally.loss(scores, logits, weights, choice.shares), self.tally.scale)
+            gates = attach(gates, self.tally.loss(scores, logits, weights, choice.shares), self.tally)
         if first and key is not None and may_run_again():
             self.replay.keep(key, choice, routing.scores)
         return gates
@@ -226,7 +227,7 @@ class Router(ParallelLayer):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy that has seen no tokens."""
         made = super().__deepcopy__(memo)
-        made.tally, made.replay = self.tally.fresh(), Replay()
+        made.tally, made.replay = copy(self.tally), Replay()
         return made
 
 

@@ -1,0 +1,124 @@
+"""Routers on one device."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from par_layers import Balance, Router, RouterLosses, update_choice_bias_
+
+from ..helpers import numbers
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 8, 3, 33
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_scores_of_bf16_are_those_of_fp32(autocast):
+    # Rounded to bf16 before softmax, near scores tie, and which of them is chosen is chance.
+    router = Router(HIDDEN, EXPERTS, TOP_K, bias=True).bfloat16()
+    wide = copy.deepcopy(router).float()
+    x = numbers(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        routing = router(x)
+    expected = wide(x.float())
+    assert routing.logits.dtype == routing.scores.dtype == routing.gates.dtype == torch.float32
+    assert torch.equal(routing.logits, expected.logits)
+    assert torch.equal(routing.ids, expected.ids)
+    assert torch.equal(routing.gates, expected.gates)
+
+
+def test_gradients_of_bf16_are_those_of_fp32_rounded_once_also_if_backward_runs_under_autocast():
+    router = Router(HIDDEN, EXPERTS, TOP_K, normalise=False).bfloat16()
+    wide = copy.deepcopy(router).float()
+    x = numbers(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    upstream = numbers(TOKENS, TOP_K, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        router(x).gates.backward(upstream)
+    wide(x.float()).gates.backward(upstream)
+    assert torch.equal(router.weight.grad, wide.weight.grad.bfloat16())
+
+
+def test_logits_of_fp64_are_fp64():
+    routing = Router(HIDDEN, EXPERTS, TOP_K, choice_bias=True).double()(numbers(TOKENS, HIDDEN))
+    assert routing.logits.dtype == routing.gates.dtype == torch.float64
+
+
+def test_the_bias_of_the_choice_is_no_part_of_the_gates_and_has_no_gradient():
+    router = Router(HIDDEN, EXPERTS, 1, score="sigmoid", normalise=False, choice_bias=True)
+    router.e_score_correction_bias[5] = 10.0
+    routing = router(numbers(TOKENS, HIDDEN, dtype=torch.float32))
+    assert (routing.ids == 5).all()
+    assert torch.equal(routing.gates, routing.scores[:, 5:6])
+    assert not router.e_score_correction_bias.requires_grad
+
+
+@pytest.mark.parametrize("convert", [nn.Module.bfloat16, nn.Module.half, nn.Module.double])
+def test_the_bias_of_the_choice_stays_in_fp32_whatever_the_model_is_cast_to(convert):
+    model = nn.Sequential(Router(HIDDEN, EXPERTS, TOP_K, choice_bias=True))
+    model[0].e_score_correction_bias.fill_(1.0 + 1e-3)  # bf16 has nothing between 1 and 1.0078
+    before = model[0].e_score_correction_bias.clone()
+    convert(model)
+    assert model[0].e_score_correction_bias.dtype == torch.float32
+    assert torch.equal(model[0].e_score_correction_bias, before)
+
+
+def test_a_bias_that_is_loaded_by_assignment_becomes_fp32():
+    router = Router(HIDDEN, EXPERTS, TOP_K, choice_bias=True)
+    state = {name: tensor.bfloat16() for name, tensor in router.state_dict().items()}
+    router.load_state_dict(state, assign=True)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.e_score_correction_bias.dtype == torch.float32
+
+
+def test_nan_scores_give_ids_that_no_expert_has():
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=Balance(aux=1.0, over="microbatch"))
+    x = numbers(TOKENS, HIDDEN, dtype=torch.float32)
+    x[4, 2] = torch.nan
+    ids = router(x).ids
+    assert (ids[4] == EXPERTS).all()
+    assert (torch.cat([ids[:4], ids[5:]]) < EXPERTS).all()
+
+
+def test_no_tokens_are_routed_nowhere():
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=Balance(aux=1.0, z=1.0, over="microbatch"))
+    x = torch.zeros(0, HIDDEN, requires_grad=True)
+    routing = router(x)
+    assert routing.ids.shape == routing.gates.shape == (0, TOP_K)
+    routing.gates.sum().backward()
+    assert router.weight.grad.count_nonzero() == 0
+    assert RouterLosses(router).take()["aux"] == 0
+
+
+def test_a_copy_and_a_pickle_have_seen_no_tokens():
+    router = Router(HIDDEN, EXPERTS, TOP_K)
+    router(numbers(TOKENS, HIDDEN, dtype=torch.float32))
+    for other in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
+        update_choice_bias_(other)
+        assert RouterLosses(other).load()[""].sum() == 0
+    update_choice_bias_(router)
+    assert RouterLosses(router).load()[""].sum() == TOKENS * TOP_K
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score": "tanh"}, "score is 'tanh'; logits become scores by 'softmax' or 'sigmoid'"),
+        ({"group_limit": (3, 1)}, "8 experts do not divide into 3 groups"),
+        ({"balance": Balance(bias_rate=1e-3)}, "there is no bias; give choice_bias=True"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Router(HIDDEN, EXPERTS, TOP_K, **options)
+
+
+def test_activations_of_another_shape_are_refused():
+    router = Router(HIDDEN, EXPERTS, TOP_K)
+    with pytest.raises(ValueError, match=r"a router of 16 features was given \[3, 15\]; give tokens \[M, 16\]"):
+        router(torch.zeros(3, 15))
+    with pytest.raises(ValueError, match=r"was given \[2, 3, 16\]"):
+        router(torch.zeros(2, 3, 16))
+    with pytest.raises(ValueError, match=r"the mask is \[2, 3\], but there are 6 tokens"):
+        router(torch.zeros(6, 16), torch.ones(2, 3, dtype=torch.bool))
