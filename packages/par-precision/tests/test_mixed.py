@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from par_groups import written_
-from par_precision import DynamicScale, MixedOptions, mixed, precision_of
+from par_precision import DynamicScale, MixedOptions, kept_buffers, mixed, precision_of
 from par_testing import for_each
 
 from .training import MAKERS, ON_CPU, adamw, loss_of, model, train
@@ -46,6 +46,22 @@ def test_losses_follow_those_of_fp32(precision, maker):
     losses = train(*mixed(module, MAKERS[maker](module), precision, clip_norm=1.0), steps=8)
     assert losses == pytest.approx(expected, rel=DISTANCE[precision] or 1e-6)  # fp32: the coefficient's last digit
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_a_buffer_that_its_module_names_keeps_its_dtype_and_bits(precision):
+    module = model()
+    owner = next(part for part in module.modules() if isinstance(part, nn.Linear))
+    owner.register_buffer("choice", torch.tensor([1.0 + 1e-3]))  # between two numbers of bf16
+    owner.register_buffer("other", torch.ones(1))
+    owner.par_keep_dtype = ("choice", "none")
+    before = owner.choice
+    module, optimizer = mixed(module, adamw(module), precision)
+    train(module, optimizer, steps=1)
+    assert kept_buffers(module) == [before]
+    assert owner.choice is before
+    assert before.dtype == torch.float32
+    assert owner.other.dtype == (precision_of(precision).weights or torch.float32)
 
 
 @pytest.mark.parametrize("precision", ON_CPU)

@@ -11,6 +11,7 @@ from par_groups import check_owned
 
 from ._checks import check, check_all, check_cut, is_own, lack_of_layers, recorded
 from ._float8 import convert_to_float8_, float8_layers
+from ._kept import cast_
 from ._masters import Masters
 from ._optimizer import Clip, MixedOptimizer
 from ._policy import Policy
@@ -167,7 +168,7 @@ def _prepared(
     if precision.masters and own:  # made of the numbers before they are rounded
         masters = Masters(module, optimizer, ownership, accumulate=options.accumulate_fp32, bucket=options.bucket)
     if own:
-        module.to(precision.weights)
+        cast_(module, precision.weights)
     if precision.float8 and float8_layers(module):
         module = convert_to_float8_(module)
     if masters is not None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from par_groups import JointOptimizer, agree, together
 from par_layers import initialize, parallelize
-from par_precision import mixed, precision_of
+from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
 from par_zero import Offload, OnDisk, ShardOptions, on_disk, recall, shard, slots_of_steps
 
@@ -254,9 +254,9 @@ class Zero(Plugin):
         precision = precision_of(options.precision)
         dtype = None if optimizer is None else precision.weights
         if dtype is not None:
-            computed = _computed_buffers(model)
+            stay = _computed_buffers(model) | {id(buffer) for buffer in kept_buffers(model)}
             for tensor in (*model.parameters(), *model.buffers()):  # par-zero casts what is trained
-                if id(tensor) in computed:
+                if id(tensor) in stay:
                     continue
                 if (precision.rounded or tensor not in packed) and tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)

@@ -1,0 +1,33 @@
+"""Buffers whose dtype a cast of the model leaves alone."""
+
+import torch
+from torch import Tensor, nn
+
+
+def kept_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers that keep their dtype when a model is cast.
+
+    A module names them in its attribute `par_keep_dtype`, a tuple of names. So does a router: the bias of its choice
+    moves by a thousandth each step, which bf16 would lose.
+
+    Args:
+        module: A model, or a part of one.
+    """
+    return [tensor for _, _, tensor in _kept(module)]
+
+
+def cast_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point parameters and buffers in place, but for `kept_buffers`."""
+    kept = _kept(module)
+    module.to(dtype)
+    for buffers, name, tensor in kept:
+        buffers[name] = tensor
+
+
+def _kept(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    return [
+        (part._buffers, name, tensor)
+        for part in module.modules()
+        for name in getattr(part, "par_keep_dtype", ())
+        if (tensor := part._buffers.get(name)) is not None
+    ]
