@@ -7,6 +7,7 @@ from ._load import Report, load
 from ._options import LoadOptions, SaveOptions
 from ._save import save
 from .state.conversion import Convert, Part
+from .state.expert_layout import expert_layout
 from .storage.steps import latest, prune
 from .storage.verify import verify
 from .tools.inspect import Contents, inspect
@@ -26,6 +27,7 @@ __all__ = [
     "Report",
     "Save",
     "SaveOptions",
+    "expert_layout",
     "inspect",
     "latest",
     "load",

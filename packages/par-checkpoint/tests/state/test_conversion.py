@@ -39,6 +39,15 @@ def within(shape, offset, after):
     return [Part(name="w", shape=larger, start=(0,) * len(shape), dims=dims, offset=tuple(offset), size=tuple(shape))]
 
 
+def interleaved(shape, dim, ways):
+    """As many tensors in the files, whose indices of a dim follow each other in turn."""
+    dims = tuple(range(len(shape)))
+    extent = tuple(n // ways if d == dim else n for d, n in enumerate(shape))
+    step = tuple(ways if d == dim else 1 for d in dims)
+    starts = [tuple(way if d == dim else 0 for d in dims) for way in range(ways)]
+    return [Part(name=f"i{i}", shape=extent, start=start, dims=dims, step=step) for i, start in enumerate(starts)]
+
+
 @st.composite
 def converted(draw):
     """A shape in memory, and parts of any kind."""
@@ -52,6 +61,10 @@ def converted(draw):
         permuted(shape, draw(st.permutations(range(len(shape))))),
         within(shape, draw(some), draw(some)),
     ]
+    ways = draw(st.integers(2, 3))
+    even = tuple(n * ways if d == dim else n for d, n in enumerate(shape))
+    if draw(st.booleans()):
+        return even, interleaved(even, dim, ways)
     return shape, draw(st.sampled_from(kinds))
 
 
@@ -78,9 +91,9 @@ def composed(shape, parts, files):
         for dim, (low, size) in enumerate(zip(part.first, part.extent, strict=True)):
             piece = piece.narrow(dim, low, size)
         piece = piece.permute([part.dims.index(d) for d in sorted(part.dims)])
-        index = [
-            slice(a, a + part.extent[part.dims.index(d)]) if d in part.dims else a for d, a in enumerate(part.start)
-        ]
+        index = list(part.start)
+        for d, size, step in zip(part.dims, part.extent, part.steps, strict=True):
+            index[d] = slice(part.start[d], part.start[d] + step * (size - 1) + 1, step)
         memory[tuple(index)] = piece
     return memory
 
@@ -162,6 +175,17 @@ def test_a_gap_or_an_overlap_is_refused(parts):
         parts_cover((3, 4), parts)
 
 
+def test_parts_of_several_steps_cover_together():
+    """Indices 0, 2, 4, ... and 1, 5, 9 and 3, 7, 11."""
+    evens = Part(name="evens", shape=(6,), start=(0,), dims=(0,), step=(2,))
+    fourths = [Part(name=f"f{i}", shape=(3,), start=(i,), dims=(0,), step=(4,)) for i in (1, 3)]
+    parts_cover((12,), [evens, *fourths])
+    with pytest.raises(ValueError, match=r"must hold each of the 12 of shape \(12,\) exactly once"):
+        parts_cover((12,), [evens, fourths[0], fourths[0]])
+    with pytest.raises(ValueError, match=r"steps of 2 along dim 0 of shape \(11,\), which must divide it"):
+        parts_cover((11,), [evens])
+
+
 def test_a_part_that_leaves_the_tensor_is_refused():
     with pytest.raises(ValueError, match=r"part 't', \(1, 4\) at \(3, 0\), leaves \(3, 4\)"):
         parts_cover((3, 4), [Part(name="t", shape=(4,), start=(3, 0), dims=(1,))])
@@ -185,6 +209,8 @@ def test_a_name_has_one_shape():
         ({"offset": (1, 0), "size": (2, 3)}, "leave the shape"),
         ({"offset": (-1, 0)}, "leave the shape"),
         ({"size": (2,)}, "one number for each dim"),
+        ({"step": (2,)}, "one number for each dim"),
+        ({"step": (1, 0)}, "step must be 1 or more"),
     ],
 )
 def test_a_part_must_fit_its_file(wrong, words):

@@ -4,8 +4,9 @@ Everything here is placement: no value changes. So a conversion is a list of par
 memory becomes its share of each tensor in the files, by arithmetic on boxes. Pure: it sees no data.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,9 +30,11 @@ class Part:
             part is one element thick.
         offset: First index of the rectangle in the files; None is the origin.
         size: Extent of the rectangle on each dim in the files; None is all that follows `offset`.
+        step: Number of indices in memory from one index of each dim in the files to the next, such as 2 where memory
+            has another tensor's rows in between; None is 1 on each dim.
 
     Raises:
-        ValueError: A rectangle that leaves its tensor in the files, or dims that do not fit.
+        ValueError: A rectangle that leaves its tensor in the files, or dims or steps that do not fit.
     """
 
     name: str
@@ -40,11 +43,14 @@ class Part:
     dims: Shape
     offset: Shape | None = None
     size: Shape | None = None
+    step: Shape | None = None
 
     def __post_init__(self) -> None:
-        given = [numbers for numbers in (self.dims, self.offset, self.size) if numbers is not None]
+        given = [numbers for numbers in (self.dims, self.offset, self.size, self.step) if numbers is not None]
         if any(len(numbers) != len(self.shape) for numbers in given):
-            raise ValueError(f"{self}: dims, offset and size need one number for each dim of shape {self.shape}")
+            raise ValueError(f"{self}: dims, offset, size and step need one number for each dim of shape {self.shape}")
+        if min(self.steps, default=1) < 1:
+            raise ValueError(f"{self}: step must be 1 or more on each dim")
         if len(set(self.dims)) != len(self.dims) or not set(self.dims) <= set(range(len(self.start))):
             raise ValueError(f"{self}: dims must name different ones of the {len(self.start)} dims in memory")
         for low, size, length in zip(self.first, self.extent, self.shape, strict=True):
@@ -64,11 +70,16 @@ class Part:
         return tuple(length - low for length, low in zip(self.shape, self.first, strict=True))
 
     @property
+    def steps(self) -> Shape:
+        """The indices in memory from one index of each dim in the files to the next."""
+        return (1,) * len(self.shape) if self.step is None else self.step
+
+    @property
     def extent_in_memory(self) -> Shape:
-        """The extent of the rectangle on each dim in memory."""
+        """The extent on each dim in memory of the rectangle, and of what lies between its elements."""
         extent = [1] * len(self.start)
-        for dim, size in zip(self.dims, self.extent, strict=True):
-            extent[dim] = size
+        for dim, size, step in zip(self.dims, self.extent, self.steps, strict=True):
+            extent[dim] = (size - 1) * step + 1 if size else 0
         return tuple(extent)
 
 
@@ -84,8 +95,8 @@ def parts_cover(shape: Shape, parts: Sequence[Part]) -> None:
         parts: What it is put together from.
 
     Raises:
-        ValueError: A part that leaves the shape, elements that no part holds or that two hold, or a name with two
-            shapes.
+        ValueError: A part that leaves the shape, elements that no part holds or that two hold, a name with two
+            shapes, or steps that do not divide a dim.
     """
     shapes: dict[str, Shape] = {}
     for part in parts:
@@ -98,18 +109,47 @@ def parts_cover(shape: Shape, parts: Sequence[Part]) -> None:
         for low, size, length in zip(part.start, part.extent_in_memory, shape, strict=True):
             if low < 0 or low + size > length:
                 raise ValueError(f"the part {part.name!r}, {part.extent_in_memory} at {part.start}, leaves {shape}")
+    common = [1] * len(shape)
+    for part in parts:
+        for dim, step in zip(part.dims, part.steps, strict=True):
+            common[dim] = math.lcm(common[dim], step)
+    for dim, (length, step) in enumerate(zip(shape, common, strict=True)):
+        if length % step:
+            raise ValueError(f"the parts have steps of {step} along dim {dim} of shape {shape}, which must divide it")
+    # Each dim becomes two, of index // step and index % step: there parts are boxes without steps.
+    boxes = [box for part in parts if 0 not in part.extent for box in _of_each_remainder(part, common)]
+    twice = tuple(n for length, step in zip(shape, common, strict=True) for n in (length // step, step))
+    corners = [[start for start, _ in boxes], [size for _, size in boxes]]
+    starts, sizes = torch.tensor(corners, dtype=torch.int64, device="cpu").view(2, len(boxes), len(twice))
     count = sum(math.prod(part.extent) for part in parts)
-    full = [part for part in parts if 0 not in part.extent]
-    corners = [[part.start for part in full], [part.extent_in_memory for part in full]]
-    starts, sizes = torch.tensor(corners, dtype=torch.int64, device="cpu").view(2, len(full), len(shape))
     # Where the parts hold as many elements as there are, and none is left out, none is held twice.
-    if count != math.prod(shape) or not is_covered(shape, starts, sizes):
+    if count != math.prod(shape) or not is_covered(twice, starts, sizes):
         names = ", ".join(repr(part.name) for part in parts[:4]) or "(none)"
         more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
         raise ValueError(
             f"the parts {names}{more} hold {count} elements, but must hold each of the {math.prod(shape)} of shape "
             f"{shape} exactly once"
         )
+
+
+def _of_each_remainder(part: Part, common: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """A part as boxes, start and size, of a tensor whose dims were each cut in two, into index // s and index % s.
+
+    Args:
+        part: The part, which is not empty.
+        common: By dim in memory: s, a multiple of the part's step.
+    """
+    runs = [[(first // s, first % s, 1)] for first, s in zip(part.start, common, strict=True)]
+    for dim, size, step in zip(part.dims, part.extent, part.steps, strict=True):
+        first, s = part.start[dim], common[dim]
+        if step == s == 1:
+            runs[dim] = [(first, 0, size)]
+            continue
+        many = s // step  # indices of the part between two of one remainder
+        begins = [(first + skipped * step, -(-(size - skipped) // many)) for skipped in range(min(many, size))]
+        runs[dim] = [(index // s, index % s, count) for index, count in begins]
+    for run in itertools.product(*runs):
+        yield [n for quotient, rest, _ in run for n in (quotient, rest)], [n for *_, count in run for n in (count, 1)]
 
 
 def checked(convert: Convert) -> Convert:
@@ -154,18 +194,25 @@ def split(sharding: Sharding, parts: Sequence[Part]) -> list[Segment]:
 
 def _common(box: Box, part: Part) -> Box | None:
     """What a box and a part have in common, as a box of the tensor in the files."""
-    low = tuple(map(max, box.start, part.start))
-    high = tuple(
-        min(start + size, first + extent)
-        for start, size, first, extent in zip(box.start, box.size, part.start, part.extent_in_memory, strict=True)
-    )
-    if any(stop <= start for start, stop in zip(low, high, strict=True)):
-        return None
-    skipped = sum((a - b) * stride for a, b, stride in zip(low, box.start, box.stride, strict=True))
+    start, size, stride = list(part.first), list(part.extent), list(box.stride)
+    offset = box.offset
+    for dim, (own, first) in enumerate(zip(box.start, part.start, strict=True)):
+        if dim not in part.dims:
+            if not own <= first < own + box.size[dim]:
+                return None
+            offset += (first - own) * stride[dim]
+    for at, (dim, step) in enumerate(zip(part.dims, part.steps, strict=True)):
+        before = part.start[dim] - box.start[dim]  # of the box's first index to the part's
+        low = max(0, -(before // step))  # the first index of the part that the box has
+        high = min(size[at], -((before - box.size[dim]) // step))
+        if high <= low:
+            return None
+        offset += (before + low * step) * stride[dim]
+        start[at], size[at] = start[at] + low, high - low
     return replace(
         box,
-        start=tuple(first + low[dim] - part.start[dim] for first, dim in zip(part.first, part.dims, strict=True)),
-        size=tuple(high[dim] - low[dim] for dim in part.dims),
-        offset=box.offset + skipped,
-        stride=tuple(box.stride[dim] for dim in part.dims),
+        start=tuple(start),
+        size=tuple(size),
+        offset=offset,
+        stride=tuple(stride[dim] * step for dim, step in zip(part.dims, part.steps, strict=True)),
     )

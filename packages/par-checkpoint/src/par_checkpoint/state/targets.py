@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from par_groups import Segments, Sharding, slots_of, whole
 
-from ..plan.claims import Entry, key_of, name_of
+from ..plan.claims import Entry, key_of, name_of, section_of
 from ..storage.directory import Place
 from .conversion import Convert, checked
 from .model import (
@@ -98,7 +98,16 @@ class Targets:
         name = name_of(key)
         place = places.get(name)
         if place is None:
-            self.missing.append(name)
+            section = section_of(key)
+            quantised = [key_of(section, f"{name}_{part}") for part in ("blocks", "scales") if f"{name}_{part}" in places]
+            if quantised:
+                self.used.update(quantised)
+                self.mismatched.append(
+                    f"{name!r} is quantised in the files, as {' and '.join(repr(name_of(part)) for part in quantised)}; "
+                    "load it with transformers and Mxfp4Config(dequantize=True), and save it again with save_pretrained"
+                )
+            else:
+                self.missing.append(name)
             return
         self.used.add(key)
         may_cast = cast_to == tensor.dtype and tensor.is_floating_point() and place.dtype.is_floating_point

@@ -1,0 +1,224 @@
+"""Experts cut over ranks: saved under one expert parallelism, loaded under another, and opened by transformers.
+
+The models are transformers' own, with this rank's part in the place of each parameter, and the record of it: experts
+dealt out over EP ranks, their features over ETP; over the copies that remain ZeRO cuts as par-zero does.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import par_checkpoint
+from par_groups import Box, Segment, Segments, Sharding, cut, segments_of, set_segments, set_sharding, sharding_of, whole
+from par_testing import for_each
+
+transformers = pytest.importorskip("transformers", minversion="5.4")
+
+WORLD = 4
+TEXT = {
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "pad_token_id": 0,
+}
+SMALL_EXPERTS = {"moe_intermediate_size": 6, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+CONFIGS = {
+    "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_local_experts=8),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**TEXT, **SMALL_EXPERTS, num_experts=8),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**TEXT, **SMALL_EXPERTS, **LATENT, **GROUPS),
+    "gpt-oss": lambda: transformers.GptOssConfig(**TEXT, num_local_experts=8),
+}
+PAIRED = {"gate_up_proj": 1, "gate_up_proj_bias": 1}
+"""Gate and up, along the dim of ETP; in gpt-oss they lie in turn, and every other expert's weight the other way round."""
+
+CUTS = [(ep, etp, zero) for ep, etp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)) for zero in (1, 3)]
+
+
+def make(family, seed=0):
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor)  # no two tensors are alike
+    return model
+
+
+def slot(tensor, number):
+    """What an optimizer that has seen the whole parameter has in a slot."""
+    return (tensor.detach() + number).square()
+
+
+def part_of(name, shape, family, ep, etp):
+    """This rank's experts and features of one parameter, and the ranks that hold the same."""
+    rank = dist.get_rank()
+    if ".experts." not in name:
+        return whole(shape, range(WORLD))
+    expert, feature = rank // etp % ep, rank % etp
+    copies = tuple(other for other in range(WORLD) if (other // etp % ep, other % etp) == (expert, feature))
+    local, own = name.rpartition(".")[2], [(0, shape[0] // ep * expert, shape[0] // ep)]
+    if family == "gpt-oss":
+        dim = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}.get(local)
+        runs = 1  # gates and ups lie in turn
+    else:
+        dim, runs = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}[local]
+    if dim is None or etp == 1:
+        dim, runs = None, 1
+    first, experts = own[0][1:]
+    sizes = [experts, *shape[1:]]
+    if dim is not None:
+        sizes[dim] //= etp
+    stride = tuple(math.prod(sizes[d + 1 :]) for d in range(len(shape)))
+    boxes = []
+    for run in range(runs):
+        start, size, offset = [first, *(0 for _ in shape[1:])], list(sizes), 0
+        if dim is not None:
+            size[dim] //= runs
+            start[dim] = shape[dim] // runs * run + size[dim] * feature
+            offset = size[dim] * run * stride[dim]
+        boxes.append(Box(tuple(start), tuple(size), offset, stride, copies))
+    return Sharding(tuple(shape), tuple(boxes))
+
+
+def taken(tensor, sharding, numel):
+    """The boxes of a whole tensor, in a flat one."""
+    local = torch.full((numel,), torch.nan)
+    for box in sharding.boxes:
+        box.of(local).copy_(tensor[box.slices])
+    return local
+
+
+class Rank:
+    """A model and an optimizer of which this rank has a part, filled from whole ones of a seed.
+
+    Args:
+        family: The family of the model.
+        ep: Ranks over which experts are dealt out.
+        etp: Ranks over which the features of each expert are cut.
+        zero: 1: each of the copies has a part of the slots; 3: of the parameters too.
+        seed: Of the whole model.
+    """
+
+    def __init__(self, family, ep, etp, zero, seed=0):
+        whole_model = self.model = make(family, seed)
+        self.slots = {"exp_avg": {}, "exp_avg_sq": {}}
+        flats, segments = [], []
+        for name, parameter in whole_model.named_parameters():
+            values = parameter.detach().clone()
+            sharding = part_of(name, values.shape, family, ep, etp)
+            numel = sharding.local_numel
+            local = taken(values, sharding, numel)
+            copies = sharding.boxes[0].copies
+            place, length = copies.index(dist.get_rank()), -(-numel // len(copies))
+            begin, end = min(place * length, numel), min((place + 1) * length, numel)
+            mine = cut(sharding, begin, end, holders=(dist.get_rank(),))
+            if zero == 3:
+                parameter.data = local[begin:end].clone()
+                set_sharding(parameter, mine)
+            else:
+                parameter.data = local
+                set_sharding(parameter, sharding)
+            offset = sum(flat.numel() for flat in flats)
+            segments.append(Segment(name, cut(sharding, begin, end, offset=offset, holders=(dist.get_rank(),))))
+            flats.append(local[begin:end])
+            for number, of_slot in enumerate(self.slots.values()):
+                of_slot[name] = slot(values, number)
+        self.flat = torch.cat(flats)
+        set_segments(self.flat, Segments(segments))
+        self.optimizer = torch.optim.AdamW([self.flat])
+        state = {"step": torch.tensor(3.0 + seed)}
+        for key, of_slot in self.slots.items():
+            value = torch.zeros_like(self.flat)
+            for name, box, view in segments_of(self.flat).views(value):
+                view.copy_(of_slot[name][box.slices])
+            state[key] = value
+        self.optimizer.state[self.flat] = state
+
+    def save(self, path):
+        par_checkpoint.save(path, model=self.model, optimizer=self.optimizer, config=self.model.config)
+
+    def load(self, path):
+        par_checkpoint.load(path, model=self.model, optimizer=self.optimizer)
+
+    def check(self, family):
+        """That this rank has its part of the first whole model, and of the slots beside it, to the last bit."""
+        expected = make(family)
+        for name, tensor in expected.state_dict().items():
+            own = self.model.state_dict(keep_vars=True)[name]
+            for box in sharding_of(own).boxes:
+                assert torch.equal(box.of(own.detach()), tensor[box.slices]), name
+        state = self.optimizer.state[self.flat]
+        assert state["step"].item() == 3.0
+        for number, key in enumerate(self.slots):
+            for name, box, view in segments_of(self.flat).views(state[key]):
+                assert torch.equal(view, slot(expected.get_parameter(name), number)[box.slices]), (name, key)
+
+
+def assert_opens(path, family):
+    """That transformers reads what there is, neither more nor less, and the model's bits come out."""
+    model, info = type(make(family)).from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    for name, tensor in make(family).state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@for_each(family=CONFIGS)
+@pytest.mark.parametrize("pairs", ["a ring", pytest.param("all", marks=pytest.mark.storm)])
+@pytest.mark.ranks(WORLD, timeout=240)
+def test_any_cut_of_experts_goes_on_from_any_other(family, pairs, tmp_path):
+    """Optimizer slots too. The ring goes through all cuts, in other steps for each family."""
+    distances = range(len(CUTS)) if pairs == "all" else [1 + 2 * list(CONFIGS).index(family)]
+    for number, source in enumerate(CUTS):
+        path = tmp_path / family / str(number)
+        Rank(family, *source).save(path)
+        if dist.get_rank() == number % WORLD:
+            assert_opens(path, family)
+        for distance in distances:
+            target = CUTS[(number + distance) % len(CUTS)]
+            other = Rank(family, *target, seed=1)
+            other.load(path)
+            other.check(family)
+
+
+@pytest.mark.ranks(WORLD)
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_a_rank_reads_its_own_experts_alone(family, tmp_path):
+    """Of what transformers saved, expert by expert or packed: its share, and at most a block for each tensor more."""
+    sizes = {**TEXT, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 32}
+    CONFIGS["large"] = lambda: type(CONFIGS[family]())(**{**sizes, "num_local_experts": 8})
+    if dist.get_rank() == 0:
+        make("large").save_pretrained(tmp_path)
+    dist.barrier()
+    counted = []
+    model = make("large", seed=1)
+    parts = {}
+    for name, parameter in model.named_parameters():
+        sharding = part_of(name, parameter.shape, family, 4, 1)
+        parts[name] = sharding.local_numel * parameter.element_size()
+        parameter.data = parameter.data[sharding.boxes[0].slices].clone()
+        set_sharding(parameter, sharding)
+    original = os.preadv
+
+    def preadv(file, views, offset, *flags):
+        counted.append(original(file, views, offset, *flags))
+        return counted[-1]
+
+    os.preadv = preadv
+    try:
+        par_checkpoint.load(tmp_path, model=model)
+    finally:
+        os.preadv = original
+    expected = make("large")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)[sharding_of(parameter).boxes[0].slices]), name
+    everything = sum(tensor.nbytes for tensor in expected.state_dict().values())
+    assert sum(parts.values()) < 0.35 * everything
+    assert sum(counted) <= sum(parts.values()) + 2**16  # the header beside
