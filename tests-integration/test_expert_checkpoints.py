@@ -4,6 +4,8 @@ The models are transformers' own, with this rank's part in the place of each par
 dealt out over EP ranks, their features over ETP; over the copies that remain ZeRO cuts as par-zero does.
 """
 
+import copy
+import functools
 import math
 import os
 
@@ -12,9 +14,21 @@ import torch
 import torch.distributed as dist
 
 import par_checkpoint
-from par_groups import Box, Segment, Segments, Sharding, cut, segments_of, set_segments, set_sharding, sharding_of, whole
+from par_groups import (
+    Box,
+    Segment,
+    Segments,
+    Sharding,
+    cut,
+    segments_of,
+    set_segments,
+    set_sharding,
+    sharding_of,
+    whole,
+)
 from par_testing import for_each
 
+load_file = pytest.importorskip("safetensors.torch").load_file
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
 WORLD = 4
@@ -31,21 +45,33 @@ TEXT = {
 SMALL_EXPERTS = {"moe_intermediate_size": 6, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
-CONFIGS = {
-    "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_local_experts=8),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**TEXT, **SMALL_EXPERTS, num_experts=8),
-    "deepseek-v3": lambda: transformers.DeepseekV3Config(**TEXT, **SMALL_EXPERTS, **LATENT, **GROUPS),
-    "gpt-oss": lambda: transformers.GptOssConfig(**TEXT, num_local_experts=8),
+FAMILIES = {  # transformers loads the classes here, once for all ranks
+    "mixtral": (transformers.MixtralForCausalLM, {**TEXT, "num_local_experts": 8}),
+    "qwen3-moe": (transformers.Qwen3MoeForCausalLM, {**TEXT, **SMALL_EXPERTS, "num_experts": 8}),
+    "deepseek-v3": (transformers.DeepseekV3ForCausalLM, {**TEXT, **SMALL_EXPERTS, **LATENT, **GROUPS}),
+    "gpt-oss": (transformers.GptOssForCausalLM, {**TEXT, "num_local_experts": 8}),
 }
-PAIRED = {"gate_up_proj": 1, "gate_up_proj_bias": 1}
-"""Gate and up, along the dim of ETP; in gpt-oss they lie in turn, and every other expert's weight the other way round."""
+FEATURES = (
+    {"gate_up_proj": (1, 2), "down_proj": (2, 1)},
+    {"gate_up_proj": (2, 1), "gate_up_proj_bias": (1, 1), "down_proj": (1, 1)},
+)
+"""The dim of an expert's features, which ETP cuts, and in how many runs: of gpt-oss, gates and ups lie in turn."""
+
+HEADERS = 2**16
+"""Bytes that are read of a file beside its tensors, with room."""
 
 CUTS = [(ep, etp, zero) for ep, etp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)) for zero in (1, 3)]
 
 
 def make(family, seed=0):
+    return copy.deepcopy(_made(family, seed))
+
+
+@functools.cache
+def _made(family, seed):
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    kind, settings = FAMILIES[family]
+    model = kind(kind.config_class(**settings))
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor)  # no two tensors are alike
@@ -64,27 +90,17 @@ def part_of(name, shape, family, ep, etp):
         return whole(shape, range(WORLD))
     expert, feature = rank // etp % ep, rank % etp
     copies = tuple(other for other in range(WORLD) if (other // etp % ep, other % etp) == (expert, feature))
-    local, own = name.rpartition(".")[2], [(0, shape[0] // ep * expert, shape[0] // ep)]
-    if family == "gpt-oss":
-        dim = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}.get(local)
-        runs = 1  # gates and ups lie in turn
-    else:
-        dim, runs = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}[local]
-    if dim is None or etp == 1:
-        dim, runs = None, 1
-    first, experts = own[0][1:]
-    sizes = [experts, *shape[1:]]
-    if dim is not None:
-        sizes[dim] //= etp
+    dim, runs = FEATURES[family == "gpt-oss"].get(name.rpartition(".")[2], (0, 1)) if etp > 1 else (0, 1)
+    sizes = [shape[0] // ep, *shape[1:]]
+    sizes[dim] //= etp if dim else 1
     stride = tuple(math.prod(sizes[d + 1 :]) for d in range(len(shape)))
     boxes = []
     for run in range(runs):
-        start, size, offset = [first, *(0 for _ in shape[1:])], list(sizes), 0
-        if dim is not None:
+        start, size = [sizes[0] * expert, *(0 for _ in shape[1:])], list(sizes)
+        if dim:
             size[dim] //= runs
             start[dim] = shape[dim] // runs * run + size[dim] * feature
-            offset = size[dim] * run * stride[dim]
-        boxes.append(Box(tuple(start), tuple(size), offset, stride, copies))
+        boxes.append(Box(tuple(start), tuple(size), size[dim] * run * stride[dim], stride, copies))
     return Sharding(tuple(shape), tuple(boxes))
 
 
@@ -150,9 +166,9 @@ class Rank:
 
     def check(self, family):
         """That this rank has its part of the first whole model, and of the slots beside it, to the last bit."""
-        expected = make(family)
+        expected, mine = _made(family, 0), self.model.state_dict(keep_vars=True)
         for name, tensor in expected.state_dict().items():
-            own = self.model.state_dict(keep_vars=True)[name]
+            own = mine[name]
             for box in sharding_of(own).boxes:
                 assert torch.equal(box.of(own.detach()), tensor[box.slices]), name
         state = self.optimizer.state[self.flat]
@@ -164,45 +180,61 @@ class Rank:
 
 def assert_opens(path, family):
     """That transformers reads what there is, neither more nor less, and the model's bits come out."""
-    model, info = type(make(family)).from_pretrained(path, output_loading_info=True)
+    model, info = FAMILIES[family][0].from_pretrained(path, output_loading_info=True)
     assert not any(info.values()), info
-    for name, tensor in make(family).state_dict().items():
+    for name, tensor in _made(family, 0).state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-@for_each(family=CONFIGS)
+def assert_same_files(path, other):
+    """That two folders have the same weights under the same names."""
+    mine, others = load_file(path / "model.safetensors"), load_file(other / "model.safetensors")
+    assert mine.keys() == others.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+@for_each(family=FAMILIES)
 @pytest.mark.parametrize("pairs", ["a ring", pytest.param("all", marks=pytest.mark.storm)])
 @pytest.mark.ranks(WORLD, timeout=240)
 def test_any_cut_of_experts_goes_on_from_any_other(family, pairs, tmp_path):
-    """Optimizer slots too. The ring goes through all cuts, in other steps for each family."""
-    distances = range(len(CUTS)) if pairs == "all" else [1 + 2 * list(CONFIGS).index(family)]
-    for number, source in enumerate(CUTS):
+    """Optimizer slots too. By default a family has two or three sources, and one target of each."""
+    turn = list(FAMILIES).index(family)
+    numbers, distances = range(turn, len(CUTS), 4), [1 + 2 * turn]
+    if pairs == "all":
+        numbers, distances = range(len(CUTS)), range(len(CUTS))
+    for number in numbers:
         path = tmp_path / family / str(number)
-        Rank(family, *source).save(path)
+        Rank(family, *CUTS[number]).save(path)
         if dist.get_rank() == number % WORLD:
-            assert_opens(path, family)
+            if number == numbers[0]:
+                assert_opens(path, family)
+            assert_same_files(path, tmp_path / family / str(numbers[0]))
         for distance in distances:
-            target = CUTS[(number + distance) % len(CUTS)]
-            other = Rank(family, *target, seed=1)
+            other = Rank(family, *CUTS[(number + distance) % len(CUTS)], seed=1)
             other.load(path)
             other.check(family)
 
 
 @pytest.mark.ranks(WORLD)
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+@for_each(family=["mixtral", "gpt-oss"])
 def test_a_rank_reads_its_own_experts_alone(family, tmp_path):
-    """Of what transformers saved, expert by expert or packed: its share, and at most a block for each tensor more."""
-    sizes = {**TEXT, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 32}
-    CONFIGS["large"] = lambda: type(CONFIGS[family]())(**{**sizes, "num_local_experts": 8})
+    """Of what transformers saved, expert by expert or packed; ranks share a machine, so each reads what is whole."""
+    kind, settings = FAMILIES[family]
+    settings = {**settings, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+
+    def large(seed):
+        torch.manual_seed(seed)
+        return kind(kind.config_class(**settings))
+
+    expected = large(0)
     if dist.get_rank() == 0:
-        make("large").save_pretrained(tmp_path)
+        expected.save_pretrained(tmp_path / family)
     dist.barrier()
-    counted = []
-    model = make("large", seed=1)
-    parts = {}
+    model, own, counted = large(1), 0, []
     for name, parameter in model.named_parameters():
         sharding = part_of(name, parameter.shape, family, 4, 1)
-        parts[name] = sharding.local_numel * parameter.element_size()
+        own += sharding.local_numel * parameter.element_size()
         parameter.data = parameter.data[sharding.boxes[0].slices].clone()
         set_sharding(parameter, sharding)
     original = os.preadv
@@ -213,12 +245,11 @@ def test_a_rank_reads_its_own_experts_alone(family, tmp_path):
 
     os.preadv = preadv
     try:
-        par_checkpoint.load(tmp_path, model=model)
+        par_checkpoint.load(tmp_path / family, model=model)
     finally:
         os.preadv = original
-    expected = make("large")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name)[sharding_of(parameter).boxes[0].slices]), name
     everything = sum(tensor.nbytes for tensor in expected.state_dict().values())
-    assert sum(parts.values()) < 0.35 * everything
-    assert sum(counted) <= sum(parts.values()) + 2**16  # the header beside
+    assert own < 0.35 * everything
+    assert own <= sum(counted) <= own + HEADERS

@@ -45,7 +45,9 @@ def test_every_expert_has_tensors_of_its_own_in_the_files(interleaved, transpose
         weights, biases = one_layer(block, gated=gated)
         for end, each in (("", weights), ("_bias", biases)):
             packed = in_memory(*each, interleaved=interleaved, transposed=transposed)
-            model.update(zip([f"blocks.{block}.moe.experts.{name}{end}" for name in (first, "down_proj")], packed, strict=True))
+            model.update(
+                zip([f"blocks.{block}.moe.experts.{name}{end}" for name in (first, "down_proj")], packed, strict=True)
+            )
             for name, one in zip(MIXTRAL, each, strict=True):
                 for expert in range(EXPERTS if one is not None else 0):
                     key = name.replace("*", str(block)).replace("{expert}", str(expert))
@@ -106,7 +108,9 @@ def test_quantised_experts_are_refused_by_name(tmp_path):
     files = {f"{name}_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.uint8), f"{name}_scales": torch.zeros(2, 4, 1)}
     save(tmp_path / "c", model=files)
     model = {name: torch.ones(2, 4, 32)}
-    with pytest.raises(CheckpointError, match=r"down_proj' is quantised in the files, as .*_blocks' and .*_scales'; load"):
+    with pytest.raises(
+        CheckpointError, match=r"down_proj' is quantised in the files, as .*_blocks' and .*_scales'; load"
+    ):
         load(tmp_path / "c", model=model)
     assert torch.equal(model[name], torch.ones(2, 4, 32))
     report = load(tmp_path / "c", model=model, strict=False)

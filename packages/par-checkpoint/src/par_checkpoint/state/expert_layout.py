@@ -25,7 +25,7 @@ def expert_layout(
             `up_proj`. The name of a bias ends in "bias" where that of the weight ends in "weight".
         up: Name in the files of the weight that is multiplied with the gate.
         down: Name in the files of the weight that leads back to the hidden size.
-        interleaved: Whether memory has gate 0, up 0, gate 1, up 1 and so on, in the place of all gates and then all ups.
+        interleaved: Whether memory has gate 0, up 0, gate 1, up 1 and so on, and not all gates before all ups.
         transposed: Whether memory has [experts, h, 2 f] and [experts, f, h].
 
     Returns:
@@ -44,9 +44,7 @@ def expert_layout(
     names = [name for name in (gate, up, down) if name is not None]
     for name in names:
         if name.count(_EXPERT) != 1 or name.count("*") != pattern.count("*"):
-            raise ValueError(
-                f"{name!r} must have {_EXPERT!r} once, and '*' as often as the pattern {pattern!r}, for the same numbers"
-            )
+            raise ValueError(f"{name!r} must have {_EXPERT!r} once, and '*' as often as the pattern {pattern!r} has it")
     if len(set(names)) < len(names):
         raise ValueError(f"gate {gate!r}, up {up!r} and down {down!r} must be different names")
     first = "up_proj" if gate is None else "gate_up_proj"
@@ -88,7 +86,9 @@ def _numbered(file: str, numbers: Sequence[str], *, is_bias: bool) -> str:
     if is_bias:
         stem, _, end = file.rpartition("weight")
         if end or not stem:
-            raise ValueError(f"the bias beside {file!r} has no name in the files: the weight's does not end in 'weight'")
+            raise ValueError(
+                f"the bias beside {file!r} has no name in the files: the weight's does not end in 'weight'"
+            )
         file = f"{stem}bias"
     for number in numbers:
         file = file.replace("*", number, 1)

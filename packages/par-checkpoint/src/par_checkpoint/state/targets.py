@@ -98,13 +98,12 @@ class Targets:
         name = name_of(key)
         place = places.get(name)
         if place is None:
-            section = section_of(key)
-            quantised = [key_of(section, f"{name}_{part}") for part in ("blocks", "scales") if f"{name}_{part}" in places]
-            if quantised:
-                self.used.update(quantised)
+            stored = [f"{name}_{part}" for part in ("blocks", "scales") if f"{name}_{part}" in places]
+            if stored:
+                self.used.update(key_of(section_of(key), part) for part in stored)
                 self.mismatched.append(
-                    f"{name!r} is quantised in the files, as {' and '.join(repr(name_of(part)) for part in quantised)}; "
-                    "load it with transformers and Mxfp4Config(dequantize=True), and save it again with save_pretrained"
+                    f"{name!r} is quantised in the files, as {' and '.join(map(repr, stored))}; load it with "
+                    "transformers and Mxfp4Config(dequantize=True), and save it again with save_pretrained"
                 )
             else:
                 self.missing.append(name)
