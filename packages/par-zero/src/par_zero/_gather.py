@@ -352,18 +352,26 @@ class Gatherer:
         Units that return the same tensor, such as a block and its last layer, begin together, so neither is done.
         """
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
+        done = [] if mark is self._mark else [begun for begun in self._begun if self._is_done(begun, unit)]
+        self._begun = [begun for begun in self._begun if begun not in done]
+        self._free_behind(done)  # before what comes is gathered, and what comes behind that
         self._gather(unit)
-        if mark is not self._mark:
-            for begun in list(self._begun):
-                apart = begun is not unit and begun.number and begun.number not in unit.outer
-                if apart and all(self._reducer.has_all_gradients(chunk) for chunk in begun.chunks):
-                    self._begun.remove(begun)
-                    if not self._keepers and not self._graphed and self._frees_behind:
-                        begun.free()
+        self._free_behind(done)  # where the ranks have just left a placement that kept them
         self._mark = mark
         if unit not in self._begun:
             self._begun.append(unit)
         self._note(unit, "backward")
+
+    def _is_done(self, begun: Unit, unit: Unit) -> bool:
+        """Whether the backward of a unit that has begun is over when that of another one begins."""
+        apart = begun is not unit and begun.number and begun.number not in unit.outer
+        return bool(apart) and all(self._reducer.has_all_gradients(chunk) for chunk in begun.chunks)
+
+    def _free_behind(self, done: Iterable[Unit]) -> None:
+        """Frees units whose backward is over, unless they stay for another pass or a placement says what stays."""
+        if not self._keepers and not self._graphed and self._frees_behind:
+            for unit in done:
+                unit.free()
 
     def _end_backward(self, *, reduced: bool) -> None:
         """A backward pass has ended, with gradients reduced or not."""
