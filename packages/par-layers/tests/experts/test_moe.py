@@ -375,3 +375,17 @@ def test_what_a_layer_cannot_be_given_is_refused():
         layer = TOKENS["uneven"].make(here.layers, balance=Balance(aux=0.1))
         with pytest.raises(ValueError, match=r"tokens \[M, h\] do not say where one begins"):
             layer(TOKENS["uneven"].of(0).flatten(0, 1))
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_hears_of_scores_that_are_no_numbers():
+    """Before a row travels, and whichever rank has them."""
+    for parallel in ({"expert": 2}, {"expert": {"size": 2, "tensor": 1}, "sp": 2}):
+        for bad in range(2):
+            with world(parallel) as here:
+                layer = TOKENS["uneven"].make(here.layers, shared=1)
+                x = here.layers.split(TOKENS["uneven"].of(here.replica)).detach()
+                if dist.get_rank() == bad:
+                    x[0, 1, 3] = torch.nan
+                with pytest.raises(ValueError, match=rf"rank {bad} of the experts' group .* scores are NaN"):
+                    layer(x)
