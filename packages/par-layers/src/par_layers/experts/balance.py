@@ -129,8 +129,12 @@ class Tally:
             ids: The experts of each token, int64 [M, k].
             mask: Whether each token counts, bool [M]; None: all do.
         """
-        ones = torch.ones_like(ids) if mask is None else mask.to(ids.dtype).unsqueeze(-1).expand_as(ids)
-        counts = ids.new_zeros(self.experts).scatter_add_(0, ids.flatten(), ones.flatten())
+        flat = ids.flatten()
+        if mask is None and flat.device.type == "cpu":
+            counts = torch.bincount(flat, minlength=self.experts)  # elsewhere it waits for the device
+        else:
+            ones = torch.ones_like(ids) if mask is None else mask.to(ids.dtype).unsqueeze(-1).expand_as(ids)
+            counts = ids.new_zeros(self.experts).scatter_add_(0, flat, ones.flatten())
         self.counts = counts if self.counts is None else self.counts + counts
 
     def end_step(self, counts: Tensor) -> None:
@@ -192,8 +196,8 @@ class Tally:
         places = torch.arange(sequences, device=ids.device).view(-1, 1, 1) * experts + ids  # [B, M, k]
         chosen = weights.new_zeros(sequences * experts)
         chosen.scatter_add_(0, places.flatten(), weights.unsqueeze(-1).expand_as(places).flatten())
-        squares = weights @ logits.logsumexp(-1).square()
-        flat = torch.cat([chosen, (weights @ scores).flatten(), weights.sum(1), squares.sum().unsqueeze(0)]).double()
+        square = (weights @ logits.logsumexp(-1).square()).sum(0, True) if self.balance.z else weights.new_zeros(1)
+        flat = torch.cat([chosen, (weights @ scores).flatten(), weights.sum(1), square]).double()
         for axes in (self.tokens.context, self.tokens.partial):
             self._sum_(flat, axes)
         chosen, means, counted, square = flat.split([sequences * experts, sequences * experts, sequences, 1])

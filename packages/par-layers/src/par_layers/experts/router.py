@@ -140,7 +140,7 @@ class Router(ParallelLayer):
         if mask is not None and mask.shape != x.shape[:1]:
             raise ValueError(f"the mask is {list(mask.shape)}, but there are {len(x)} tokens; give one value for each")
         with _without_autocast(x.device.type):
-            logits: Tensor = _Logits.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+            logits = _logits(x, self.weight, self.bias)
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
             key = int(draw_key()) if self.training and not torch.compiler.is_compiling() else None
             choice = self.replay.take(key) if key is not None and in_backward() else None
@@ -151,12 +151,12 @@ class Router(ParallelLayer):
                 ids = choice.ids.long()
             gates = scores.gather(1, ids)
             if self.normalise:
-                gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
+                gates = gates / self._total(gates)
             if self.scale != 1.0:
                 gates = gates * self.scale
             if self.training:
                 gates = self._balanced(Routing(ids, gates, scores, logits), mask, sequences, key, choice)
-            ids = torch.where(gates.detach().isnan(), self.experts, ids)
+            ids = ids.masked_fill(gates.detach().isnan(), self.experts)
         return Routing(ids, gates, scores, logits)
 
     def count_dropped(self, rows: Tensor) -> None:
@@ -172,6 +172,11 @@ class Router(ParallelLayer):
         """Sizes, and how it chooses."""
         groups = "" if self.group_limit is None else f", group_limit={self.group_limit}"
         return f"hidden={self.hidden}, experts={self.experts}, top_k={self.top_k}, score={self.score!r}{groups}"
+
+    def _total(self, scores: Tensor) -> Tensor:
+        """What scores of a token are divided by, so that they add up to 1; no sum of sigmoids is 0."""
+        total = scores.sum(-1, keepdim=True)
+        return total if self.score == "softmax" else total + _TINY
 
     def _balanced(
         self,
@@ -198,7 +203,7 @@ class Router(ParallelLayer):
         if self.balance.has_loss:
             scores, logits = routing.scores, routing.logits
             if self.score == "sigmoid":
-                scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+                scores = scores / self._total(scores)
             weights = self.tally.weights(len(gates), mask, sequences, scores)
             if choice.shares is None:
                 choice.shares = self.tally.shares(routing.ids, scores, logits, weights)
@@ -232,12 +237,20 @@ class Router(ParallelLayer):
 
 
 _TINY = 1e-20
-"""Added to a sum of scores that may be 0, as DeepSeek-V3 does."""
+"""Added to sums of sigmoids, which may all be 0, as DeepSeek-V3 does."""
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     """A context without autocast; entering one costs microseconds, so there is none where it is off anyway."""
     return torch.autocast(device_type, enabled=False) if is_any_autocast_enabled() else nullcontext()
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias in fp32 at least."""
+    if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
+        return functional.linear(x, weight, bias)
+    logits: Tensor = _Logits.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return logits
 
 
 class _Logits(torch.autograd.Function):
