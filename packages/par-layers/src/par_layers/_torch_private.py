@@ -61,8 +61,19 @@ efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attentio
 efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 """Its backward, which takes the output and the log-sum-exp. In torch 2.11 to 2.13."""
 
-silu_backward: Any = torch.ops.aten.silu_backward.default
-"""The gradient of silu from that of its result and its input, in one pass. In torch 2.11 to 2.13."""
+
+def sums_of_bags(rows: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Sums of rows: those at the places from each start to the next. In torch 2.11 to 2.13.
+
+    It is what `torch.nn.functional.embedding_bag` calls, which takes as long to look at its arguments as a sum of few
+    rows does. One pass, in the order of places.
+    """
+    sums: torch.Tensor = torch.embedding_bag(rows, places, starts, False, 0, False, None)[0]
+    return sums
+
+
+silu_backward: Any = torch.ops.aten.silu_backward.grad_input
+"""The gradient of silu from that of its result and its input, in one pass, written to `grad_input`. In torch 2.11 to 2.13."""
 
 gelu_backward: Any = torch.ops.aten.gelu_backward.default
 """The gradient of gelu from that of its result and its input, in one pass. In torch 2.11 to 2.13."""

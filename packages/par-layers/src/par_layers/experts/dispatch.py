@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from .._collectives import finish
-from .._torch_private import assert_async, functional_collectives
+from .._torch_private import assert_async, functional_collectives, sums_of_bags
 from .capacity import assigned, slots
 from .rows import by_expert, inverse, sorted_by_expert
 
@@ -95,14 +94,13 @@ class Dispatch:
     def _rows(self, x: Tensor, ids: Tensor, gates: Tensor) -> "Route":
         """Every row travels; the exchange of their numbers has begun."""
         order, counts = sorted_by_expert(ids, self.experts)
-        are_counted = counts.sum() == ids.numel()
         if self.group is not None:
-            # No count is negative, so that is how ranks hear of ids out of range without another collective.
-            settle = exchange_counts(torch.where(are_counted, counts, -1).view(self.ranks, -1), self.group)
+            settle = exchange_counts(counts.view(self.ranks, -1), self.group)
         else:
-            if ids.device.type == "cpu" and not are_counted:
+            if ids.device.type != "cpu":
+                assert_async(counts[0] >= 0, out_of_range([0], self.experts))
+            elif counts[0].item() < 0:
                 raise ValueError(out_of_range([0], self.experts))
-            assert_async(are_counted, out_of_range([0], self.experts))
             splits = Splits([], [], ids.numel(), counts)
 
             def settle() -> Splits:
@@ -238,7 +236,8 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Callable[[], Sp
     """Begins to tell every rank how many rows its experts are sent.
 
     Args:
-        counts: Number of rows for each expert, int64 [p, E / p]; all negative where this rank's ids are out of range.
+        counts: Number of rows for each expert, int64 [p, E / p]; all negative where this rank's ids are out of range,
+            which is how the others hear of that without another collective.
         group: The ranks.
 
     Returns:
@@ -303,6 +302,11 @@ class Route:
             self.there, self.back = Flight(group), Flight(group)
 
     @cached_property
+    def _bags(self) -> Tensor:
+        """Where each token's rows begin in `places`, int64 [M]."""
+        return torch.arange(0, self.places.numel(), self.places.shape[1], device=self.places.device)
+
+    @cached_property
     def splits(self) -> Splits:
         """How many rows travel between which ranks; the first use may wait for other ranks."""
         return self._settle()
@@ -313,17 +317,17 @@ class Route:
 
     def taken_gates(self, gates: Tensor) -> Tensor:
         """The gates [n] of sent rows, zero in empty slots."""
-        return self._extended(gates.flatten()).index_select(0, self.order)
+        return self._extended(gates.flatten()).take(self.order)
 
     def summed(self, rows: Tensor) -> Tensor:
         """For each token the sum of its rows, [M, h] of [n, h]; the inverse of a gather, and so without `index_add`."""
         if not self.places.numel():
             return rows.new_zeros(len(self.places), rows.shape[1])
-        return functional.embedding_bag(self.places, self._extended(rows), mode="sum")
+        return sums_of_bags(self._extended(rows), self.places.flatten(), self._bags)
 
     def placed_gates(self, gates: Tensor) -> Tensor:
         """The gates' gradients [M, k] of those of sent rows [n]."""
-        return self._extended(gates).index_select(0, self.places.flatten()).view(self.places.shape)
+        return self._extended(gates).take(self.places)
 
     def _extended(self, x: Tensor) -> Tensor:
         """With zeros at the end, which empty slots and dropped rows point to."""

@@ -119,12 +119,14 @@ class Experts(ParallelLayer):
         down, down_hook = weight_and_hook(self, name="down_proj")
         if self.transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
-        rows, up, up_bias = in_autocast_dtype(rows, up, self._parameters[self._up + "_bias"])
+        rows, up, up_bias = in_autocast_dtype(rows.contiguous(), up, self._parameters[self._up + "_bias"])
         _, down, down_bias = in_autocast_dtype(rows, down, self.down_proj_bias)
         y: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
             rows,
             gates,
-            _Computation(self.activation, Segments(counts, rows), self._adds_bias, up_hook, down_hook, self.transposed),
+            _Computation(
+                self.activation, Segments(counts, rows, up, down), self._adds_bias, up_hook, down_hook, self.transposed
+            ),
             up,
             down,
             up_bias,
@@ -246,7 +248,8 @@ class _Computation:
         """
         act, pull = self.activation.again(wide)
         of_gates = (of_act * act).sum(1, dtype=gates.dtype)
-        return scaled(act, gates), of_gates, pull(of_act.mul_(gates.unsqueeze(1)))
+        column = gates.unsqueeze(1)
+        return act.mul_(column), of_gates, pull(of_act.mul_(column))
 
     def weight_gradient(
         self, hook: WeightGradHook | None, weight: Tensor, left: Tensor, right: Tensor

@@ -24,17 +24,21 @@ class Segments:
     Args:
         counts: Number of rows of each expert, int64 [E], in the host's memory or on the device; or a list of them.
         rows: A tensor with the rows.
+        weights: The weights of all experts with which they are multiplied; one product of all experts is computed if
+            torch can, and else a product for each.
 
     Raises:
         ValueError: The counts do not add up to the rows.
     """
 
-    def __init__(self, counts: Tensor | Sequence[int], rows: Tensor) -> None:
+    def __init__(self, counts: Tensor | Sequence[int], rows: Tensor, *weights: Tensor) -> None:
         self._device = rows.device
         self._counts = counts
         self._sizes: list[int] | None = None
         self._offsets: Tensor | None = None
         self.rows, self.experts = len(rows), len(counts)
+        widths = [width for weight in weights for width in weight.shape[1:]]
+        self.are_grouped = can_be_grouped(rows.device, rows.dtype, *widths) and all(map(is_aligned, weights))
         if isinstance(counts, Tensor) and counts.device.type != "cpu":
             assert_async(counts.sum() == self.rows, "counts of experts do not add up to the rows")
         elif sum(self.sizes) != self.rows:
@@ -55,7 +59,8 @@ class Segments:
         """The end of each expert's rows, int32 [E], on the device."""
         if self._offsets is None:
             counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts)
-            self._offsets = counts.cumsum(0, dtype=torch.int32).to(self._device, non_blocking=True)
+            offsets = counts.cumsum(0, dtype=torch.int32)
+            self._offsets = offsets if self._device.type == "cpu" else offsets.to(self._device, non_blocking=True)
         return self._offsets
 
     def of(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -76,23 +81,27 @@ def is_one_by_one(rows: int, experts: int, device: str) -> bool:
     return device == "cpu" and rows >= ROWS_ONE_BY_ONE * experts
 
 
-def can_be_grouped(x: Tensor, *others: Tensor) -> bool:
-    """Whether torch's `grouped_mm` takes such operands: dtype, device, and rows that are a multiple of 16 bytes."""
-    if x.dtype not in _DTYPES.get(x.device.type, ()) or any(other.dtype != x.dtype for other in others):
+def can_be_grouped(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether torch's `grouped_mm` multiplies rows of such widths: of a multiple of 16 bytes. Pure, but for the GPU.
+
+    Args:
+        device: Where they are.
+        dtype: Their dtype.
+        widths: All widths of rows and matrices.
+    """
+    if dtype not in _DTYPES.get(device.type, ()) or any(width * dtype.itemsize % ALIGNED for width in widths):
         return False
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return False
-    return all(_is_aligned(operand) for operand in (x, *others))
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
 
 
-def _is_aligned(x: Tensor) -> bool:
-    """Whether one of the last two dims is dense, and the steps of the other, and the start, multiples of 16 bytes."""
-    inner, outer = sorted(x.stride()[-2:])
-    size = x.element_size()
-    return inner == 1 and not outer * size % ALIGNED and not x.storage_offset() * size % ALIGNED
+def is_aligned(weight: Tensor) -> bool:
+    """Whether matrices [E, n, k] lie in memory as `grouped_mm` takes them, transposed or not."""
+    _, outer, inner = weight.shape
+    lies = weight.stride() in ((outer * inner, inner, 1), (outer * inner, 1, outer))
+    return lies and not weight.storage_offset() * weight.element_size() % ALIGNED
 
 
 def product(x: Tensor, weight: Tensor, segments: Segments, bias: Tensor | None = None) -> Tensor:
@@ -107,7 +116,7 @@ def product(x: Tensor, weight: Tensor, segments: Segments, bias: Tensor | None =
     Returns:
         [R, n].
     """
-    if can_be_grouped(x, weight):
+    if segments.are_grouped:
         y = functional.grouped_mm(x, weight.transpose(1, 2), offs=segments.offsets)
         return y if bias is None else y.add_(of_each_row(bias, segments))
     y = x.new_empty(len(x), weight.shape[1])
@@ -128,7 +137,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 def weight_product(gradient: Tensor, x: Tensor, segments: Segments) -> Tensor:
     """The gradients of all matrices, [E, n, k], of rows [R, n] and [R, k]; zeros for an expert without rows."""
-    if can_be_grouped(gradient, x):
+    if segments.are_grouped:
         return functional.grouped_mm(gradient.t(), x, offs=segments.offsets)
     total = x.new_empty(segments.experts, gradient.shape[1], x.shape[1])
     for out, (left, right) in zip(total.unbind(), segments.of(gradient, x), strict=True):
@@ -170,7 +179,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int])
             f"rows are {list(rows.shape)}, the weight is {list(weight.shape)}, and there are {len(counts)} counts; "
             "they must be [R, k], [E, n, k] and E"
         )
-    y: Tensor = _GroupedLinear.apply(rows, weight, Segments(counts, rows))  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedLinear.apply(rows.contiguous(), weight, Segments(counts, rows, weight))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -192,8 +201,10 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor | Seq
         raise ValueError(
             f"the gradient is {list(gradient.shape)} and rows are {list(rows.shape)}; they must be [R, n] and [R, k]"
         )
-    with torch.no_grad():
-        return weight_product(gradient, rows, Segments(counts, rows))
+    gradient, rows = gradient.detach().contiguous(), rows.detach().contiguous()
+    segments = Segments(counts, rows)
+    segments.are_grouped = can_be_grouped(rows.device, rows.dtype, gradient.shape[1], rows.shape[1])
+    return weight_product(gradient, rows, segments)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -238,14 +249,19 @@ class Activation:
         return scaled(self.forward(x), gates)
 
     def again(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The activation [R, f] of [R, n], and a function from its gradient to that of x."""
+        """Makes the activation once more.
+
+        Returns:
+            The activation [R, f] of [R, n], which may be overwritten; and a function from its gradient to that of x,
+            which may overwrite the former.
+        """
         if self.backward is not None:
             backward = self.backward
-            return self.forward(x), lambda gradient: backward(x, gradient)
+            return self.forward(x).clone(), lambda gradient: backward(x, gradient)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = self.forward(leaf)
-        return y.detach(), lambda gradient: torch.autograd.grad(y, leaf, gradient)[0]
+        return y.detach().clone(), lambda gradient: torch.autograd.grad(y, leaf, gradient)[0]
 
 
 @dataclass(frozen=True)
@@ -282,7 +298,7 @@ class _Swiglu(_Gated):
             of_x = torch.empty_like(x)
             of_gate, of_up = self.halves(of_x)
             torch.mul(gradient, silu, out=of_up)
-            of_gate.copy_(silu_backward(gradient * up, gate))
+            silu_backward(gradient.mul_(up), gate, grad_input=of_gate)
             return of_x
 
         return silu * up, pull

@@ -16,11 +16,16 @@ def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         Which row, counted over [M, k], comes at each place, int64 [M * k]; and the number of rows of each expert,
-        int64 [E]. Ids that are none of 0 .. E - 1 are not counted.
+        int64 [E], all -1 if an id is none of 0 .. E - 1.
     """
     in_order, order = torch.sort(ids.flatten(), stable=True)
-    edges = torch.searchsorted(in_order, torch.arange(experts + 1, device=ids.device))
-    return order, edges.diff()
+    if ids.device.type == "cpu":  # where the host may look, and `bincount` is quicker
+        if len(order) and in_order[0].item() < 0:
+            return order, torch.full((experts,), -1)
+        counts = torch.bincount(in_order, minlength=experts)
+        return order, counts if len(counts) == experts else torch.full((experts,), -1)
+    counts = torch.searchsorted(in_order, torch.arange(experts + 1, device=ids.device)).diff()
+    return order, torch.where(counts.sum() == len(order), counts, -1)
 
 
 def inverse(order: Tensor) -> Tensor:
