@@ -71,7 +71,7 @@ DIFFERENT = {
     "another": ((0, 1, 3), (0, 2, 3), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
     "skipped": ((0, 1, 2), (0, 2), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
     "swapped": ((0, 1, 2), (0, 2, 1), r"rank 1 runs 'branches\.2' where rank 0 runs 'branches\.1'"),
-    "less": ((0, 1, 2), (0, 1), r"rank 1 runs 'branches\.0' where rank 0 runs 'branches\.2'"),
+    "less": ((0, 1, 2), (0, 1), r"rank 1 begins backward where rank 0 runs 'branches\.2'"),
 }
 
 

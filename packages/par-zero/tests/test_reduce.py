@@ -9,8 +9,8 @@ from torch import nn
 
 from par_testing import count_collectives, for_each
 from par_zero import shard
-from par_zero._collectives import Groups
 from par_zero._reduce import Reductions
+from par_zero.layout.sharers import Groups, Sharers
 
 from .helpers import assert_near, batch, copies, sgd, sharded, whole
 
@@ -257,9 +257,8 @@ def test_flags_go_by_a_device_that_all_groups_have(monkeypatch):
     cuda, both, nccl = torch.device("cuda"), "cpu:gloo,cuda:nccl", "cuda:nccl"
     cases = ((both, None, "cpu"), (nccl, None, "cuda"), (both, both, "cpu"), (both, nccl, "cuda"))
     for shards, replicas, expected in cases:
-        assert (
-            Groups(shards=shards, gathers=shards, replicas=replicas, mean=True).device_of_flags(cuda).type == expected
-        )
+        groups = Groups(shards=shards, gathers=shards, replicas=replicas, divisor=1)
+        assert Sharers(each=(groups,), reach=(True,)).device_of_flags(cuda).type == expected
 
 
 @pytest.mark.ranks(2, init=False)

@@ -4,6 +4,7 @@ from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
 from ._options import ShardOptions
 from ._shard import no_sync, on_disk, recall, reset, residency, shard, summon, trace
 from ._tiers import Offload
+from .layout.sharers import Share
 from .offload.stream import OnDisk
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors, slots_of_steps
 from .placement.ledger import Ledger, Placement, simulate
@@ -23,6 +24,7 @@ __all__ = [
     "Placement",
     "Residency",
     "ShardOptions",
+    "Share",
     "Trace",
     "Transfers",
     "bucket_bytes",

@@ -113,18 +113,18 @@ class Arrivals:
 
     Args:
         chunks: The trained chunks.
-        group: The ranks that keep the shares.
         reducer: Learns the order in which the chunks are read, and names who reads one past torch's functions.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], group: dist.ProcessGroup, reducer: Reducer) -> None:
-        self._group, self._arriving = group, reducer.arriving
+    def __init__(self, chunks: Sequence[Chunk], reducer: Reducer) -> None:
+        self._arriving = reducer.arriving
         self._came: list[int] = []
         self._order = LearnedOrder(reversed(range(len(chunks))))  # gradients come in the opposite order
         self._arrivals: dict[int, Arrival] = {}
         known = all(chunk.flat.device.type in ("cpu", "cuda") for chunk in chunks)  # whose streams `Arrival` waits for
-        by_gloo = any(is_gloo(chunk.flat, group) for chunk in chunks)
-        if dist.get_world_size(group) > 1 and known and not by_gloo:
+        by_gloo = any(is_gloo(chunk.flat, chunk.groups.shards) for chunk in chunks)
+        cut = any(dist.get_world_size(chunk.groups.shards) > 1 for chunk in chunks)
+        if cut and known and not by_gloo:
             reducer.learn(self._order, self._came)
             ordinary = [c for c in chunks if all(type(member.parameter) is nn.Parameter for member in c.members)]
             self._arrivals = {chunk.number: Arrival(chunk, reducer.arriving, self._came) for chunk in ordinary}
@@ -145,7 +145,7 @@ class Arrivals:
         updated = {chunk.number: chunk for chunk in chunks}
         handles: list[Handle] = []
         for chunk in [updated[number] for number in self._order.numbers if number in updated]:
-            handle = all_gather(chunk.flat, chunk.own, self._group, overlapped=False)
+            handle = all_gather(chunk.flat, chunk.own, chunk.groups.shards, overlapped=False)
             if chunk.number in arrivals:
                 arrivals[chunk.number].begin(handle)
             else:

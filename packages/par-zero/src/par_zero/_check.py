@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from ._options import ShardOptions
 from ._param_groups import ParamGroup
 from ._stage import STAGES, Stage
 from ._tiers import Offload
+from .layout.build import Plan
 from .layout.chunk import Member
 from .layout.fill import device_of
 from .layout.records import part_of_a_whole
+from .layout.sharers import Share
 from .layout.units import Place, tensors_of
 from .offload.disk import check_room
 from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors
@@ -100,7 +103,13 @@ def _check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Non
 
 
 def check_offload(
-    offload: Offload, module: nn.Module, groups: Sequence[ParamGroup], stage: int, device: torch.device | None
+    offload: Offload,
+    module: nn.Module,
+    groups: Sequence[ParamGroup],
+    stage: int,
+    device: torch.device | None,
+    *,
+    shared_by_others: bool = False,
 ) -> None:
     """Checks a budget, and that what is to lie elsewhere can: it is of a CPU's parameters, each element for itself.
 
@@ -110,6 +119,7 @@ def check_offload(
         groups: The param groups of all optimizers.
         stage: The ZeRO stage, as a number.
         device: Where parameters come to lie; None: where they are.
+        shared_by_others: Whether not all parameters are shared by one group.
 
     Raises:
         ValueError: It cannot.
@@ -125,6 +135,10 @@ def check_offload(
             f"{stage}: pass stage=3, let optimizer be 'auto', or leave budget out"
         )
     _ = POLICIES[offload.policy]  # somebody provides it
+    if shared_by_others and (offload.away or offload.auto or offload.budgets):
+        raise ValueError(
+            "offload counts on one group that shares all parameters, and others has more; leave offload out, or others"
+        )
     for name in ("parameters", "gradients"):
         if name in (*offload.away, *offload.auto) and not STAGES[stage].shards_parameters:
             raise ValueError(
@@ -154,11 +168,11 @@ def check_offload(
             )
 
 
-def check_backends(groups: Sequence[dist.ProcessGroup | None], device: torch.device, stage: int) -> None:
+def check_backends(groups: Sequence[dist.ProcessGroup], device: torch.device, stage: int) -> None:
     """Checks that groups can do what reductions and gatherings need, where that is not known. Collective over each.
 
     Args:
-        groups: The ranks that share, and those that keep the same share; None: there are none.
+        groups: The ranks that share, and those that keep the same share.
         device: Where the chunks will lie.
         stage: The ZeRO stage.
 
@@ -166,14 +180,11 @@ def check_backends(groups: Sequence[dist.ProcessGroup | None], device: torch.dev
         ValueError: A group cannot do something; on every rank.
     """
     for group in groups:
-        if group is not None:
-            needed: list[Collective] = ["broadcast", "all_reduce", "all_gather", "reduce_scatter"]
-            check_collectives(group, device, needed, f"shard(stage={stage})")
+        needed: list[Collective] = ["broadcast", "all_reduce", "all_gather", "reduce_scatter"]
+        check_collectives(group, device, needed, f"shard(stage={stage})")
 
 
-def check_abstract(
-    module: nn.Module, fill: object, device: object, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
-) -> None:
+def check_abstract(module: nn.Module, fill: object, device: object, groups: Iterable[dist.ProcessGroup]) -> None:
     """Checks how what is on the meta device shall become real, and where what is sharded shall lie.
 
     Raises:
@@ -188,9 +199,9 @@ def check_abstract(
             f"device is {str(device)!r}, where nothing has memory; give the device on which the module computes"
         )
     place = device_of(module, device) if fill is None or device is not None else None
-    for ranks in (group, replicas):
+    for ranks in groups:
         abstract = any(tensor.is_meta for _, tensor in tensors_of(module))
-        if ranks is not None and place is not None and abstract and backend_of(ranks, place.type) is None:
+        if place is not None and abstract and backend_of(ranks, place.type) is None:
             raise ValueError(
                 f"parameters on the meta device would come to lie on {str(place)!r}, of which the group with the "
                 f"backend {dist.get_backend(ranks)!r} sends nothing; pass device="
@@ -318,8 +329,17 @@ def check_groups(
     replicas: dist.ProcessGroup | None,
     gathers: dist.ProcessGroup | None,
     tensor: dist.ProcessGroup | None,
+    *,
+    place: str = "",
 ) -> None:
     """Checks that the ranks that share gather, and that none of them is a replica of another, or has its parts.
+
+    Args:
+        group: The ranks that share.
+        replicas: The ranks that keep the same share, or None.
+        gathers: Another communicator of the ranks that share, or None.
+        tensor: The ranks that have other parts of what must be seen whole, or None.
+        place: What errors say before the names of the groups, such as "others[0].".
 
     Raises:
         ValueError: The groups have more ranks in common than this one, or `gathers` is of other ranks than `group`.
@@ -342,48 +362,122 @@ def check_groups(
         near, far = (sorted(dist.get_process_group_ranks(one)) for one in (group, replicas))
         if set(near) & set(far) != {dist.get_rank()}:
             raise ValueError(
-                f"replicas are the ranks {far}, and group the ranks {near}; a rank's replicas are itself and ranks of "
-                "other groups"
+                f"{place}replicas are the ranks {far}, and group the ranks {near}; a rank's replicas are itself and "
+                "ranks of other groups"
             )
 
 
+def check_others(others: object, options: ShardOptions) -> None:
+    """Checks the shares beside the first one.
+
+    Raises:
+        TypeError: What is no list of shares.
+        ValueError: What cannot be.
+    """
+    if not isinstance(others, Sequence) or not all(isinstance(share, Share) for share in others):
+        raise TypeError(f"others is {others!r}; give a list of shares, such as [par_zero.Share(group)]")
+    for number, share in enumerate(others):
+        if share.divisor is not None and (type(share.divisor) is not int or share.divisor < 1):
+            raise ValueError(f"others[{number}] has the divisor {share.divisor!r}; give 1 or more, or None")
+        if share.divisor is not None and options.reduce == "sum":
+            raise ValueError(
+                f"others[{number}] has the divisor {share.divisor}, and reduce='sum' divides by nothing; leave one out"
+            )
+        check_groups(share.group, share.replicas, None, None, place=f"others[{number}].")
+
+
 def described(
-    members: Sequence[Member], place_of: Mapping[nn.Parameter, Place], stage: int, options: ShardOptions
+    members: Sequence[Member],
+    place_of: Mapping[nn.Parameter, Place],
+    stage: int,
+    options: ShardOptions,
+    share: int = 0,
 ) -> str:
-    """A text of everything that all ranks must have alike, for them to make the same chunks."""
+    """A text of everything that all ranks must have alike, for them to make the same chunks.
+
+    Args:
+        members: The parameters.
+        place_of: Where each parameter belongs.
+        stage: The ZeRO stage.
+        options: All options.
+        share: Number of the share whose ranks compare. Those of the first have all parameters alike, others theirs.
+    """
     parts = [
         (
             *(member.names, tuple(member.shape), str(member.parameter.dtype), place_of[member.parameter]),
-            *(member.group, member.owner, member.atomic, member.assembled),
+            *(member.group, member.owner, member.atomic, member.assembled, member.share),
             member.parameter.requires_grad and member.group < 0,
         )
         for member in members
+        if share in (0, member.share)
     ]
     fields = (stage, options.bucket, options.inflight, options.param_dtype, options.reduce_dtype, options.reduce)
     return repr((fields, parts))
 
 
-def agreed_ranks(
-    problem: Exception | None, text: str, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
-) -> tuple[int, ...]:
+class Agreed(NamedTuple):
+    """What the ranks know of each other when they go on.
+
+    Attributes:
+        ranks: All ranks of the first share, its group and replicas, ascending.
+        used: For each share, whether another module's chunks go over any of its groups, on any rank.
+    """
+
+    ranks: tuple[int, ...]
+    used: tuple[bool, ...]
+
+
+def agreed(problem: Exception | None, texts: Sequence[str], shares: Sequence[Share], used: Sequence[bool]) -> Agreed:
     """Agrees with the other ranks on whether to go on. Objects are gathered over each of the groups.
 
     Args:
         problem: What this rank cannot do, if there is something.
-        text: What all ranks must have alike, from `described`.
-        group: The ranks that share.
-        replicas: The ranks that keep the same share, or None.
-
-    Returns:
-        All ranks of both groups, ascending.
+        texts: For each share, what all its ranks must have alike, from `described`.
+        shares: Who shares what, the first one first.
+        used: For each share, whether another module's chunks go over any of its groups.
 
     Raises:
         Exception: This rank's own problem, as it is.
         ValueError: Another rank's problem, or a difference between the ranks.
     """
-    digests = agree(
-        problem, hashlib.sha256(text.encode()).hexdigest(), group, *([] if replicas is None else [replicas])
-    )
     what, remedy = "parameters, shapes, dtypes, param groups or options", "build the same model and optimizer on all"
-    check_alike(digests, what, remedy=remedy, show=False)
-    return tuple(digests)
+    heard = []
+    for share, text, is_used in zip(shares, texts, used, strict=True):
+        try:
+            mine = (hashlib.sha256(text.encode()).hexdigest(), len(shares), is_used)
+            said = agree(problem, mine, *share.groups)
+        except Exception as error:  # ranks of the next share wait for this one
+            problem = error
+            continue
+        check_alike({rank: count for rank, (_, count, _) in said.items()}, "numbers of shares")  # none waits for more
+        try:
+            check_alike({rank: digest for rank, (digest, *_) in said.items()}, what, remedy=remedy, show=False)
+        except ValueError as error:
+            problem = error
+        heard.append(said)
+    if problem is not None:
+        raise problem
+    return Agreed(tuple(heard[0]), tuple(any(is_used for *_, is_used in said.values()) for said in heard))
+
+
+def agreed_reach(plans: Sequence[Plan], shares: Sequence[Share]) -> tuple[bool, ...]:
+    """Agrees on the order of all chunks, and on which shares have ranks that the first group of some rank has not.
+
+    Objects are gathered over each of the groups, unless there is one share alone.
+
+    Args:
+        plans: The chunks.
+        shares: Who shares what, the first one first.
+
+    Raises:
+        ValueError: The ranks have other chunks.
+    """
+    if len(shares) == 1:
+        return (True,)
+    first = set(dist.get_process_group_ranks(shares[0].group))
+    chunks = [(plan.share, plan.place, [member.names for member in plan.members]) for plan in plans]
+    reach = [not number or not set(share.near) <= first for number, share in enumerate(shares)]
+    said = agree(None, (chunks, reach), *(group for share in shares for group in share.groups))
+    what, remedy = "chunks", "parameters that not all ranks share need names and sizes that are alike on all"
+    check_alike({rank: theirs for rank, (theirs, _) in said.items()}, what, remedy=remedy, show=False)
+    return tuple(map(any, zip(*(reach for _, reach in said.values()), strict=True)))

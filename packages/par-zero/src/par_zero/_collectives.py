@@ -1,4 +1,4 @@
-"""Who shares a chunk, and reduce-scatter and all-gather in place on flat buffers.
+"""Reduce-scatter and all-gather in place on flat buffers.
 
 Two of gloo's collectives are replaced.
 
@@ -9,9 +9,9 @@ Two of gloo's collectives are replaced.
   caller computes; a caller that only waits sends large shares itself: 32 MiB each way take 18 ms, by broadcasts 25.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from par_groups import backend_of
 
 from ._torch_private import timeout_of
 from .layout.buffers import Buffers
+from .layout.sharers import Groups, Share
 
 _TAG = 7_213_000
 """Tag of the messages that are sent here, so that nobody else between the same ranks takes them for his."""
@@ -28,36 +29,13 @@ _LARGE = 2**22
 """Bytes of a share from which on a caller that waits sends it itself; below, a broadcast costs less Python."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Who shares a chunk.
+def same_ranks(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
+    """Another communicator of the same ranks, which alone take part. It is to be connected before a step.
 
     Args:
-        shards: The ranks that each keep a share.
-        gathers: The same ranks by the communicator over which parameters are gathered at stage 3, where data decides on
-            each rank what comes first, a gathering or a reduction; before stage 3 `shards`.
-        replicas: The ranks that keep the same share, for hybrid sharding; None without.
-        mean: Whether gradients are averaged over the ranks, or else summed.
+        group: The ranks.
+        use: For what, such as "gathers".
     """
-
-    shards: dist.ProcessGroup
-    gathers: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
-    mean: bool
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether there are two ranks in all: a sum of two is the same in either order, so any all-reduce will do."""
-        return self.replicas is None and dist.get_world_size(self.shards) == 2
-
-    def device_of_flags(self, device: torch.device) -> torch.device:
-        """The device of what the host wants to know: the CPU, unless a group is of NCCL alone; then the chunks'."""
-        groups = [self.shards] if self.replicas is None else [self.shards, self.replicas]
-        return torch.device("cpu") if all(backend_of(group, "cpu") for group in groups) else device
-
-
-def same_ranks(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another communicator of the same ranks, which alone take part, connected for that device here, not in a step."""
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return group
@@ -69,12 +47,52 @@ def same_ranks(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
         timeout_of(group),
         str(dist.get_backend_config(group)),
         use_local_synchronization=True,
-        group_desc="par_zero gathers",
+        group_desc=f"par_zero {use}",
         **unsorted,
     )
-    gathers = cast("dist.ProcessGroup", made)  # this rank is one of them
-    all_reduce(torch.zeros(1, device=device), gathers).wait()
-    return gathers
+    return cast("dist.ProcessGroup", made)  # this rank is one of them
+
+
+_IN_USE: WeakSet[Groups] = WeakSet()
+"""The communicators of all modules that are sharded, and alive."""
+
+
+def is_in_use(groups: Iterable[dist.ProcessGroup | None]) -> bool:
+    """Whether the chunks of a sharded module are reduced or gathered over any of some groups of several ranks."""
+    used = {group for each in _IN_USE for group in (*each.both, each.gathers)}
+    return any(group in used and dist.get_world_size(group) > 1 for group in groups)
+
+
+def communicators(
+    share: Share, *, gathers: dist.ProcessGroup | None, divisor: int | None, gathers_apart: bool, anew: bool
+) -> Groups:
+    """The communicators of those who share chunks. Collective over the groups where any is made.
+
+    Args:
+        share: The groups that they are given.
+        gathers: The one over which parameters are gathered at stage 3; None: one is made.
+        divisor: By what the sum of their gradients is divided. None: by nothing.
+        gathers_apart: Whether parameters are gathered over another one than that of reductions.
+        anew: Whether none that was given is taken, as the chunks of another module go over it: which of two modules
+            begins first in a backward pass may differ between the ranks.
+    """
+    shards, replicas = share.group, share.replicas
+    if anew:
+        shards = same_ranks(shards, "shards")
+        replicas = None if replicas is None else same_ranks(replicas, "replicas")
+    if not gathers_apart:
+        gathers = shards
+    elif gathers is None or anew:
+        gathers = same_ranks(share.group, "gathers")
+    groups = Groups(shards=shards, gathers=gathers, replicas=replicas, divisor=divisor)
+    _IN_USE.add(groups)
+    return groups
+
+
+def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Connects communicators for a device by a first all-reduce, which would else be a meeting of ranks in a step."""
+    for group in groups:
+        all_reduce(torch.zeros(1, device=device), group).wait()
 
 
 class Handle:
@@ -139,7 +157,7 @@ class Flags:
 
 
 def reduce_scatter(
-    flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, mean: bool, buffers: Buffers
+    flat: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup, *, scale: float, buffers: Buffers
 ) -> Handle:
     """Sums the ranks' buffers, of which each rank keeps its share. Each rank receives n * (N - 1) elements.
 
@@ -147,18 +165,19 @@ def reduce_scatter(
         flat: (N * n) elements, one share after the other; free for other use after the wait.
         into: (n) elements for this rank's share of the sum. It may be a part of `flat`.
         group: The N ranks.
-        mean: Whether it is the mean, whose numbers are divided before they are added: 16 bits would overflow.
+        scale: By what numbers are multiplied before they are added, such as 1 / N for a mean: the sum of 16 bits would
+            overflow.
         buffers: Lends the memory for what gloo receives.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
-        return Handle([], lambda: _put(flat[: into.numel()], into))
+        return Handle([], lambda: _put(flat[: into.numel()], into, scale))
     if is_gloo(flat, group):
         received = buffers.take(flat.numel(), flat.dtype, flat.device)
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
 
         def finish() -> None:
-            rows, scale = received.view(ranks, -1), 1 / ranks if mean else 1
+            rows = received.view(ranks, -1)
             torch.mul(rows[0], scale, out=into)
             for row in rows[1:]:  # in the order of the ranks
                 into.add_(row, alpha=scale)
@@ -167,7 +186,7 @@ def reduce_scatter(
         return Handle([work], finish)
     total = torch.empty(flat.numel() // ranks, dtype=flat.dtype, device=flat.device)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
-    work = scatter(total, flat, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group=group, async_op=True)
+    work = scatter(total, flat, _scaled_(flat, ranks, scale), group=group, async_op=True)
     return Handle([work], lambda: _put(total, into))
 
 
@@ -224,18 +243,30 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.Re
     return Handle([dist.all_reduce(tensor, op, group=group, async_op=True)])
 
 
-def average(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
-    """Sums a tensor over the ranks of a group, in place; or takes the mean, whose numbers are divided before."""
-    if mean and is_gloo(tensor, group):  # which has no mean
-        tensor.mul_(1 / dist.get_world_size(group))
-    elif mean:
-        return all_reduce(tensor, group, dist.ReduceOp.AVG)
-    return all_reduce(tensor, group)
+def scaled_sum(tensor: torch.Tensor, group: dist.ProcessGroup, *, scale: float) -> Handle:
+    """Sums a tensor over the ranks of a group, in place, of which each number is multiplied before."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1 or is_gloo(tensor, group):  # which has no mean
+        if scale != 1:
+            tensor.mul_(scale)
+        return all_reduce(tensor, group)
+    return all_reduce(tensor, group, _scaled_(tensor, ranks, scale))
 
 
-def _put(total: torch.Tensor, into: torch.Tensor) -> None:
-    """Writes a sum to its place."""
-    if total.data_ptr() != into.data_ptr():
+def _scaled_(tensor: torch.Tensor, ranks: int, scale: float) -> Any:
+    """The sum that NCCL is to take, of numbers that are multiplied here unless it does that by itself, for a mean."""
+    if scale == 1 / ranks:
+        return dist.ReduceOp.AVG
+    if scale != 1:
+        tensor.mul_(scale)
+    return dist.ReduceOp.SUM
+
+
+def _put(total: torch.Tensor, into: torch.Tensor, scale: float = 1) -> None:
+    """Writes a sum to its place, multiplied."""
+    if scale != 1:
+        torch.mul(total, scale, out=into)
+    elif total.data_ptr() != into.data_ptr():
         into.copy_(total)
 
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from par_groups import on_settle
 
 from ._arrive import Arrivals
-from ._collectives import Groups
 from ._gather import Gatherer, computed
 from ._order import Order
 from ._reduce import Reducer
@@ -28,6 +27,7 @@ from ._unit import Unit
 from .layout.chunk import Chunk
 from .layout.meter import Meter
 from .layout.packed import Packed
+from .layout.sharers import Sharers
 from .layout.units import called
 from .offload.away import Away
 from .offload.stream import OnDisk, Stream
@@ -48,7 +48,7 @@ class Engine:
         optimizers: The optimizers of its parameters.
         chunks: The chunks that hold the parameters.
         stage: The ZeRO stage: of what a rank keeps its share alone.
-        groups: The ranks that share.
+        sharers: The ranks that share.
         units: The modules that are gathered by themselves, at stage 3.
         assemblies: What is put together from parts for an optimizer, by the optimizer's number.
         inflight: Number of chunks whose reductions may be under way in backward; None as in `shard`.
@@ -62,7 +62,7 @@ class Engine:
         optimizers: Sequence[Optimizer],
         chunks: Sequence[Chunk],
         stage: Stage,
-        groups: Groups,
+        sharers: Sharers,
         units: Sequence[Unit],
         *,
         assemblies: Mapping[int, Assembly],
@@ -70,20 +70,21 @@ class Engine:
         away: Away | None = None,
         room: Room | None = None,
     ) -> None:
-        self._optimizers, self._stage, self._groups, self._chunks = tuple(optimizers), stage, groups, tuple(chunks)
+        self._optimizers, self._stage, self._sharers, self._chunks = tuple(optimizers), stage, sharers, tuple(chunks)
         self._trained = [chunk for chunk in chunks if chunk.trained]
         self._stepped = [[chunk for chunk in self._trained if chunk.owner == n] for n in range(len(optimizers))]
         self._module, self._meter = module, Meter()
         for chunk in chunks:
             chunk.meter = self._meter
-        self._reducer = Reducer(self._trained, groups, inflight, self._meter)
+        self._reducer = Reducer(self._trained, sharers, inflight, self._meter)
         self._reducer.at_end(self._meter.end_pass)
         self._arrivals: Arrivals | None = None
         if stage.shards_state and not stage.shards_parameters:
-            self._arrivals = Arrivals(self._trained, groups.shards, self._reducer)
+            self._arrivals = Arrivals(self._trained, self._reducer)
         self._gatherer: Gatherer | None = None
         if stage.shards_parameters:
-            order = Order(units, groups.gathers, groups.device_of_flags(chunks[0].own.device), self._reducer)
+            flags = sharers.device_of_flags(chunks[0].own.device)
+            order = Order(units, sharers.gathering, flags, self._reducer)
             self._gatherer = Gatherer(module, units, self._reducer, order)
         if self._gatherer is not None and room is not None:
             other = room.other or partial(_other_bytes, units, optimizers, room)
@@ -139,8 +140,7 @@ class Engine:
                 for part, block in zip([part for part in chunk.slices if part.in_pieces], blocks[chunk], strict=True)
             ]
             first += len(optimizer.param_groups)
-        groups = [group for group in (self._groups.shards, self._groups.replicas) if group is not None]
-        stream = Stream(away.disk, away.ahead, pieces, shares, groups, late=away.late)
+        stream = Stream(away.disk, away.ahead, pieces, shares, self._sharers.agreeing, late=away.late)
         for number, optimizer in enumerate(self._optimizers):
             stream.adopt_(number, optimizer)
             on_settle(stream.tensors(number), stream.settle)
@@ -157,7 +157,7 @@ class Engine:
             self._reducer.at_end(self._raise_problem)
         if stream.shares.are_there:
             if self._gatherer is not None:
-                self._gatherer.on_evaluated = partial(stream.raise_problem, self._groups.shards)
+                self._gatherer.on_evaluated = partial(stream.raise_problem, self._sharers.each[0].shards)
             for unit in units:
                 unit.shares = stream.shares
         if stream.is_late:

@@ -211,8 +211,13 @@ class Gatherer:
             held = [other.number for other in others if other.chunks and other.gathered and other is not unit]
             self._follower.note(kind, unit.number, held)
 
-    def _gather(self, unit: Unit) -> None:
-        """Makes a unit's parameters whole. All-gather over the group, unless they are there."""
+    def _gather(self, unit: Unit, *, enters: bool = True) -> None:
+        """Makes a unit's parameters whole. All-gather over the group, unless they are there.
+
+        Args:
+            unit: The unit.
+            enters: Whether the unit itself begins, and not a module within, or once more while it runs.
+        """
         if torch.is_grad_enabled():
             self._refuse_autocast()
         if self._follower is not None and self._follower.following:
@@ -221,10 +226,10 @@ class Gatherer:
             unit.wait()
             unit.show()
             return
-        if unit.state is not State.SHOWN or self._order.expects:
-            without = "forward" if torch.is_grad_enabled() else "evaluation"
-            self._order.gather(unit, Kind("backward" if self._in_backward else without, self._keepers > 0))
-            unit.show()
+        without = "forward" if torch.is_grad_enabled() else "evaluation"
+        kind = Kind("backward" if self._in_backward else without, self._keepers > 0)
+        self._order.gather(unit, kind, in_backward=self._in_backward, enters=enters)
+        unit.show()
         if self._keepers:
             unit.kept = True
 
@@ -252,7 +257,7 @@ class Gatherer:
                 if other.gathered and other is not unit and not other.running and not other.kept:
                     other.free()
         unit.running += 1
-        self._gather(unit)
+        self._gather(unit, enters=unit.running == 1)
         self._note(unit, "backward" if self._in_backward else "forward")
 
     @property
@@ -271,7 +276,7 @@ class Gatherer:
         for unit in units:
             begins = not unit.running and unit.state is not State.SHOWN
             if begins or not self._following:
-                self._gather(unit)
+                self._gather(unit, enters=False)
             if begins:
                 self._note(unit, "backward" if self._in_backward else "forward")
 
@@ -351,6 +356,8 @@ class Gatherer:
 
         Units that return the same tensor, such as a block and its last layer, begin together, so neither is done.
         """
+        if not self._in_backward:
+            self._order.begin_backward()
         self._in_backward, self._graphed = True, torch.is_grad_enabled()
         done = [] if mark is self._mark else [begun for begun in self._begun if self._is_done(begun, unit)]
         self._begun = [begun for begun in self._begun if begun not in done]

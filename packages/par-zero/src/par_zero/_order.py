@@ -5,22 +5,28 @@ So the first pass is supervised: before each all-gather the ranks compare which 
 contract of later passes of that kind. Then nothing is compared: a rank that skips a unit still gives the others its
 share of it, and one that needs a unit that is not to come gives them all that is to come, and then compares, which the
 others do at the end of the pass. There they learn of each other: all that need the same go on and learn it, or else all
-of them raise.
+of them raise. A rank takes part before it enters a unit for which the others gather, though it has that whole: in there
+they may wait for each other, as in an exchange of rows between experts.
 
-    first pass      compare 1 | gather 1 | compare 2 | gather 2 | compare "end"
-    later passes                gather 1               gather 2 | compare "end"     the next one before it is needed
+    first pass      compare 1 | gather 1 | compare 2 | gather 2 | compare "backward" | ... | compare "end"
+    later passes                gather 1               gather 2                      | ... | compare "end"
+
+In later passes the next one begins before it is needed.
 
 This has a communicator of its own: when a chunk's gradients are complete depends on the data too, so that reductions
 may fall before a gathering on one rank, and behind it on another.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
+
+from par_groups import agree
 
 from ._collectives import all_reduce
 from ._reduce import Reducer
@@ -29,6 +35,25 @@ from .placement.follow import Follower
 
 Numbers = tuple[int, ...]
 """Units by number, in the order in which they are gathered."""
+
+
+class Gathering(NamedTuple):
+    """One of the gatherings of a pass.
+
+    Args:
+        number: The unit.
+        in_backward: Whether it is for its backward.
+        entry: How often this rank has entered the unit before in this pass, in that direction; -1 where it enters a
+            module within alone.
+    """
+
+    number: int
+    in_backward: bool
+    entry: int
+
+
+Contract = tuple[Gathering, ...]
+"""Units in the order in which they are gathered, and for which of their entries."""
 
 _CONTRACTS = 100
 """How many contracts are kept: a program whose passes are drawn at random has a new one after each."""
@@ -43,6 +68,7 @@ class End(IntEnum):
     BACKWARD = -1
     EVALUATION = -2
     UNREDUCED = -3
+    FORWARD = -4
 
     @property
     def text(self) -> str:
@@ -51,6 +77,7 @@ class End(IntEnum):
             End.BACKWARD: "ends backward",
             End.EVALUATION: "ends a forward without gradients",
             End.UNREDUCED: "ends a backward that reduces no gradients",
+            End.FORWARD: "begins backward",
         }[self]
 
 
@@ -73,16 +100,20 @@ class Order:
 
     Args:
         units: The units.
-        group: The ranks that share; a communicator that has no other use.
+        groups: The ranks that share, by communicators that have no other use: over one after the other all compare.
         device: Where small numbers lie that all ranks compare.
         reducer: Brings all ranks' reductions to the same place before they raise.
     """
 
-    def __init__(self, units: Sequence[Unit], group: dist.ProcessGroup, device: torch.device, reducer: Reducer) -> None:
-        self._units, self._group, self._device, self._reducer = tuple(units), group, device, reducer
-        self._contracts: dict[tuple[Kind, Numbers], Numbers] = {}  # by the pass before, as an actor's before a critic's
+    def __init__(
+        self, units: Sequence[Unit], groups: Sequence[dist.ProcessGroup], device: torch.device, reducer: Reducer
+    ) -> None:
+        self._units, self._groups, self._device, self._reducer = tuple(units), tuple(groups), device, reducer
+        self._contracts: dict[
+            tuple[Kind, Numbers], Contract
+        ] = {}  # by the pass before, as an actor's before a critic's
         self._candidates: dict[tuple[Kind, Numbers], Numbers] = {}  # others, until a second pass confirms them
-        self._latest: dict[Kind, Numbers] = {}  # the contracts after a pass that was never seen before
+        self._latest: dict[Kind, Contract] = {}  # the contracts after a pass that was never seen before
         self._before: Numbers = ()
         self._follower: Follower | None = None
         self._data_decides = False  # whether the ranks have skipped different units in any pass
@@ -106,25 +137,33 @@ class Order:
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest that any rank has at each place of a list that is as long on all. An all-reduce."""
         largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        all_reduce(largest, self._group, dist.ReduceOp.MAX).wait()
+        self._take_largest_(largest)
         return [int(number) for number in largest.tolist()]
+
+    def _take_largest_(self, numbers: torch.Tensor) -> None:
+        """Each number becomes the largest of all ranks."""
+        for group in self._groups:
+            all_reduce(numbers, group, dist.ReduceOp.MAX).wait()
 
     def forget(self) -> None:
         """Forgets the pass under way."""
         self._kind: Kind | None = None
-        self._contract: Numbers = ()
-        self._gathered: list[int] = []  # units by number, as they were gathered in this pass
+        self._contract: Contract = ()
+        self._for_entries: set[Gathering] = set()  # those of the contract
+        self._entries: Counter[tuple[int, bool]] = Counter()  # how often each was entered, forward and backward
+        self._gathered: list[Gathering] = []  # as they were gathered in this pass
         self._needed: list[bool] = []  # of these, which were for this rank too
         self._ahead: int | None = None  # the place of what is on its way and not needed yet
         self._supervised = False
 
-    @property
-    def expects(self) -> bool:
-        """Whether `gather` does something even for a unit that is whole: a pass is to begin, or a unit on its way."""
-        return self._kind is None or self._ahead is not None
+    def gather(self, unit: Unit, kind: Kind, *, in_backward: bool, enters: bool) -> None:
+        """Makes the parameters of a unit whole, and begins to gather what comes next.
 
-    def gather(self, unit: Unit, kind: Kind) -> None:
-        """Makes a unit's parameters whole, and begins to gather what comes next.
+        Args:
+            unit: The unit.
+            kind: What pass it is, if it begins with this unit.
+            in_backward: Whether the pass has come to its backward.
+            enters: Whether the unit itself begins, and not a module within, or once more while it runs.
 
         Raises:
             RuntimeError: The ranks need different units. All of them raise.
@@ -132,55 +171,87 @@ class Order:
         if self._kind is None:
             latest = self._latest.get(kind, ())
             self._kind, self._contract = kind, self._contracts.get((kind, self._before), latest)
-        if unit.gathered and self._ahead is None:
-            return
-        ahead = None if self._ahead is None else self._units[self._gathered[self._ahead]]
+            self._for_entries = set(self._contract)
+        way = unit.number, in_backward
+        entry = Gathering(*way, self._entries[way] if enters else -1)
+        self._entries[way] += enters
+        if unit.gathered:
+            if entry in self._for_entries:
+                self._pass_by(entry)
+            if self._ahead is None:
+                return
+        ahead = None if self._ahead is None else self._units[self._gathered[self._ahead].number]
         if ahead is unit and unit.state is not State.FREED and self._ahead is not None:
             self._needed[self._ahead], self._ahead = True, None
         if unit.gathered:
             return
         if unit.state is State.FREED:
-            if ahead is not None:  # it is skipped
-                ahead.free()
-                self._ahead = None
-            self._come_to(unit)
+            self._drop_ahead()
+            self._come_to(entry)
             unit.begin_gathering()
         unit.wait()
         self._begin_next()
 
-    def _come_to(self, unit: Unit) -> None:
-        """Takes part in what the other ranks gather before that unit, and notes that it is gathered."""
+    def begin_backward(self) -> None:
+        """The pass comes to its backward, in which a rank may wait for the others in a unit before it gathers again.
+
+        Raises:
+            RuntimeError: In the first pass, other ranks need a unit before theirs. All of them raise.
+        """
+        if self._supervised:
+            self._compare(End.FORWARD)
+
+    def _pass_by(self, entry: Gathering) -> None:
+        """Takes part in the gathering for an entry of a unit that is whole here, as this rank has skipped others.
+
+        It does so before the unit runs, in which the other ranks may wait for it.
+        """
+        to_come = self._contract[len(self._gathered) :]
+        if not self._supervised and entry in to_come:
+            self._drop_ahead()
+            self._skip(to_come[: to_come.index(entry) + 1])
+            self._begin_next()
+
+    def _drop_ahead(self) -> None:
+        """Frees what is on its way and is skipped."""
+        if self._ahead is not None:
+            self._units[self._gathered[self._ahead].number].free()
+            self._ahead = None
+
+    def _come_to(self, entry: Gathering) -> None:
+        """Takes part in what the other ranks gather before that of an entry, and notes this one."""
         if not self._supervised:
             to_come = self._contract[len(self._gathered) :]
-            skipped = to_come.index(unit.number) if unit.number in to_come else len(to_come)
+            numbers = [gathering.number for gathering in to_come]
+            skipped = numbers.index(entry.number) if entry.number in numbers else len(to_come)
             self._skip(to_come[:skipped])
             self._supervised = skipped == len(to_come)
         if self._supervised:
-            self._compare(unit.number)
-        self._note(unit.number, needed=True)
+            self._compare(entry.number)
+        self._note(entry, needed=True)
 
     def _begin_next(self) -> None:
         """Begins to gather what comes next by contract, unless it is there still."""
         place = len(self._gathered)
         if not self._supervised and place < len(self._contract):
-            unit = self._units[self._contract[place]]
+            unit = self._units[self._contract[place].number]
             if unit.state is State.FREED:
                 self._ahead = place
-                self._note(unit.number, needed=False)
+                self._note(self._contract[place], needed=False)
                 unit.begin_gathering()
                 place += 1
             if place < len(self._contract):
-                self._units[self._contract[place]].expect()
+                self._units[self._contract[place].number].expect()
 
-    def _note(self, number: int, *, needed: bool) -> None:
-        self._gathered.append(number)
+    def _note(self, gathering: Gathering, *, needed: bool) -> None:
+        self._gathered.append(gathering)
         self._needed.append(needed)
 
-    def _skip(self, numbers: Sequence[int]) -> None:
+    def _skip(self, gatherings: Sequence[Gathering]) -> None:
         """Gives the other ranks this one's shares of units that it has no need of."""
-        for number in numbers:
-            self._units[number].take_part()
-            self._note(number, needed=False)
+        for gathering in gatherings:
+            self._units[gathering.number].take_part()
+            self._note(gathering, needed=False)
 
     def end(self, end: End, flags: Sequence[bool] = ()) -> list[bool]:
         """A pass ends. An all-reduce of a few numbers.
@@ -219,18 +290,19 @@ class Order:
         self._data_decides |= not alike
         order = gathered
         if not self._data_decides:
-            order = tuple(number for number, needed in zip(gathered, self._needed, strict=True) if needed)
+            order = tuple(gathering for gathering, needed in zip(gathered, self._needed, strict=True) if needed)
+        numbers = _numbers(order)
         if key not in self._contracts:
             if len(self._contracts) == _CONTRACTS:
                 self._contracts.clear()
                 self._candidates.clear()
             self._contracts[key] = order if self._supervised else gathered
-        if order and order != self._contracts[key]:
-            if self._candidates.get(key) == order:
+        if numbers and numbers != _numbers(self._contracts[key]):
+            if self._candidates.get(key) == numbers:
                 self._contracts[key] = order
-            self._candidates[key] = order
+            self._candidates[key] = numbers
         self._latest[kind] = self._contracts[key]
-        self._before = order
+        self._before = numbers
 
     def _compare(self, what: int, skipped: int = 0, flags: Sequence[bool] = ()) -> tuple[bool, list[bool], list[int]]:
         """Compares with all ranks what this one comes to: a unit by number, or an end.
@@ -243,7 +315,7 @@ class Order:
         notes = () if self._follower is None else self._follower.notes()
         mine = [what, -what, skipped, -skipped, *flags, *room, *notes]
         numbers = torch.tensor(mine, dtype=torch.int32, device=self._device)
-        all_reduce(numbers, self._group, dist.ReduceOp.MAX).wait()
+        self._take_largest_(numbers)
         most, least, most_skipped, least_skipped, *told = numbers.tolist()
         if most != -least:
             self._refuse(what)
@@ -251,19 +323,21 @@ class Order:
 
     def _refuse(self, what: int) -> NoReturn:
         """Says which rank comes to what, on all of them, when none is left waiting for another."""
-        mine = torch.tensor([what, self._reducer.begun], dtype=torch.int32, device=self._device)
-        each = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(each, mine, group=self._group)
-        said = [numbers.tolist() for numbers in each]
-        self._reducer.begin_all(max(begun for _, begun in said))
+        said = agree(None, what, *self._groups)
+        begun = torch.tensor([self._reducer.begun], dtype=torch.int32, device=self._device)
+        self._take_largest_(begun)
+        self._reducer.begin_all(int(begun))
         self.forget()
-        ranks = dist.get_process_group_ranks(self._group)
-        other = next(place for place, (number, _) in enumerate(said) if number != said[0][0])
-        texts = [self._text(said[place][0]) for place in (other, 0)]
+        first, other = min(said), min((rank for rank in said if said[rank] != said[min(said)]), default=min(said))
         raise RuntimeError(
-            f"rank {ranks[other]} {texts[0]} where rank {ranks[0]} {texts[1]}, and at stage 3 all ranks gather a unit "
-            "together; make one unit of what not all ranks run, units=..., or pass stage=2"
+            f"rank {other} {self._text(said[other])} where rank {first} {self._text(said[first])}, and at stage 3 all "
+            "ranks gather a unit together; make one unit of what not all ranks run, units=..., or pass stage=2"
         )
 
     def _text(self, number: int) -> str:
         return f"runs {self._units[number].name}" if number >= 0 else End(number).text
+
+
+def _numbers(gatherings: Iterable[Gathering]) -> Numbers:
+    """The units alone: what all ranks have alike, as each counts its own entries."""
+    return tuple(gathering.number for gathering in gatherings)

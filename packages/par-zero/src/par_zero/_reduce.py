@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._collectives import Flags, Groups, Handle, all_gather, all_reduce, average, reduce_scatter
+from ._collectives import Flags, Handle, all_gather, all_reduce, reduce_scatter, scaled_sum
 from ._torch_private import call_at_end_of_backward, is_in_backward, without_torch_functions
 from .layout.buffers import Buffers
 from .layout.chunk import Chunk
 from .layout.meter import Meter
+from .layout.sharers import Sharers
 
 
 class LearnedOrder:
@@ -74,9 +75,10 @@ class Reducer:
 
     Args:
         chunks: The trained chunks, in the order in which their gradients are expected before any have come.
-        groups: The ranks that take part.
+        sharers: The ranks that take part.
         inflight: Number of chunks whose reductions may be under way in backward; None: two where a device waits in the
-            order of its work, else any number.
+            order of its work, else any number; and any number where not all ranks share all chunks, as then backward
+            itself exchanges with other ranks.
         meter: Counts the bytes of the buffers that it lends.
 
     Attributes:
@@ -85,9 +87,9 @@ class Reducer:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], groups: Groups, inflight: int | None = None, meter: Meter | None = None
+        self, chunks: Sequence[Chunk], sharers: Sharers, inflight: int | None = None, meter: Meter | None = None
     ) -> None:
-        self._chunks, self._groups = chunks, groups
+        self._chunks, self._sharers = chunks, sharers
         self._deferring = 0  # how many `no_sync` are entered
         self._running = False  # whether a backward pass has begun and not ended
         self._any = False  # whether a gradient has arrived in this pass; it may be a pass for inputs alone
@@ -100,12 +102,12 @@ class Reducer:
         self._learned = [(self._order, self._completed)]  # orders, and what has come of each in this pass
         self.begun = 0
         self.arriving: set[int] = set()
-        single = groups.replicas is None and all(chunk.stage.shards_state for chunk in chunks)
+        single = all(chunk.groups.replicas is None and chunk.stage.shards_state for chunk in chunks)
         on_cpu = all(chunk.own.is_cpu for chunk in chunks)
         # The CPU that serves a device is so far ahead of it that it never finds a collective complete. So there the
         # device waits, or else all gradients would be in memory, and what follows a reduce-scatter would begin last.
         lends = any(chunk.stage.shards_gradients for chunk in chunks)
-        if inflight is None and not on_cpu and (lends or not single):
+        if inflight is None and not on_cpu and (lends or not single) and len(sharers.each) == 1:
             inflight = 2
         self._reductions = Reductions(inflight)
         self._kept = inflight or 2  # buffers between two passes
@@ -256,26 +258,26 @@ class Reducer:
         """Begins to reduce the next chunk."""
         self.begun += 1
         one = chunk.stage.shards_state or self._reduces_at_once(chunk)
-        self._reductions.begin(self._reduction(chunk), single=one and self._groups.replicas is None)
+        self._reductions.begin(self._reduction(chunk), single=one and chunk.groups.replicas is None)
 
     def _reduces_at_once(self, chunk: Chunk) -> bool:
         """Whether one all-reduce is enough, whose sum has the same bits as one in the order of the ranks."""
-        return not chunk.stage.shards_state and self._groups.is_pair and not chunk.has_earlier
+        return not chunk.stage.shards_state and chunk.groups.is_pair and not chunk.has_earlier
 
     def _reduction(self, chunk: Chunk) -> Iterator[Handle]:
         """The collectives of one chunk, each begun when the one before has arrived."""
-        groups, gradient = self._groups, chunk.gradient
+        groups, gradient = chunk.groups, chunk.gradient
         if gradient is None:
             raise RuntimeError(f"chunk {chunk.number} is reduced before its gradients were taken; a bug of par-zero")
         share = chunk.place_of_sum(gradient)
         if self._reduces_at_once(chunk):
-            yield average(gradient, groups.shards, mean=groups.mean)
+            yield scaled_sum(gradient, groups.shards, scale=groups.scale)
             chunk.take_sum(share, self._gradients)
             return
-        yield reduce_scatter(gradient, share, groups.shards, mean=groups.mean, buffers=self._received)
+        yield reduce_scatter(gradient, share, groups.shards, scale=groups.scale, buffers=self._received)
         chunk.take_sum(share, self._gradients)  # the next chunk may have its buffer
         if groups.replicas is not None:
-            yield average(share, groups.replicas, mean=groups.mean)
+            yield scaled_sum(share, groups.replicas, scale=groups.scale_of_replicas)
         chunk.add_earlier_(share)
         chunk.send_away()
         if not chunk.stage.shards_state:
@@ -310,11 +312,10 @@ class Reducer:
             asks: Whether this rank wants an order to be learned.
         """
         had_all = all(bool(used.all()) for used in self._used)
-        shards, replicas = self._groups.shards, self._groups.replicas
-        mine, groups = [had_all, asks], [shards] if replicas is None else [shards, replicas]
+        mine, groups = [had_all, asks], self._sharers.agreeing
         if self._compare is not None:
             mine = self._compare(mine)  # first: if the ranks differ, they raise, some of them amid reductions
-            groups.remove(shards)
+            groups = self._sharers.beside_gathering
         flags = Flags(mine, groups, self._device_of_flags)
         self._share_used()
         self._reductions.finish()
@@ -336,13 +337,17 @@ class Reducer:
         return any(asked)
 
     def _learn_order(self) -> None:
-        """Takes the first rank's orders for those of all ranks. A broadcast of a number for each chunk and order."""
-        orders = torch.tensor([order.latest for order, _ in self._learned], dtype=torch.int32)
-        orders = orders.to(self._device_of_flags)
-        for group in (self._groups.shards, self._groups.replicas):
-            if group is not None and dist.get_world_size(group) > 1:
-                dist.broadcast(orders, group=group, group_src=0)
-        for (order, _), numbers in zip(self._learned, orders.tolist(), strict=True):
+        """Takes the first rank's orders for those of all ranks. An all-reduce of a number for each chunk and order.
+
+        It is of maxima, in which the lowest rank wins everywhere: groups that overlap come to the same, as they would
+        not by broadcasts, of which each has a first rank of its own.
+        """
+        latest = torch.tensor([order.latest for order, _ in self._learned], dtype=torch.int64)
+        ahead = dist.get_world_size() - 1 - dist.get_rank()
+        orders = (latest + ahead * len(self._chunks)).to(self._device_of_flags)
+        for group in self._sharers.agreeing:
+            all_reduce(orders, group, dist.ReduceOp.MAX).wait()
+        for (order, _), numbers in zip(self._learned, (orders % len(self._chunks)).tolist(), strict=True):
             order.numbers = numbers
 
     def _share_used(self) -> None:
@@ -354,15 +359,14 @@ class Reducer:
                 self._used[number].fill_(1)
         else:
             used = torch.cat(self._used).to(self._device_of_flags)
-            for group in (self._groups.shards, self._groups.replicas):
-                if group is not None:
-                    all_reduce(used, group, dist.ReduceOp.MAX).wait()
+            for group in self._sharers.agreeing:
+                all_reduce(used, group, dist.ReduceOp.MAX).wait()
             self._used = list(used.cpu().split([len(chunk.members) for chunk in self._chunks]))
         self._unshared.clear()
 
     @property
     def _device_of_flags(self) -> torch.device:
-        return self._groups.device_of_flags(self._chunks[0].own.device)
+        return self._sharers.device_of_flags(self._chunks[0].own.device)
 
     def _forget_pass(self) -> None:
         self._running, self._any, self.begun = False, False, 0

@@ -1,5 +1,6 @@
 """`shard`: one call makes an ordinary module and its optimizer data-parallel, without duplicates."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,16 +15,18 @@ from par_groups import Sharding, on_written, together
 
 from ._check import (
     ENGINE,
-    agreed_ranks,
+    agreed,
+    agreed_reach,
     check,
     check_abstract,
     check_backends,
     check_groups,
     check_offload,
+    check_others,
     described,
     mark_packed,
 )
-from ._collectives import Groups, same_ranks
+from ._collectives import communicators, connect, is_in_use
 from ._engine import Engine
 from ._options import Fill, ShardOptions, Units
 from ._param_groups import Atomic, ParamGroup, in_a_row, param_groups
@@ -35,6 +38,7 @@ from .layout.build import Plan, members_of, pack_chunk_, plan_chunks
 from .layout.chunk import Chunk
 from .layout.fill import Filler, device_of, make_real_
 from .layout.records import SameShare, record_, record_of
+from .layout.sharers import Groups, Share, Sharers
 from .layout.units import Place, called, choose_units, places, tensors_of, unit_names
 from .layout.unwritten import Unwritten
 from .offload.away import Away, bring_away_, plan_away, plan_room
@@ -53,6 +57,7 @@ def shard(
     stage: int,
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None = None,
+    others: Sequence[Share] = (),
     units: Units = "auto",
     bucket: int | Literal["auto"] = 10_000_000,
     inflight: int | None = None,
@@ -85,20 +90,25 @@ def shard(
             2 gradients too, 3 parameters too.
         group: The ranks with different data that share the work.
         replicas: The ranks that keep the same share, for hybrid sharding. None: no others do.
+        others: Who shares parameters that not all of these ranks have, such as experts, of which each rank has some:
+            [Share(groups["data", "expert_data"])]. A parameter belongs to the first of `group` and these whose ranks,
+            with its replicas, all have copies of it by its record (`par_groups.Sharding`), and is refused if there is
+            none. Stages, units and options are those of the call, and all chunks are reduced in one order.
         units: Which modules are gathered by themselves at stage 3. "auto": the items of every ModuleList, ModuleDict
             and Sequential, small neighbours together. Or a function that is True of a module that is a unit, or a list
             of the modules.
         bucket: Bytes of parameters that are reduced as one, such as 10_000_000; or "auto", for what `bucket_bytes` says
-            of the ranks of `group`: 25 MB or more, and more the more ranks there are.
+            of the ranks that share: 25 MB or more, and more the more ranks there are.
         inflight: Number of chunks whose reductions may be under way in backward, before it waits for the oldest: so
-            much memory reductions take at most. None: two where a GPU waits in the order of its work, else any number.
-            Where backward itself exchanges with other ranks, and data decides which parameters get gradients on a
-            rank, let it be None on a CPU, and on a GPU as many as there are chunks: a rank that waits inside of
-            backward may wait for one that waits for it.
+            much memory reductions take at most. None: two where a GPU waits in the order of its work, else any number;
+            with `others` any number. Where backward itself exchanges with other ranks, and data decides which
+            parameters get gradients on a rank, let it be None on a CPU, and on a GPU as many as there are chunks: a
+            rank that waits inside of backward may wait for one that waits for it.
         param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
-        reduce: "mean" or "sum" of the gradients over the ranks.
+        reduce: "mean" or "sum" of the gradients over the ranks. The mean divides by the number of ranks of `group` and
+            `replicas`, and so it does for what `others` share, of whom each may name another divisor.
         atomic: Whether parameters stay whole on one rank, which optimizers need that do not work element by element,
             such as Muon and Adafactor. True: all; or a function that says so of a param group, which it gets as the
             dict that it is, such as `lambda group: "ns_steps" in group`, which Muon's have.
@@ -138,6 +148,9 @@ def shard(
     abstract: dict[torch.Tensor, str] = {}  # what is on the meta device
     filler: Filler | None = None
     tiers, stepped = Offload(), list[ParamGroup]()
+    known = [share for share in others if isinstance(share, Share)] if isinstance(others, Sequence) else []
+    shares = [Share(group, replicas), *known]  # all agree below on what else it is
+    sharers = [each for share in shares for each in share.groups]
     try:
         options = ShardOptions(
             units=units,
@@ -148,19 +161,15 @@ def shard(
             reduce=reduce,
             atomic=atomic,
         )
+        check_others(others, options)
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
         tiers = offload_of(offload)
         check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk)
-        check_offload(tiers, module, stepped, stage, device)
+        check_offload(tiers, module, stepped, stage, device, shared_by_others=bool(others))
         check_groups(group, replicas, gathers, tensor)
-        check_abstract(module, fill, device, group, replicas)
-        if share_of is not None and share_of(dist.get_rank()) != dist.get_rank(group):
-            raise ValueError(
-                f"share_of({dist.get_rank()}) is {share_of(dist.get_rank())!r}, but this rank is number "
-                f"{dist.get_rank(group)} of its group; give the position of each rank in its own group, or leave "
-                "share_of out"
-            )
+        check_abstract(module, fill, device, sharers)
+        _check_share_of(share_of, group)
         unit_bytes = options.bucket_of(dist.get_world_size(group))
         if STAGES[stage].shards_parameters:
             modules = choose_units(module, units, unit_bytes)
@@ -169,40 +178,33 @@ def shard(
             filler = Filler(module, choose_units(module, units, unit_bytes), fill)
         place_of = places(module, modules)
         parts = [dist.get_rank()] if tensor is None else dist.get_process_group_ranks(tensor)
-        members = members_of(module, stepped, STAGES[stage], parts)
+        members = members_of(module, stepped, STAGES[stage], shares, parts)
         if not members:
             raise ValueError(
                 f"the {type(module).__name__} has no parameters to shard; give one that has, or leave it alone"
             )
     except Exception as error:  # of any type, such as of the caller's function for units: the others wait for this rank
         problem = error
-    to_fill = (list(abstract.values()), filler is None, getattr(device, "type", None))
     given = (
-        *(share_of is None, gathers is None, tensor is None),
-        *(
-            tiers.auto,
-            tiers.furthest.parts,
-            tiers.furthest.parameter_parts,
-            tiers.furthest.gradient_parts,
-            tiers.piece_bytes,
-            tiers.overlap,
-            tiers.budgets,
-            tiers.policy,
-        ),
+        *(share_of is None, gathers is None, tensor is None, tiers.auto, tiers.furthest.parts),
+        *(tiers.furthest.parameter_parts, tiers.furthest.gradient_parts, tiers.piece_bytes, tiers.overlap),
+        *(tiers.budgets, tiers.policy, list(abstract.values()), filler is None, getattr(device, "type", None)),
     )
-    text = f"{described(members, place_of, stage, options)} {given} {to_fill}"
+    texts = [f"{described(members, place_of, stage, options, number)} {given}" for number in range(len(shares))]
     parameters = [member.parameter for member in members]
     ranks: tuple[int, ...] = ()
+    used: tuple[bool, ...] = ()
     records: dict[nn.Parameter, Sharding] = {}
     plans: list[Plan] = []
     away: Away | None = None
+    reach: tuple[bool, ...] = (True,)
     try:
-        ranks = agreed_ranks(problem, text, group, replicas)
+        own_use = [is_in_use([*share.groups, None if number else gathers]) for number, share in enumerate(shares)]
+        ranks, used = agreed(problem, texts, shares, own_use)
         records = {parameter: record_of(parameter, ranks) for parameter in parameters}
-        plans = plan_chunks(
-            members, place_of, records, STAGES[stage], dist.get_world_size(group), options, tensor=len(parts)
-        )
-        sharers = [group] if replicas is None else [group, replicas]
+        counts = [dist.get_world_size(share.group) for share in shares]
+        plans = plan_chunks(members, place_of, records, STAGES[stage], counts, options, tensor=len(parts))
+        reach = agreed_reach(plans, shares)
         tiers, away = _planned_away(
             tiers, plans, stepped, stage, options, sharers=sharers, module=module, device=device
         )
@@ -211,52 +213,46 @@ def shard(
             raise
         problem = error
     blocks = agreed_blocks(problem, plans, records, ranks, tensor, STAGES[stage])
-    room = plan_room(plans, stepped, options, tiers, [each for each in (group, replicas, tensor) if each is not None])
+    room = plan_room(plans, stepped, options, tiers, sharers if tensor is None else [*sharers, tensor])
     place = device_of(module, device)
     first = members[0].parameter
-    check_backends((group, replicas), place if first.is_meta else torch.device(device or first.device), stage)
+    check_backends(sharers, place if first.is_meta else torch.device(device or first.device), stage)
+    each = _communicators(shares, used, stage, options, gathers)
 
     def pack_(plan: Plan) -> Chunk:
         where = place if plan.members[0].parameter.is_meta else device
-        make_alike = partial(_make_alike_, group=group, replicas=replicas)
-        chunk = pack_chunk_(plan, dist.get_rank(group), STAGES[stage], options, where, make_alike)
+        make_alike = partial(_make_alike_, share=shares[plan.share])
+        chunk = pack_chunk_(plan, each[plan.share], STAGES[stage], options, where, make_alike)
         bring_away_(away, plans.index(plan), chunk)
         return chunk
 
-    chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, group, replicas)
+    chunks = [pack_(plan) for plan in plans] if filler is None else _pack_filled_(plans, filler, pack_, sharers)
     _bring_rest_(module, () if filler is not None else abstract, place, device)
-    if not STAGES[stage].shards_parameters:
-        gathers = group
-    elif gathers is None:
-        gathers = same_ranks(group, chunks[0].own.device)
-    groups = Groups(shards=group, gathers=gathers, replicas=replicas, mean=reduce == "mean")
+    connect(_made(each, [*sharers, gathers]), chunks[0].own.device)
     gathered = [
         Unit(
             number,
             name,
             unit,
             [chunk for chunk in chunks if place_of[chunk.members[0].parameter].unit == number],
-            gathers,
         )
         for number, (name, unit) in enumerate(zip(unit_names(module, modules), modules, strict=True))
     ]
-    steppers = ranks if not STAGES[stage].shards_state else (dist.get_rank(),)
-    if STAGES[stage].shards_state and replicas is not None:
-        steppers = tuple(dist.get_process_group_ranks(replicas))
-    assemblies = assemble(chunks, blocks, tensor, steppers)
+    alike = (dist.get_rank(),) if replicas is None else tuple(dist.get_process_group_ranks(replicas))
+    assemblies = assemble(chunks, blocks, tensor, alike if STAGES[stage].shards_state else ranks)
     engine = Engine(
         module,
         optimizers,
         chunks,
         STAGES[stage],
-        groups,
+        Sharers(each=each, reach=reach),
         gathered,
         assemblies=assemblies,
         inflight=inflight,
         away=away,
         room=room,
     )
-    record_(chunks, records, SameShare(group, replicas, share_of))
+    record_(chunks, records, _same_shares(shares, each, share_of))
     on_written(parameters, engine.refresh)
     mark_packed(parameters)
     for entry in (module, *called(module)):
@@ -422,8 +418,7 @@ def _pack_filled_(
     plans: Sequence[Plan],
     filler: Filler,
     pack_: Callable[[Plan], Chunk],
-    group: dist.ProcessGroup,
-    replicas: dist.ProcessGroup | None,
+    sharers: Sequence[dist.ProcessGroup],
 ) -> list[Chunk]:
     """Fills one unit after the other, and packs every chunk whose parameters are all there.
 
@@ -432,7 +427,7 @@ def _pack_filled_(
     chunks: dict[Plan, Chunk] = {}
     for number in filler.order:
         try:
-            with together("fill", *([group] if replicas is None else [group, replicas])):
+            with together("fill", *sharers):
                 filler.fill_(number)
         except Exception as error:
             setattr(filler.root, ENGINE, None)  # so that nobody shards what is left of it
@@ -465,8 +460,62 @@ def _bring_rest_(
             tensor.data = tensor.data.to(device)
 
 
-def _make_alike_(packed: torch.Tensor, *, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
-    """Gives all ranks the first one's values of a buffer. A broadcast over each group."""
-    for ranks in (group, replicas):
-        if ranks is not None and dist.get_world_size(ranks) > 1:
-            dist.broadcast(packed, group=ranks, group_src=0)
+def _make_alike_(packed: torch.Tensor, *, share: Share) -> None:
+    """Gives all ranks of a share the first one's values of a buffer. A broadcast over each of its groups."""
+    for group in share.groups:
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(packed, group=group, group_src=0)
+
+
+def _check_share_of(share_of: Callable[[int], int] | None, group: dist.ProcessGroup) -> None:
+    """Checks that a function of a rank says of this one at least what is so."""
+    rank, place = dist.get_rank(), dist.get_rank(group)
+    if share_of is not None and share_of(rank) != place:
+        raise ValueError(
+            f"share_of({rank}) is {share_of(rank)!r}, but this rank is number {place} of its group; give the position "
+            "of each rank in its own group, or leave share_of out"
+        )
+
+
+def _same_shares(
+    shares: Sequence[Share], each: Sequence[Groups], share_of: Callable[[int], int] | None
+) -> dict[Groups, SameShare]:
+    """Which ranks keep the same share, by who shares it. `share_of` knows that of the first."""
+    known = [share_of, *(None for _ in shares[1:])]
+    same = [SameShare(share.group, share.replicas, told) for share, told in zip(shares, known, strict=True)]
+    return dict(zip(each, same, strict=True))
+
+
+def _communicators(
+    shares: Sequence[Share],
+    used: Sequence[bool],
+    stage: int,
+    options: ShardOptions,
+    gathers: dist.ProcessGroup | None,
+) -> tuple[Groups, ...]:
+    """The communicators of each share, and by what gradients are divided on them.
+
+    Args:
+        shares: Who shares what; the loss is a mean over the ranks of the first.
+        used: For each share, whether another module's chunks go over any of its groups.
+        stage: The ZeRO stage.
+        options: Whether gradients are divided.
+        gathers: That over which the first share gathers. None: one is made.
+    """
+    ranks = math.prod(dist.get_world_size(group) for group in shares[0].groups)
+    return tuple(
+        communicators(
+            share,
+            gathers=None if number else gathers,
+            divisor=(share.divisor or ranks) if options.reduce == "mean" else None,
+            gathers_apart=STAGES[stage].shards_parameters,
+            anew=anew,
+        )
+        for number, (share, anew) in enumerate(zip(shares, used, strict=True))
+    )
+
+
+def _made(each: Sequence[Groups], given: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+    """The communicators that were not given, in the order in which they were made."""
+    groups = [group for one in each for group in (*one.both, one.gathers)]
+    return [group for group in dict.fromkeys(groups) if group not in given]

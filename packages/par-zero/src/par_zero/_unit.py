@@ -12,7 +12,6 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ._collectives import Handle, all_gather
@@ -47,7 +46,6 @@ class Unit:
         name: What errors call it, such as "'blocks.1'".
         modules: The modules, without their children.
         chunks: The chunks that hold parameters of theirs or of their children.
-        group: The ranks that keep the shares; a communicator for gathering alone.
 
     Attributes:
         state: Where its parameters are.
@@ -64,7 +62,6 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         chunks: Sequence[Chunk],
-        group: dist.ProcessGroup,
     ) -> None:
         self.number, self.name, self.modules, self.chunks = number, name, tuple(modules), tuple(chunks)
         self.state = State.FREED  # as the parameters are packed
@@ -73,7 +70,6 @@ class Unit:
         self.outer: frozenset[int] = frozenset()
         self.shares: Shares | None = None
         self.on_read: Callable[[Sequence[Chunk]], None] | None = None
-        self._group = group
         self._handles: list[Handle] = []
 
     @property
@@ -112,14 +108,14 @@ class Unit:
             self.on_read(self.chunks)
 
     def begin_gathering(self) -> None:
-        """Takes memory for whole parameters of a freed unit, and begins to fill it. All-gather over the group."""
+        """Takes memory for whole parameters of a freed unit, and begins to fill it. All-gathers."""
         self._check("gathered", State.FREED)
         self.await_step()
         self.state = State.ARRIVING
         for chunk in self.chunks:
             chunk.resize_(chunk.layout.size)
             with without_new_version(chunk.flat):
-                self._handles.append(all_gather(chunk.flat, self._share(chunk, chunk.flat), self._group))
+                self._handles.append(all_gather(chunk.flat, self._share(chunk, chunk.flat), chunk.groups.gathers))
 
     def _share(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a chunk in memory: what comes from a disk is read to its place among all parts."""
@@ -135,11 +131,11 @@ class Unit:
             self.shares.expect(self.chunks)
 
     def take_part(self) -> None:
-        """Gives the other ranks this one's shares, which has no need of theirs. All-gather over the group."""
+        """Gives the other ranks this one's shares, which has no need of theirs. All-gathers."""
         self.await_step()
         for chunk in self.chunks:
             unused = torch.empty(chunk.layout.size, dtype=chunk.own.dtype, device=chunk.own.device)
-            all_gather(unused, self._share(chunk, unused), self._group).wait()
+            all_gather(unused, self._share(chunk, unused), chunk.groups.gathers).wait()
 
     def wait(self) -> None:
         """Waits until an all-gather under way has filled the memory."""

@@ -42,6 +42,7 @@ class Chunk:
     def __init__(self):
         self.layout, self.share = SimpleNamespace(size=32), (0, 32)
         self.own = torch.arange(32.0)
+        self.groups = SimpleNamespace(gathers=dist.group.WORLD)
         self.flat, self.shows_whole = torch.empty(32), False
         self.resize_(0)
 
@@ -59,7 +60,7 @@ class Chunk:
 @pytest.mark.ranks(1)
 def test_every_action_in_every_state(action, before):
     chunk = Chunk()
-    unit = Unit(1, "'blocks.0'", [nn.Identity()], [chunk], dist.group.WORLD)
+    unit = Unit(1, "'blocks.0'", [nn.Identity()], [chunk])
     for step in WAYS[before]:
         getattr(unit, step)()
     assert unit.state is before

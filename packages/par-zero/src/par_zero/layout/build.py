@@ -14,12 +14,17 @@ from .._stage import Stage
 from .chunk import Chunk, Member
 from .fill import make_real_
 from .packing import Item, Layout, pack, pack_atomic
-from .records import is_assembled
+from .records import is_assembled, own_record
+from .sharers import Groups, Share, share_of_copies
 from .units import Place
 
 
 def members_of(
-    module: nn.Module, groups: Sequence[ParamGroup], stage: Stage, tensor: Sequence[int] = ()
+    module: nn.Module,
+    groups: Sequence[ParamGroup],
+    stage: Stage,
+    shares: Sequence[Share],
+    tensor: Sequence[int] = (),
 ) -> list[Member]:
     """The parameters that are packed.
 
@@ -29,7 +34,11 @@ def members_of(
         module: The module.
         groups: The param groups of all its optimizers.
         stage: The ZeRO stage.
+        shares: Who shares what. A parameter belongs to the first whose ranks all have copies of what this rank has.
         tensor: The ranks that may have other parts of a parameter.
+
+    Raises:
+        ValueError: A parameter belongs to no share, or is to be put together and does not belong to the first.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -44,6 +53,7 @@ def members_of(
             owner, atomic = -1, False
         else:
             continue
+        assembled = atomic and is_assembled(parameter, tensor)
         members.append(
             Member(
                 parameter=parameter,
@@ -51,11 +61,36 @@ def members_of(
                 group=number,
                 owner=owner,
                 atomic=atomic,
-                assembled=atomic and is_assembled(parameter, tensor),
+                assembled=assembled,
+                share=_share_of(parameter, all_names[0], shares, assembled=assembled),
                 shape=parameter.shape,
             )
         )
     return members
+
+
+def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, assembled: bool) -> int:
+    """The number of the share that a parameter belongs to, by its record.
+
+    Raises:
+        ValueError: It belongs to none, or is to be put together and does not belong to the first.
+    """
+    record = own_record(parameter)
+    number = share_of_copies(record, shares)
+    if number is None:
+        holders = sorted({rank for box in record.boxes for rank in box.copies} if record is not None else ())
+        near = " or ".join(str(share.near) for share in shares)
+        raise ValueError(
+            f"{name!r} is held by the ranks {holders}, which are not all of the ranks {near} that would share it, and "
+            "others would get this rank's values in the place of their own; pass others=[par_zero.Share(group)] with "
+            "the group of the ranks that hold it"
+        )
+    if assembled and number:
+        raise ValueError(
+            f"{name!r} belongs to others[{number - 1}], and its optimizer must see it whole, of which this rank has "
+            "parts; give it to an optimizer that works element by element, or make each matrix a parameter"
+        )
+    return number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,6 +108,11 @@ class Plan:
     layout: Layout
 
     @property
+    def share(self) -> int:
+        """Number of the share that its parameters belong to, all of them."""
+        return self.members[0].share
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters, as the optimizer steps them."""
         return self.members[0].parameter.dtype
@@ -88,22 +128,23 @@ def plan_chunks(
     place_of: Mapping[nn.Parameter, Place],
     records: Mapping[nn.Parameter, Sharding],
     stage: Stage,
-    ranks: int,
+    ranks: Sequence[int],
     options: ShardOptions,
     *,
     tensor: int = 1,
 ) -> list[Plan]:
     """Deals parameters out to chunks, the last first: their gradients come first.
 
-    A chunk holds parameters of one place, dtype and device that are trained, by one optimizer, or that are not. What
-    ranks of other axes hold alike lies apart from what each of them holds for itself, so that it is cut alike there.
+    A chunk holds parameters of one share, place, dtype and device that are trained, by one optimizer, or that are not.
+    What ranks of other axes hold alike lies apart from what each of them holds for itself, so that it is cut alike
+    there. All chunks have one order, whoever shares them.
 
     Args:
         members: The parameters.
         place_of: Where each parameter belongs; at stage 3 a unit's parameters of one kind are one chunk.
         records: The parameters' records, before they are cut.
         stage: The ZeRO stage: of what a rank keeps its share alone.
-        ranks: Number of ranks that share.
+        ranks: Number of ranks that each share has.
         options: The size of a chunk; one of parameters that stay whole is larger, if there are few large ones for the
             ranks.
         tensor: Number of ranks that have parts of what is assembled; all of them make the same plan for it.
@@ -114,7 +155,8 @@ def plan_chunks(
         trained = member.group >= 0 or parameter.requires_grad
         copies = frozenset(rank for box in records[parameter].boxes for rank in box.copies)
         stepped = (trained, member.owner, member.atomic, member.assembled)
-        kind = (place_of[parameter], parameter.dtype, parameter.device, *stepped, None if member.assembled else copies)
+        where = (member.share, place_of[parameter], parameter.dtype, parameter.device)
+        kind = (*where, *stepped, None if member.assembled else copies)
         kinds.setdefault(kind, []).append(member)
 
     def numel(member: Member) -> int:
@@ -128,24 +170,30 @@ def plan_chunks(
         """Whether whole parameters are dealt out to the ranks so unevenly that a quarter of the chunk is padding."""
         if not part[0].atomic:
             return False
-        layout = pack_atomic([Item(numel=records[member.parameter].numel, group=0) for member in part], ranks)
+        items = [Item(numel=records[member.parameter].numel, group=0) for member in part]
+        layout = pack_atomic(items, ranks[part[0].share])
         return layout.padding > layout.size / 4
 
     parts = [
         part[::-1]
         for kind in kinds.values()
-        for part in ([kind] if stage.shards_parameters else _buckets(kind, options.bucket_of(ranks), numel, wastes))
+        for part in (
+            [kind]
+            if stage.shards_parameters
+            else _buckets(kind, options.bucket_of(ranks[kind[0].share]), numel, wastes)
+        )
     ]
     plans = []
     # Elements of each rank so far. What is assembled counts by itself, as tensor ranks deal it out alike.
-    dealt = {assembled: [0] * ranks for assembled in (False, True)}
+    dealt = {(share, each): [0] * count for share, count in enumerate(ranks) for each in (False, True)}
     for part in parts:
         items = [item(member) for member in part]
-        layout = pack(items, ranks)
+        among, kind_of_deal = ranks[part[0].share], (part[0].share, part[0].assembled)
+        layout = pack(items, among)
         if part[0].atomic:
-            before = dealt[part[0].assembled]
-            layout = pack_atomic(items, ranks, before)
-            dealt[part[0].assembled] = [own + more for own, more in zip(before, layout.loads(items), strict=True)]
+            before = dealt[kind_of_deal]
+            layout = pack_atomic(items, among, before)
+            dealt[kind_of_deal] = [own + more for own, more in zip(before, layout.loads(items), strict=True)]
         plans.append(Plan(members=tuple(part), place=place_of[part[0].parameter], layout=layout))
     first = {member.parameter: position for position, member in enumerate(members)}
     # A chunk is complete when the first of its parameters has its gradient, and chunks are reduced in one order.
@@ -181,7 +229,7 @@ def _buckets(
 
 def pack_chunk_(
     plan: Plan,
-    rank: int,
+    groups: Groups,
     stage: Stage,
     options: ShardOptions,
     device: torch.device | None,
@@ -194,7 +242,7 @@ def pack_chunk_(
 
     Args:
         plan: What goes into the chunk.
-        rank: Which share is this rank's.
+        groups: The ranks that share it.
         stage: The ZeRO stage: of what a rank keeps its share alone.
         options: Dtypes.
         device: Where the chunk lies. None: where its parameters are.
@@ -217,7 +265,7 @@ def pack_chunk_(
     return Chunk(
         plan.members,
         plan.layout,
-        rank,
+        groups,
         stage=stage,
         packed=packed,
         dtype=dtype,

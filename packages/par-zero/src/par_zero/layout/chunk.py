@@ -13,6 +13,7 @@ from .._torch_private import foreach_add_, foreach_copy_
 from .buffers import Buffers
 from .meter import BUFFERS, GRADIENTS, UNITS, Meter
 from .packing import Layout
+from .sharers import Groups
 
 LABEL = "par_label"
 """The attribute of a tensor that says what lies in it, for tools that watch what the ranks exchange."""
@@ -29,6 +30,7 @@ class Member:
         owner: Number of its optimizer; -1 where none has it.
         atomic: Whether its optimizer must see it as a whole.
         assembled: Whether it is put together for that, from the parts that tensor ranks have, or from several boxes.
+        share: Number of the share that it belongs to: 0 for the ranks of `shard(group=...)`, then `others`.
         shape: Shape of the parameter on this rank, before it is cut.
     """
 
@@ -38,6 +40,7 @@ class Member:
     owner: int = -1
     atomic: bool = False
     assembled: bool = False
+    share: int = 0
     shape: torch.Size
 
 
@@ -86,7 +89,7 @@ class Chunk:
     Args:
         members: The parameters.
         layout: Where they lie in the buffer.
-        rank: Which share is this rank's.
+        groups: The ranks that share it.
         stage: The ZeRO stage: of what this rank keeps its share alone.
         packed: (size) The parameters' values, in the dtype of the optimizer. The chunk takes its memory, or gives it
             back.
@@ -116,7 +119,7 @@ class Chunk:
         self,
         members: Sequence[Member],
         layout: Layout,
-        rank: int,
+        groups: Groups,
         *,
         stage: Stage,
         packed: torch.Tensor,
@@ -125,7 +128,7 @@ class Chunk:
         items: tuple[int, ...],
     ) -> None:
         self.members, self.layout, self.stage = tuple(members), layout, stage
-        self.rank, self.share = rank, layout.share(rank)
+        self.groups, self.share = groups, layout.share(groups.rank)
         self.updated = self.share if stage.shards_state else (0, layout.size)
         self.meter, self.home = Meter(), Home()
         self.sums: Sums | None = None

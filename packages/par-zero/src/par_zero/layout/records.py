@@ -21,19 +21,23 @@ from par_groups import (
 
 from .._torch_private import default_store
 from .chunk import Chunk
+from .sharers import Groups
+
+
+def own_record(parameter: nn.Parameter) -> Sharding | None:
+    """The record that a parameter has before it is cut here; None without."""
+    return sharding_of(parameter) if hasattr(parameter, "par_sharding") else None
 
 
 def record_of(parameter: nn.Parameter, ranks: tuple[int, ...]) -> Sharding:
     """A parameter's record before it is cut here: its own, or one that says that all `ranks` have all of it."""
-    return sharding_of(parameter) if hasattr(parameter, "par_sharding") else whole(tuple(parameter.shape), ranks)
+    return own_record(parameter) or whole(tuple(parameter.shape), ranks)
 
 
 def part_of_a_whole(parameter: nn.Parameter) -> Sharding | None:
     """A parameter's own record, where it says that this rank has a part of it; None where it has all, or no record."""
-    if not hasattr(parameter, "par_sharding"):
-        return None
-    record = sharding_of(parameter)
-    return record if record.local_numel < record.numel else None
+    record = own_record(parameter)
+    return None if record is None or record.local_numel == record.numel else record
 
 
 def is_assembled(parameter: nn.Parameter, tensor: Sequence[int]) -> bool:
@@ -46,10 +50,8 @@ def is_assembled(parameter: nn.Parameter, tensor: Sequence[int]) -> bool:
         parameter: The parameter.
         tensor: The ranks that may have other parts of it, this one among them.
     """
-    if not hasattr(parameter, "par_sharding"):
-        return False
-    record = sharding_of(parameter)
-    return (
+    record = own_record(parameter)
+    return record is not None and (
         len(record.boxes) != 1
         or record.local_numel < record.numel
         or (len(tensor) > 1 and not set(tensor) <= set(record.boxes[0].copies))
@@ -110,15 +112,18 @@ class SameShare:
         return {other: int(share) for other, share in zip(ranks, found, strict=True)}
 
 
-def record_(chunks: Sequence[Chunk], records: Mapping[nn.Parameter, Sharding], same: SameShare) -> None:
+def record_(
+    chunks: Sequence[Chunk], records: Mapping[nn.Parameter, Sharding], of_groups: Mapping[Groups, SameShare]
+) -> None:
     """Attaches records to the module's parameters and to the optimizer's tensors.
 
     Args:
         chunks: All chunks, with their slices.
         records: The parameters' records before they were cut.
-        same: Which ranks keep the same share.
+        of_groups: Which ranks keep the same share, for each of those who share chunks.
     """
     for chunk in chunks:
+        same = of_groups[chunk.groups]
         low, high = chunk.share
         if chunk.stage.shards_state:  # also of parameters that this rank has no part of: others wait for its word
             for member in chunk.members:

@@ -230,7 +230,7 @@ def assemble(
     found: dict[int, list[Assembled]] = {}
     for chunk in chunks:
         for number, member in enumerate(chunk.members if chunk.assembled else ()):
-            if not chunk.stage.shards_state or chunk.layout.owners[number] == chunk.rank:
+            if not chunk.stage.shards_state or chunk.layout.owners[number] == chunk.groups.rank:
                 found.setdefault(chunk.owner, []).extend(
                     Assembled(block=block, chunk=chunk, member=number) for block in blocks[member.parameter]
                 )

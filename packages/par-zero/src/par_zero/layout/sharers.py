@@ -1,0 +1,134 @@
+"""Who shares a chunk: the ranks that each keep a part of it, and those that keep the same part."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from par_groups import Sharding, backend_of
+
+
+@dataclass(frozen=True)
+class Share:
+    """Ranks that share parameters which the ranks of `shard(group=...)` do not all have, such as copies of experts.
+
+    Args:
+        group: The ranks with different data that have copies of these parameters, and share the work on them.
+        replicas: The ranks that keep the same share, for hybrid sharding. None: no others do.
+        divisor: By what sums of gradients are divided where `shard` takes their mean. None: by what it divides all
+            other gradients, the number of ranks over which the loss is a mean. So it is right for experts that see
+            the tokens of all these ranks, of which few have copies.
+    """
+
+    group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None = None
+    divisor: int | None = None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The group, and the replicas if there are any."""
+        return [self.group] if self.replicas is None else [self.group, self.replicas]
+
+    @property
+    def near(self) -> list[int]:
+        """The ranks of the group and the replicas of this rank, by number of the world, ascending."""
+        return sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
+
+
+def share_of_copies(record: Sharding | None, shares: Sequence[Share]) -> int | None:
+    """The number of the first share whose ranks all have copies of all that this rank has of a parameter.
+
+    Args:
+        record: The parameter's record. None: all ranks have it.
+        shares: Who shares what.
+
+    Returns:
+        The number; None where there is none.
+    """
+    if record is None:
+        return 0
+    for number, share in enumerate(shares):
+        if all(set(share.near) <= set(box.copies) for box in record.boxes):
+            return number
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups:
+    """Who shares a chunk, by communicators.
+
+    Args:
+        shards: The ranks that each keep a share.
+        gathers: The same ranks by the communicator over which parameters are gathered at stage 3, where data decides on
+            each rank what comes first, a gathering or a reduction; before stage 3 `shards`.
+        replicas: The ranks that keep the same share, for hybrid sharding; None without.
+        divisor: By what the sum of gradients over all of them is divided. None: by nothing.
+    """
+
+    shards: dist.ProcessGroup
+    gathers: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    divisor: int | None
+
+    @property
+    def rank(self) -> int:
+        """Which share is this rank's."""
+        return dist.get_rank(self.shards)
+
+    @property
+    def both(self) -> list[dist.ProcessGroup]:
+        """The communicators on which reductions go."""
+        return [self.shards] if self.replicas is None else [self.shards, self.replicas]
+
+    @property
+    def scale(self) -> float:
+        """By what numbers are multiplied as they are summed over `shards`."""
+        if self.divisor is None:
+            return 1
+        return (1 if self.replicas is None else dist.get_world_size(self.replicas)) / self.divisor
+
+    @property
+    def scale_of_replicas(self) -> float:
+        """By what that sum is multiplied as it is summed over `replicas`."""
+        return 1 if self.divisor is None or self.replicas is None else 1 / dist.get_world_size(self.replicas)
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether there are two ranks in all: a sum of two is the same in either order, so any all-reduce will do."""
+        return self.replicas is None and dist.get_world_size(self.shards) == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharers:
+    """All who share the chunks of a module, which follow one order.
+
+    Args:
+        each: Those of each share, the first one's first.
+        reach: Of each, whether it has ranks that the first group of some rank has not. The first one counts as such.
+    """
+
+    each: tuple[Groups, ...]
+    reach: tuple[bool, ...]
+
+    @property
+    def agreeing(self) -> list[dist.ProcessGroup]:
+        """The communicators over which one after the other all ranks tell each other what they must know alike."""
+        return [
+            group for groups, reaches in zip(self.each, self.reach, strict=True) if reaches for group in groups.both
+        ]
+
+    @property
+    def gathering(self) -> list[dist.ProcessGroup]:
+        """The same for those that gather units together, by the communicators of that."""
+        return [groups.gathers for groups, reaches in zip(self.each, self.reach, strict=True) if reaches]
+
+    @property
+    def beside_gathering(self) -> list[dist.ProcessGroup]:
+        """Of `agreeing` those that `gathering` does not come to."""
+        shards = [groups.shards for groups in self.each]
+        return [group for group in self.agreeing if not any(group is each for each in shards)]
+
+    def device_of_flags(self, device: torch.device) -> torch.device:
+        """The device of what the host wants to know: the CPU, unless a group is of NCCL alone; then the chunks'."""
+        return torch.device("cpu") if all(backend_of(group, "cpu") for group in self.agreeing) else device
