@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import register_pytree_node
+from torch.utils.checkpoint import checkpoint
 
 from par_groups import Channels, ProcessGroups, Topology, check_owned, sharding_of, written_
 from par_testing import StrictError, for_each
-from par_zero import no_sync, shard, summon
+from par_zero import ShardOptions, chunk_sizes, no_sync, residency, shard, summon
 
 from .helpers import (
     STAGES,
@@ -107,6 +108,42 @@ def test_at_most_two_units_are_gathered_beside_the_root():
         with torch.no_grad():
             module(batch(step, width=8))
     assert most == 2
+
+
+class Towers(nn.Module):
+    """Blocks of uneven widths, which may be checkpointed, behind a layer of the root's own."""
+
+    def __init__(self, depth, again):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again = nn.Linear(8, 8), again
+        widths = [(7, 30, 21, 30, 9)[number] for number in range(depth)]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)) for width in widths
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.again else block(x))
+        return x
+
+
+@pytest.mark.ranks(2)
+@for_each(depth=(1, 2, 3, 5), again=(False, True))
+def test_bytes_of_whole_parameters_are_those_of_two_neighbours_and_the_root(depth, again):
+    """At the fullest moment, while one unit takes the place of another too; in later steps the next one comes early."""
+    module = Towers(depth, again)
+    optimizer = adamw(module.parameters())
+    chunks = chunk_sizes(module, optimizer, stage=3, ranks=2, options=ShardOptions(bucket=1))
+    root, *units = [4 * chunk.elements for chunk in sorted(chunks, key=lambda chunk: chunk.unit)]
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, bucket=1)
+    neighbours = max(sum(pair) for pair in zip(units, [*units[1:], 0], strict=True))
+    for step in range(4):
+        train(module, optimizer, [[batch(step, width=8)]])
+        there = residency(module).fullest["device"]["units"]
+        assert root + min(units) <= there <= root + (neighbours if step else max(units))
+    assert there > root + max(units) or depth == 1, "the next one comes early"
 
 
 @pytest.mark.ranks(2)

@@ -8,7 +8,9 @@ from par_train.plan.shape import Cut, Part, Shape, count
 
 
 def replicas(zero, ranks, elements=1000, **changes):
-    return Replicas(zero=zero, ranks=ranks, elements=elements, chunk=100, chunks=10, gathered=300, stays=100, **changes)
+    return Replicas(
+        zero=zero, ranks=ranks, elements=elements, chunk=100, chunks=10, gathered=300, stays=100, reduced=200, **changes
+    )
 
 
 def test_the_zero_papers_figure_comes_out():

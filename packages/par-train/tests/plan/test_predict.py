@@ -6,8 +6,9 @@ import pytest
 
 from par_groups import Topology
 from par_train.plan.inputs import NUMBERS, Job, Machine
-from par_train.plan.predict import MARGIN, predict, predict_parameters
+from par_train.plan.predict import MARGIN, predict
 from par_train.plan.shape import Part, Shape
+from par_train.plan.strategy_plan import Sizes, plan_of
 
 SHAPE = Shape(layers=16, width=1024, heads=16, context=512)
 JOB = Job(batch=64, precision="bf16")
@@ -94,15 +95,17 @@ def test_float8_takes_less_for_the_inputs_of_products():
 
 
 def test_parameters_alone():
-    job = Job(batch=1, zero=3, precision="bf16")
-    memory, moves = predict_parameters(1_000_000, 100_000, ranks=8, job=job)
-    assert memory.state == 16 * 1_000_000 / 8
-    assert {move.what: move.bytes for move in moves} == {
+    job, sizes = Job(batch=1, zero=3, precision="bf16"), Sizes(trained=(100_000,) * 10, units=(100_000,) * 10)
+    plan = plan_of([sizes], topology(8), job, None, gloo=False)
+    assert plan.memory[0].state == 16 * 1_000_000 / 8
+    # Two units that are whole; of chunks two that are reduced, what is received of them, and one that arrives.
+    assert plan.memory[0].total == plan.memory[0].state + 2 * 100_000 * (2 + 2 + 2 / 8 + 1)
+    assert {move.what: move.bytes for move in plan.moves} == {
         "gradients": 2 * 1_000_000 * 7 / 8,
         "parameters": 2 * 2 * 1_000_000 * 7 / 8,
         "flags": 2 * 6 * 4 * 7 / 8,
     }
-    assert predict_parameters(10, 10, ranks=1, job=job)[1] == []
+    assert plan_of([Sizes(trained=(10,), units=(10,))], topology(1), job, None, gloo=False).moves == ()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from par_train.plan.traffic import data_traffic, pipeline_traffic, tensor_traffi
 
 SHAPE = Shape(layers=4, width=64, heads=4, context=16)
 WHOLE = Part(blocks=4, first=True, last=True)
-ALONE = Replicas(zero=0, ranks=1, elements=1000, chunk=100, chunks=10, gathered=300, stays=100)
+ALONE = Replicas(zero=0, ranks=1, elements=1000, chunk=100, chunks=10, gathered=300, stays=100, reduced=200)
 
 
 def moved(moves):

@@ -1,12 +1,14 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
+from ._chunk_sizes import ChunkSize, chunk_sizes
 from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
 from ._options import ShardOptions
 from ._shard import no_sync, on_disk, recall, reset, residency, shard, summon, trace
 from ._tiers import Offload
+from .layout.buffers import elements_lent
 from .layout.sharers import Share
 from .offload.stream import OnDisk
-from .optimizer.probe import looks_at_all_tensors, looks_at_whole_tensors, slots_of_steps
+from .optimizer.probe import count_bytes_of_steps, looks_at_all_tensors, looks_at_whole_tensors, slots_of_steps
 from .placement.ledger import Ledger, Placement, simulate
 from .placement.moments import Moment, Trace
 from .placement.place import place
@@ -16,6 +18,7 @@ from .residency.table import Residency
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChunkSize",
     "Ledger",
     "Memory",
     "Moment",
@@ -28,6 +31,9 @@ __all__ = [
     "Trace",
     "Transfers",
     "bucket_bytes",
+    "chunk_sizes",
+    "count_bytes_of_steps",
+    "elements_lent",
     "looks_at_all_tensors",
     "looks_at_whole_tensors",
     "memory",

@@ -151,12 +151,15 @@ def choose(kinds: Mapping[str, float], sources: Sequence[Source], budget: Budget
 
 
 def _staying(kinds: Mapping[str, float], sources: Sequence[Source], part: Callable[[str], float]) -> dict[str, float]:
-    """Bytes of the device by what they are, of which parts are away; gradients follow the optimizer's state."""
+    """Bytes of the device by what they are, of which parts are away; gradients follow the optimizer's state.
+
+    Of what lies in one tier as a whole there may be less, as far as a unit goes that lies across the border.
+    """
     left = dict(kinds)
     for source in sources:
-        own = min(source.frees, kinds[source.name])
-        left[source.name] -= part(source.name) * own
-        left["gradients"] -= part(source.name) * (source.frees - own)
+        own, away = min(source.frees, kinds[source.name]), source.surely(part(source.name))
+        left[source.name] -= away * own
+        left["gradients"] -= away * (source.frees - own)
     return {kind: max(0.0, size) for kind, size in left.items()}
 
 

@@ -37,6 +37,15 @@ class Source:
     beside: float = 0.0
     grain: float = 0.0
 
+    @property
+    def uneven(self) -> float:
+        """By how much less may be away than the part that is asked for, as a thing lies where its middle would."""
+        return self.grain / self.frees / 2 if self.frees else 0.0
+
+    def surely(self, part: float) -> float:
+        """The part that is away at least, if that one is asked for."""
+        return part if part >= 1 else max(0.0, part - self.uneven)
+
 
 def called(names: Iterable[str]) -> str:
     """What errors call sources, by their names, such as "the optimizer's state and the parameters"."""
@@ -106,15 +115,14 @@ def share_out(missing: float, sources: Sequence[Source], rooms: Mapping[str, flo
     for source in sources:
         if missing <= _NOTHING * source.frees or source.frees <= 0:
             continue
-        uneven = source.grain / source.frees / 2  # a thing lies where its middle would
-        part = min(1.0, missing / source.frees + uneven)
+        part = min(1.0, missing / source.frees + source.uneven)
         missing -= part * source.frees
         parts[source.name] = {}
         beside = part * source.beside
         for tier in AWAY:
             size = source.takes[tier]
             room = left[tier] - (beside if tier == "host" else 0)
-            here = part if size * part <= room else max(0.0, room / size - uneven)
+            here = part if size * part <= room else max(0.0, room / size - source.uneven)
             if here > 0:
                 parts[source.name][tier] = here
                 part -= here

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from par_zero import ShardOptions, memory
+from par_zero import ShardOptions, elements_lent, memory
 
 from ..memory.tiers import Source
 from .inputs import Job, Numbers
@@ -33,6 +33,7 @@ class Memory:
         logits: Logits over a large vocabulary, what the loss keeps of them, and their gradient.
         attention: Keys and values of other ranks of a sequence, or all tokens of some heads, and their gradients, that
             one attention holds in backward; logits are gone by then.
+        arriving: Gradients of one piece as autograd makes them, before they are taken to where they are reduced.
         step: fp32 gradients while the optimizer steps; activations and buffers are free by then.
         host: What lies on the host: state of the optimizer, gradients that it steps by there, and parameters; not the
             buffers through which passes what lies on a disk, of 200 MB at most.
@@ -46,6 +47,7 @@ class Memory:
     activations: float = 0.0
     logits: float = 0.0
     attention: float = 0.0
+    arriving: float = 0.0
     step: float = 0.0
     host: float = 0.0
     disk: float = 0.0
@@ -56,9 +58,14 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer
 
     @property
+    def backward(self) -> float:
+        """Bytes beside that at the fullest moment of backward; gradients of parameters arrive when logits are gone."""
+        return self.buffers + self.activations + max(self.logits, self.attention + self.arriving)
+
+    @property
     def total(self) -> float:
         """Bytes of the device at the fullest moment."""
-        return self.state + max(self.buffers + self.activations + max(self.logits, self.attention), self.step)
+        return self.state + max(self.backward, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,7 @@ class Replicas:
         chunks: Number of pieces that are reduced as one.
         gathered: Number of elements that are whole at a time, at stage 3.
         stays: Number of those that are gathered once a pass, and not again for backward.
+        reduced: Number of elements for which there are buffers that pieces are reduced in, one after the other.
     """
 
     zero: int
@@ -87,6 +95,7 @@ class Replicas:
     chunks: int
     gathered: int
     stays: int
+    reduced: int
 
 
 def replicas_of(
@@ -107,6 +116,7 @@ def replicas_of(
         chunk = min(elements, bucket + count.largest)
         chunks = min(count.tensors, math.ceil(elements / bucket))
         gathered = stays = elements
+        reduced = min(elements, 2 * chunk)
     else:  # a unit is as many blocks as fill a bucket; embeddings, last norm and classifier are one more
         blocks_a_unit = max(1, bucket // count.block)
         units = math.ceil(count.blocks / blocks_a_unit)
@@ -116,6 +126,7 @@ def replicas_of(
         chunks = units + 1
         gathered = min(elements, count.ends + 2 * unit)
         stays = count.ends + last_unit
+        reduced = elements_lent([last_unit, *[unit] * (units - 1), count.ends], 2)
     return Replicas(
         zero=zero,
         ranks=ranks,
@@ -126,6 +137,7 @@ def replicas_of(
         chunks=chunks,
         gathered=gathered,
         stays=stays,
+        reduced=reduced,
     )
 
 
@@ -148,7 +160,7 @@ def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory
         param_dtype=_DTYPES[numbers.weight],
         slots=slots,
     )
-    reduced = min(elements, 2 * replicas.chunk)  # two chunks at a time
+    reduced = replicas.reduced
     received: float = 0
     if replicas.gloo and ranks > 1 and (zero or ranks > 2):
         received = reduced
@@ -165,6 +177,7 @@ def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory
         gradients=state.gradients,
         optimizer=state.optimizer,
         buffers=(received + whole_gradients) * numbers.gradient + gathered * numbers.weight,
+        arriving=replicas.chunk * numbers.weight,
         step=copies * numbers.master,
     )
 

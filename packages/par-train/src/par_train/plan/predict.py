@@ -7,7 +7,6 @@ time       compute + again (what backward computes once more) + tensor + sequenc
            waits for what lies elsewhere, as far as that does not hide)
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +16,7 @@ from par_groups import Topology
 from ..memory.tiers import Source
 from .gpt import GPTPlan
 from .inputs import Job, Machine
-from .memory import Memory, Replicas, optimizer_away, parameters_away, replicas_of, state_memory, with_away
+from .memory import Memory, optimizer_away, parameters_away, replicas_of, state_memory, with_away
 from .model import PlannedModel
 from .pipeline import Pipe, Place, pipe
 from .seconds import Away, seconds_of, wiring_of
@@ -209,37 +208,6 @@ def planned(shape: Shape | PlannedModel) -> PlannedModel:
         shape: The sizes of a GPT, or what is a model already.
     """
     return GPTPlan(shape) if isinstance(shape, Shape) else shape
-
-
-def predict_parameters(
-    parameters: int, largest: int, *, ranks: int, job: Job, gloo: bool = False
-) -> tuple[Memory, list[Move]]:
-    """Memory and traffic of a module of which its parameters alone are known: no activations, and the data axis only.
-
-    Args:
-        parameters: Number of elements on this rank.
-        largest: Number of elements in the largest unit that is gathered or reduced at a time.
-        ranks: Number of data ranks that share them.
-        job: The job, of which ZeRO stage, precision and microbatches matter here.
-        gloo: Whether a reduce-scatter receives as much as it sends.
-    """
-    replicas = replicas_of_parameters(parameters, largest, ranks=ranks, job=job, gloo=gloo)
-    return state_memory(replicas, job.numbers), data_traffic(replicas, job.numbers)
-
-
-def replicas_of_parameters(parameters: int, largest: int, *, ranks: int, job: Job, gloo: bool = False) -> Replicas:
-    """The replicas of such a module; arguments as those of `predict_parameters`."""
-    return Replicas(
-        zero=job.zero,
-        ranks=ranks,
-        accumulates=job.microbatches > 1,
-        gloo=gloo,
-        elements=parameters,
-        chunk=min(parameters, largest),
-        chunks=max(1, math.ceil(parameters / max(1, largest))),
-        gathered=min(parameters, 2 * largest),
-        stays=0,
-    )
 
 
 def _check(model: PlannedModel, topology: Topology, cut: Cut, sequence: SequenceCut, job: Job) -> Pipe:

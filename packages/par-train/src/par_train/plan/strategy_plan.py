@@ -4,31 +4,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.optim import Optimizer
 
 from par_groups import Topology
 from par_pipeline import Schedule, simulate
+from par_zero import ShardOptions, chunk_sizes, elements_lent
 
 from .._units import format_bytes
 from ..memory.budget import Budget, Spent, choose
 from .inputs import Job, Machine
-from .memory import BUCKET, Memory, optimizer_away, parameters_away, state_memory
+from .memory import Memory, Replicas, optimizer_away, parameters_away, state_memory
 from .model import PlannedModel
-from .predict import predict, predict_parameters, replicas_of_parameters
+from .predict import predict
 from .shape import sequence_ranks
-from .traffic import Move, over
+from .traffic import Move, data_traffic, over
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a rank has of a model, before data ranks share it.
+    """What a rank has of a model, before data ranks share it, in numbers of elements with the padding of its chunks.
 
     Args:
-        parameters: Number of elements in its parameters.
-        largest: Number of elements in the largest part that is reduced, or gathered, as one.
+        trained: Elements of each chunk that is reduced as one.
+        frozen: Elements that are not trained.
+        root: At stage 3, elements that are whole from the beginning of forward to the end of backward.
+        units: At stage 3, elements of each other unit.
+        inflight: Number of chunks that are reduced at a time.
+        tensors: For each tensor that the optimizer comes to have, the number of its param group.
+        beside: Bytes of what is in no chunk, such as buffers of the model.
     """
 
-    parameters: int
-    largest: int
+    trained: tuple[int, ...]
+    frozen: int = 0
+    root: int = 0
+    units: tuple[int, ...] = ()
+    inflight: int = 2
+    tensors: tuple[int, ...] = ()
+    beside: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.trained) + self.frozen
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest part that lies in one tier: a chunk, or a unit."""
+        return max((*self.trained, self.root, *self.units), default=0)
+
+    @property
+    def at_once(self) -> int:
+        """At stage 3, elements of the two units beside the root's that are whole: one that runs, and one that comes."""
+        return sum(sorted(self.units, reverse=True)[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +94,63 @@ class StrategyPlan:
         return "\n".join(lines)
 
 
-def sizes_of(model: nn.Module, stage: int, bucket: int = BUCKET) -> Sizes:
-    """The sizes of a model whose parameters have been made.
+def sizes_of(
+    model: nn.Module, optimizer: Optimizer | None, *, stage: int, ranks: int, options: ShardOptions | None = None
+) -> Sizes:
+    """The sizes of a model whose parameters have been made, by the chunks that par-zero will make of it.
 
     Args:
         model: What this rank has of the model.
-        stage: ZeRO stage; at stage 3 par-zero gathers items of lists, such as transformer blocks, as one.
-        bucket: Bytes of parameters that are reduced as one.
+        optimizer: Its optimizer; None: it is only run.
+        stage: ZeRO stage.
+        ranks: Number of ranks that share.
+        options: The options of `par_zero.shard`; None: its defaults.
     """
-    parameters = list(model.parameters())
-    total = sum(parameter.numel() for parameter in parameters)
-    largest = max((parameter.numel() for parameter in parameters), default=0)
-    if stage == 3:
-        for module in model.modules():
-            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-                for item in module.children():
-                    largest = max(largest, sum(parameter.numel() for parameter in item.parameters()))
-    elements = bucket // parameters[0].element_size() if parameters else bucket
-    return Sizes(parameters=total, largest=min(total, max(largest, elements)))
+    options = options or ShardOptions()
+    chunks = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options)
+    trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
+    frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
+    if stage < 3:  # where they lie in no chunk
+        groups = [] if optimizer is None else optimizer.param_groups
+        stepped = {id(each) for group in groups for each in group["params"]}
+        others = (each for each in model.parameters() if id(each) not in stepped)
+        frozen += sum(each.numel() for each in others if groups or not each.requires_grad)
+    units: dict[int, int] = {0: 0}
+    for chunk in chunks if stage == 3 else ():
+        units[chunk.unit] = units.get(chunk.unit, 0) + chunk.elements
+    return Sizes(
+        trained=trained,
+        frozen=frozen,
+        root=units.pop(0),
+        units=tuple(units.values()),
+        inflight=options.inflight or 2,
+        tensors=tuple(group for chunk in chunks for group in chunk.groups),
+        beside=sum(each.nbytes for each in model.buffers()),
+    )
+
+
+def replicas_of_sizes(sizes: Sizes, elements: int, *, ranks: int, job: Job, gloo: bool = False) -> Replicas:
+    """The replicas of a module of which its parameters alone are known.
+
+    Args:
+        sizes: Its sizes.
+        elements: Number of its elements that are reduced.
+        ranks: Number of data ranks that share them.
+        job: The job, of which ZeRO stage, precision and microbatches matter here.
+        gloo: Whether a reduce-scatter receives as much as it sends.
+    """
+    return Replicas(
+        zero=job.zero,
+        ranks=ranks,
+        accumulates=job.microbatches > 1,
+        gloo=gloo,
+        elements=elements,
+        chunk=max(sizes.trained, default=0),
+        chunks=len(sizes.trained),
+        gathered=sizes.root + sizes.at_once,
+        stays=0,
+        reduced=elements_lent(sizes.trained, sizes.inflight),
+    )
 
 
 def plan_of(
@@ -100,26 +166,21 @@ def plan_of(
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
     ranks = topology.size("data") * sequence_ranks(topology)
-    predicted = [
-        predict_parameters(sizes.parameters, sizes.largest, ranks=ranks, job=job, gloo=gloo) for sizes in models
-    ]
+    replicas = [replicas_of_sizes(sizes, sizes.parameters, ranks=ranks, job=job, gloo=gloo) for sizes in models]
     return StrategyPlan(
-        memory=tuple(memory for memory, _ in predicted),
-        moves=tuple(move for _, moves in predicted for move in moves),
+        memory=tuple(state_memory(each, job.numbers) for each in replicas),
+        moves=tuple(move for each in replicas for move in data_traffic(each, job.numbers)),
         bubble=None if schedule is None else simulate(schedule).bubble,
         topology=topology,
     )
 
 
-def spent_on(
-    sizes: Sizes, budget: Budget, *, frozen: int, slots: int, ranks: int, job: Job, gloo: bool, measures: bool
-) -> Spent:
+def spent_on(sizes: Sizes, budget: Budget, *, slots: int, ranks: int, job: Job, gloo: bool, measures: bool) -> Spent:
     """What a budget is spent on, of a model of which its parameters alone are known.
 
     Args:
-        sizes: Its parameters that are trained.
+        sizes: What this rank has of it.
         budget: Bytes of each tier.
-        frozen: Number of elements in its other parameters.
         slots: Tensors of the optimizer's state for each parameter.
         ranks: Number of ranks that share.
         job: The job, of which ZeRO stage, precision and microbatches matter here.
@@ -129,20 +190,24 @@ def spent_on(
     Raises:
         TooSmallError: A tier is too small.
     """
-    replicas = replicas_of_parameters(sizes.parameters, sizes.largest, ranks=ranks, job=job, gloo=gloo)
-    memory, weight, total = state_memory(replicas, job.numbers, slots), job.numbers.weight, sizes.parameters + frozen
-    kinds = {"parameters": memory.parameters + frozen * weight / (ranks if job.zero == 3 else 1)}
-    buffers = memory.buffers
-    if job.zero == 3:
-        buffers -= (sizes.parameters if replicas.accumulates else replicas.gathered) * weight
-        name, gathered = ("gathered", total) if replicas.accumulates else ("two units", min(total, 2 * sizes.largest))
-        kinds[name] = gathered * weight
+    weight = job.numbers.weight
+    replicas = replicas_of_sizes(sizes, sum(sizes.trained), ranks=ranks, job=job, gloo=gloo)
+    memory = state_memory(replicas, job.numbers, slots)
+    shares = memory.parameters + sizes.frozen * weight / (ranks if job.zero == 3 else 1)
+    kinds = {"parameters": shares + sizes.beside}
+    buffers = memory.buffers + memory.arriving
+    if job.zero == 3 and replicas.accumulates:
+        buffers -= replicas.elements * weight
+        kinds["gathered"] = sizes.parameters * weight
+    elif job.zero == 3:
+        buffers -= replicas.gathered * weight
+        kinds["the root's unit"] = sizes.root * weight
+        kinds["two units" if len(sizes.units) > 1 else "one unit"] = sizes.at_once * weight
     kinds |= {"gradients": memory.gradients, "optimizer": memory.optimizer, "buffers": buffers}
     sources = [optimizer_away(replicas, job.numbers, slots)]
-    if (units := parameters_away(replicas, job.numbers)) is not None:
-        frees = kinds["parameters"]  # with those that are frozen
-        takes = dict.fromkeys(units.takes, frees)
-        sources.append(replace(units, frees=frees, takes=takes, grain=sizes.largest * weight / ranks))
+    if (units := parameters_away(replicas, job.numbers)) is not None:  # with those that are frozen
+        takes = dict.fromkeys(units.takes, shares)
+        sources.append(replace(units, frees=shares, takes=takes, grain=sizes.largest * weight / ranks))
     return choose(kinds, sources, budget, measures=measures)
 
 

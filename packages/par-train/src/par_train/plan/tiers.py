@@ -115,7 +115,7 @@ def _parts_away(rank: RankPrediction, room: float, machine: Machine, first: str)
         TooSmallError: All of them together are too little.
     """
     memory = rank.memory
-    in_backward = memory.state + memory.buffers + memory.activations + max(memory.logits, memory.attention) - room
+    in_backward = memory.state + memory.backward - room
     in_step = memory.state + memory.step - room
     parts: dict[str, float] = {}
     for source in sorted(rank.sources, key=lambda source: source.name != first):

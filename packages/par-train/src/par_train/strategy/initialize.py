@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 from par_groups import together
 from par_precision import MixedOptimizer
 
-from ..plan.strategy_plan import sizes_of
 from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers
 from .pairs import Pair, find_pairs
 from .plugin import Plugin
@@ -66,9 +65,9 @@ def wire(
     before = [*pair.models, pair.optimizer, *pair.schedulers]
     model = pair.module
     for plugin in plugins:
-        if plugin.name in ("zero", "precision") and pair.sizes is None:
-            pair.sizes = sizes_of(model, strategy.options.stage)
         with together(f"plugin {plugin.name!r}", None):
+            if plugin.name in ("zero", "precision") and pair.sizes is None:
+                pair.sizes = strategy.sizes_of(model, pair.optimizer)
             model = plugin.setup_model(model, pair.optimizer, strategy)
             if pair.optimizer is not None:
                 pair.optimizer = plugin.setup_optimizer(pair.optimizer, model, strategy)

@@ -15,14 +15,14 @@ from par_groups import JointOptimizer, agree, together
 from par_layers import initialize, parallelize
 from par_precision import kept_buffers, mixed, precision_of
 from par_recompute import Keep, checkpoint_layers, choices, choose_layers, set_budget
-from par_zero import Offload, OnDisk, ShardOptions, on_disk, recall, shard, slots_of_steps
+from par_zero import Offload, OnDisk, count_bytes_of_steps, on_disk, recall, shard, slots_of_steps
 
 from ..memory.budget import Budget, Spent, budget_of
 from ..memory.measured import Measured, spend_rest
 from ..memory.recompute import policy_of
 from ..plan.inputs import Job
 from ..plan.pipeline import pipe
-from ..plan.strategy_plan import Sizes, sizes_of, spent_on
+from ..plan.strategy_plan import spent_on
 from .existing import pretrained_of
 from .optimizers import check_partial_sums, check_sees_enough
 from .plugin import Plugin
@@ -155,25 +155,27 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
             "lies where with zero=dict(stage=..., offload=...)"
         )
     options = strategy.options
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    frozen = sum(each.numel() for each in model.parameters() if id(each) not in trained)
-    total = sum(each.numel() for each in model.parameters() if id(each) in trained)
+    optimizers = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
+    groups = [(one, group) for one in optimizers for group in one.param_groups]
     widths = [
         sum(dtype.itemsize for dtype in slots_of_steps(one, group, torch.float32).values())
-        for one in (optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer])
-        for group in one.param_groups
+        for one, group in groups
         if group["params"]
     ]
-    microbatches = 1 if strategy.schedule is None else strategy.schedule.microbatches
-    bucket = ShardOptions(bucket=options.zero_keywords.get("bucket", ShardOptions.bucket))
-    ranks = strategy.groups.size(strategy.averaged_over)
+    sizes = strategy.sizes_of(model, optimizer)
+    counts = sum(count_bytes_of_steps(*groups[number], torch.float32) for number in sizes.tensors)
+    most = 1 + bool(budget.host) + bool(budget.disk)  # tensors that one is cut into, of a tier each
     return spent_on(
-        Sizes(parameters=total, largest=sizes_of(model, options.stage, bucket.bucket_of(ranks)).largest),
+        replace(sizes, beside=sizes.beside + counts * most),
         budget,
-        frozen=frozen,
         slots=math.ceil(max(widths, default=0) / torch.float32.itemsize),
-        ranks=ranks,
-        job=Job(batch=1, zero=options.stage, precision=options.precision, microbatches=microbatches),
+        ranks=strategy.groups.size(strategy.averaged_over),
+        job=Job(
+            batch=1,
+            zero=options.stage,
+            precision=options.precision,
+            microbatches=1 if strategy.schedule is None else strategy.schedule.microbatches,
+        ),
         gloo=strategy.device.type == "cpu",
         measures=measures,
     )
@@ -262,12 +264,13 @@ class Zero(Plugin):
                     tensor.data = tensor.data.to(dtype)
             dtype = None if precision.rounded else dtype
         group, share_of = strategy.groups[averaged], partial(strategy.groups.topology.index, averaged)
-        away: dict[str, Any] = {}
-        if strategy.spent is not None and optimizer is not None and any(strategy.spent.shares.parts.values()):
+        keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **options.zero_keywords}
+        if strategy.spent is not None and optimizer is not None:
+            keywords["inflight"] = keywords.get("inflight") or 2  # as many as were counted
             parts, path = strategy.spent.shares.parts, strategy.spent.budget.path
-            offload = Offload(optimizer=parts.get("optimizer", 0.0), parameters=parts.get("parameters", 0.0), path=path)
-            away = {"offload": offload}
-        keywords = {"param_dtype": dtype, "share_of": share_of, "gathers": gathers, **away, **options.zero_keywords}
+            if any(parts.values()):
+                optimizer_parts, parameter_parts = (parts.get(name, 0.0) for name in ("optimizer", "parameters"))
+                keywords["offload"] = Offload(optimizer=optimizer_parts, parameters=parameter_parts, path=path)
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
         if keywords.get("atomic") and strategy.groups.size("tensor") > 1:

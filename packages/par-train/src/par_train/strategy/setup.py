@@ -1,20 +1,25 @@
 """What is decided before there is a model: options, this rank's place, groups, the schedule of a pipeline."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from par_groups import Axes, Channels, Environment, ProcessGroups, Topology
 from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
+from par_zero import ShardOptions
 
 from ..data.shares import averaged_over
 from ..memory.budget import Spent
+from ..plan.inputs import NUMBERS
 from ..plan.schedules import make_schedule, microbatches_of
+from ..plan.strategy_plan import Sizes, sizes_of
 from .options import StrategyOptions
 from .plugin import Plugin
 
@@ -84,6 +89,22 @@ class Setup:
         count = self._private_groups[axes] = self._private_groups.get(axes, 0) + 1
         self.groups.add(Channels(axes, count))
         return self.groups.channels(axes, count)[-1]
+
+    def sizes_of(self, model: nn.Module, optimizer: Optimizer | None) -> Sizes:
+        """The sizes of what this rank has of a model, as its data ranks will share it.
+
+        Args:
+            model: The model, whose parameters have been made.
+            optimizer: Its optimizer; None: it is only run.
+        """
+        given, ranks = self.options.zero_keywords, self.groups.size(self.averaged_over)
+        options = ShardOptions(**{name: given[name] for name in ShardOptions.__dataclass_fields__ if name in given})
+        parameters, numbers = list(model.parameters()), NUMBERS[self.options.precision]
+        if parameters:  # what will be cast before it is packed has more elements in as many bytes
+            trained = optimizer is not None and all(each.requires_grad for each in parameters)
+            more = parameters[0].element_size() // (numbers.master if trained else numbers.weight)
+            options = replace(options, bucket=options.bucket_of(ranks) * max(1, more))
+        return sizes_of(model, optimizer, stage=self.options.stage, ranks=ranks, options=options)
 
     @property
     def sequence_ranks(self) -> int:

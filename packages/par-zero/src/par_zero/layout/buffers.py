@@ -1,8 +1,25 @@
 """Memory that one chunk after the other uses."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .meter import BUFFERS, Meter
+
+
+def elements_lent(chunks: Sequence[int], inflight: int) -> int:
+    """Elements of the buffers that chunks of some sizes come to be lent, at most, of as many as are lent at a time.
+
+    Where no chunk is larger than one before it, each buffer stays as large as the chunk that it was made for. Else a
+    smaller chunk may have the largest buffer when the largest chunk needs one, and in the end all are as large.
+
+    Args:
+        chunks: Elements of each chunk, in the order in which they are lent.
+        inflight: Number of chunks that are lent a buffer at a time.
+    """
+    if list(chunks) == sorted(chunks, reverse=True):
+        return sum(chunks[:inflight])
+    return max(chunks) * min(inflight, len(chunks))
 
 
 class Buffers:
@@ -36,9 +53,9 @@ class Buffers:
         free = sorted((buffer for buffer in self._free if buffer.device == device), key=torch.Tensor.numel)
         chosen = next((buffer for buffer in free if buffer.numel() >= size), None)
         if chosen is None:
+            self._drop(free[:1])  # it is replaced, so there are never more than were lent at one time
             chosen = torch.empty(size, dtype=torch.uint8, device=device)
             self._meter.add(BUFFERS, size)
-            self._drop(free[:1])  # it is replaced, so there are never more than were lent at one time
         else:
             self._forget([chosen])
         return chosen[:size].view(dtype)

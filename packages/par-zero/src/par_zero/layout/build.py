@@ -23,7 +23,7 @@ def members_of(
     module: nn.Module,
     groups: Sequence[ParamGroup],
     stage: Stage,
-    shares: Sequence[Share],
+    shares: Sequence[Share] = (),
     tensor: Sequence[int] = (),
 ) -> list[Member]:
     """The parameters that are packed.
@@ -35,6 +35,7 @@ def members_of(
         groups: The param groups of all its optimizers.
         stage: The ZeRO stage.
         shares: Who shares what. A parameter belongs to the first whose ranks all have copies of what this rank has.
+            None: all parameters belong to one share.
         tensor: The ranks that may have other parts of a parameter.
 
     Raises:
@@ -62,7 +63,7 @@ def members_of(
                 owner=owner,
                 atomic=atomic,
                 assembled=assembled,
-                share=_share_of(parameter, all_names[0], shares, assembled=assembled),
+                share=_share_of(parameter, all_names[0], shares, assembled=assembled) if shares else 0,
                 shape=parameter.shape,
             )
         )

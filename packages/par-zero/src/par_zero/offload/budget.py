@@ -22,6 +22,7 @@ from .._options import ShardOptions
 from .._param_groups import ParamGroup
 from .._stage import Stage
 from .._tiers import TIERS, Offload, least_in_words
+from ..layout.buffers import elements_lent
 from ..layout.build import Plan
 from ..layout.packing import ALIGNMENT
 from ..optimizer.probe import count_bytes_of_steps
@@ -116,9 +117,8 @@ class Tally:
         whole = [plan.layout.size * self._reduced(plan).itemsize for plan in laid.pieces]
         arriving = [plan.layout.size * plan.dtype_in_use(self._options).itemsize for plan in laid.pieces]
         passing = [self._sum_of(plan) for plan in laid.pieces if laid.homes[plan].gradients == "disk"]
-        return (
-            _largest(whole, inflight) * self._buffers_of_chunk + _largest(passing, inflight) + max(arriving, default=0)
-        )
+        lent = elements_lent(whole, inflight) * self._buffers_of_chunk
+        return lent + _largest(passing, inflight) + max(arriving, default=0)
 
     def _ring(self, laid: Laid, ahead: int) -> int:
         """Bytes of the buffers through which passes what lies on a disk."""

@@ -1,0 +1,72 @@
+"""How `shard` would deal a module's parameters out to chunks, before it does: what plans of memory count by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ._options import ShardOptions
+from ._param_groups import in_a_row, param_groups
+from ._stage import STAGES
+from .layout.build import members_of, plan_chunks
+from .layout.records import record_of
+from .layout.units import choose_units, places
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSize:
+    """The size of a chunk: parameters that are reduced as one, and at stage 3 gathered together with their unit.
+
+    Args:
+        elements: Number of its elements, padding included. Each rank's share of them is as large.
+        unit: Number of the unit that it belongs to; 0 is the root's own, and below stage 3 the only one.
+        trained: Whether an optimizer has its parameters, and so gradients are reduced.
+        groups: Numbers of the param groups that it has parameters of, among those of all optimizers: of each the
+            optimizer comes to have a tensor, unless it is cut into pieces.
+    """
+
+    elements: int
+    unit: int
+    trained: bool
+    groups: tuple[int, ...]
+
+
+def chunk_sizes(
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    stage: int,
+    ranks: int,
+    options: ShardOptions | None = None,
+) -> list[ChunkSize]:
+    """The chunks that `shard` would make of a module. Nothing is changed, and no rank is asked.
+
+    What is put together over tensor ranks for an optimizer that must see whole tensors lies in chunks as any other.
+
+    Args:
+        module: The module, which may be on the meta device.
+        optimizer: What `shard` is given.
+        stage: Stage of `shard`, 0 to 3.
+        ranks: Number of ranks that share.
+        options: The options of `shard`; None: its defaults.
+
+    Returns:
+        The sizes of the chunks, the last that runs first.
+    """
+    options = options or ShardOptions()
+    cuts = STAGES[stage]
+    groups = param_groups(in_a_row(optimizer), options.atomic)
+    units = choose_units(module, options.units, options.bucket_of(ranks)) if cuts.shards_parameters else [[module]]
+    members = members_of(module, groups, cuts)
+    records = {member.parameter: record_of(member.parameter, tuple(range(ranks))) for member in members}
+    plans = plan_chunks(members, places(module, units), records, cuts, [ranks], options)
+    return [
+        ChunkSize(
+            elements=plan.layout.size,
+            unit=plan.place.unit,
+            trained=plan.members[0].group >= 0 or plan.members[0].parameter.requires_grad,
+            groups=tuple(sorted({member.group for member in plan.members if member.group >= 0})),
+        )
+        for plan in plans
+    ]
