@@ -35,7 +35,7 @@ def members_of(
         groups: The param groups of all its optimizers.
         stage: The ZeRO stage.
         shares: Who shares what. A parameter belongs to the first whose ranks all have copies of what this rank has.
-            None: all parameters belong to one share.
+            Empty: all parameters belong to one share.
         tensor: The ranks that may have other parts of a parameter.
 
     Raises:
