@@ -28,7 +28,7 @@ class ShardOptions:
         bucket: Bytes of parameters that are reduced as one, such as 10_000_000; or "auto", for what `bucket_bytes` says
             of the ranks that share: 25 MB or more, and more the more ranks there are.
         inflight: Number of chunks whose reductions may be under way in backward, before it waits for the oldest. None:
-            two where a GPU waits or there is a budget of the device, else any number.
+            two where a GPU waits, else any number.
         param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.

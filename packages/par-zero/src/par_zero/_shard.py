@@ -100,11 +100,10 @@ def shard(
         bucket: Bytes of parameters that are reduced as one, such as 10_000_000; or "auto", for what `bucket_bytes` says
             of the ranks that share: 25 MB or more, and more the more ranks there are.
         inflight: Number of chunks whose reductions may be under way in backward, before it waits for the oldest: so
-            much memory reductions take at most. None: two where a GPU waits in the order of its work, or where there is
-            a budget of the device, else any number; with `others` any number. Where backward itself exchanges with
-            other ranks, and data decides which parameters get gradients on a rank, let it be None on a CPU, and on a
-            GPU or within a budget as many as there are chunks: a rank that waits inside of backward may wait for one
-            that waits for it.
+            much memory reductions take at most. None: two where a GPU waits in the order of its work, else any number;
+            with `others` any number. Where backward itself exchanges with other ranks, and data decides which
+            parameters get gradients on a rank, let it be None on a CPU, and on a GPU as many as there are chunks: a
+            rank that waits inside of backward may wait for one that waits for it.
         param_dtype: Dtype of the parameters in use, such as torch.bfloat16, while the optimizer keeps copies in their
             original dtype. None: the original dtype.
         reduce_dtype: Dtype in which gradients are added up over microbatches and ranks. None: the parameters' dtype.
@@ -153,8 +152,6 @@ def shard(
     shares = [Share(group, replicas), *known]  # all agree below on what else it is
     sharers = [each for share in shares for each in share.groups]
     try:
-        tiers = offload_of(offload)
-        inflight = 2 if inflight is None and "device" in tiers.budgets else inflight
         options = ShardOptions(
             units=units,
             bucket=bucket,
@@ -167,6 +164,7 @@ def shard(
         check_others(others, options)
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
+        tiers = offload_of(offload)
         check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk)
         check_offload(tiers, module, stepped, stage, device, shared_by_others=bool(others))
         check_groups(group, replicas, gathers, tensor)

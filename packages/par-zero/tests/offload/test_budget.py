@@ -36,10 +36,7 @@ def trained(stage, offload, make=small, **options):
     """The module after three steps, all that it has learned, and the fullest that was seen of each tier."""
     module = Model()
     optimizer = make([each for each in module.parameters() if each.requires_grad])
-    inflight = 2 if offload is None else None  # within a budget there are no more by themselves
-    shard(
-        module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, inflight=inflight, offload=offload, **options
-    )
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=1, inflight=2, offload=offload, **options)
     losses, most = [], dict.fromkeys(("device", "host", "disk"), 0)
     for step in range(3):
         loss = module(batch(step, width=WIDTH).to(options.get("param_dtype"))).square().mean()
