@@ -367,7 +367,7 @@ def check_groups(
             )
 
 
-def check_others(others: object, options: ShardOptions) -> None:
+def check_others(others: object, first: Share, module: nn.Module, options: ShardOptions) -> None:
     """Checks the shares beside the first one.
 
     Raises:
@@ -376,14 +376,28 @@ def check_others(others: object, options: ShardOptions) -> None:
     """
     if not isinstance(others, Sequence) or not all(isinstance(share, Share) for share in others):
         raise TypeError(f"others is {others!r}; give a list of shares, such as [par_zero.Share(group)]")
+    own = {id(parameter) for parameter in module.parameters()}
+    named: set[int] = set()
     for number, share in enumerate(others):
+        place = f"others[{number}]"
         if share.divisor is not None and (type(share.divisor) is not int or share.divisor < 1):
-            raise ValueError(f"others[{number}] has the divisor {share.divisor!r}; give 1 or more, or None")
+            raise ValueError(f"{place} has the divisor {share.divisor!r}; give 1 or more, or None")
         if share.divisor is not None and options.reduce == "sum":
             raise ValueError(
-                f"others[{number}] has the divisor {share.divisor}, and reduce='sum' divides by nothing; leave one out"
+                f"{place} has the divisor {share.divisor}, and reduce='sum' divides by nothing; leave one out"
             )
-        check_groups(share.group, share.replicas, None, None, place=f"others[{number}].")
+        check_groups(share.group, share.replicas, None, None, place=f"{place}.")
+        if share.parameters is None and set(first.near) < set(share.near):
+            raise ValueError(
+                f"{place} has the ranks {share.near}, which are those of group, {first.near}, and more, so records do "
+                "not tell which parameters it shares; name them: par_zero.Share(group, parameters=[...])"
+            )
+        names = {id(parameter) for parameter in share.parameters or ()}
+        if names & named:
+            raise ValueError(f"{place} names a parameter that another share names too; give each to one share")
+        if not names <= own:
+            raise ValueError(f"{place} names a parameter that the module does not have; name its own ones alone")
+        named |= names
 
 
 def described(

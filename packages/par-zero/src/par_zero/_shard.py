@@ -91,9 +91,10 @@ def shard(
         group: The ranks with different data that share the work.
         replicas: The ranks that keep the same share, for hybrid sharding. None: no others do.
         others: Who shares parameters that not all of these ranks have, such as experts, of which each rank has some:
-            [Share(groups["data", "expert_data"])]. A parameter belongs to the first of `group` and these whose ranks,
-            with its replicas, all have copies of it by its record (`par_groups.Sharding`), and is refused if there is
-            none. Stages, units and options are those of the call, and all chunks are reduced in one order.
+            [Share(groups["data", "expert_data"])]. A parameter that none of them names belongs to the first of `group`
+            and these whose ranks, with its replicas, all have copies of it by its record (`par_groups.Sharding`), and
+            is refused if there is none. Stage, units and options are those of the call, and all chunks are reduced in
+            one order.
         units: Which modules are gathered by themselves at stage 3. "auto": the items of every ModuleList, ModuleDict
             and Sequential, small neighbours together. Or a function that is True of a module that is a unit, or a list
             of the modules.
@@ -161,7 +162,7 @@ def shard(
             reduce=reduce,
             atomic=atomic,
         )
-        check_others(others, options)
+        check_others(others, shares[0], module, options)
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
         tiers = offload_of(offload)

@@ -15,7 +15,7 @@ from .chunk import Chunk, Member
 from .fill import make_real_
 from .packing import Item, Layout, pack, pack_atomic
 from .records import is_assembled, own_record
-from .sharers import Groups, Share, share_of_copies
+from .sharers import Groups, Share
 from .units import Place
 
 
@@ -34,8 +34,7 @@ def members_of(
         module: The module.
         groups: The param groups of all its optimizers.
         stage: The ZeRO stage.
-        shares: Who shares what. A parameter belongs to the first whose ranks all have copies of what this rank has.
-            Empty: all parameters belong to one share.
+        shares: Who shares what. Empty: all parameters belong to one share.
         tensor: The ranks that may have other parts of a parameter.
 
     Raises:
@@ -71,27 +70,36 @@ def members_of(
 
 
 def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, assembled: bool) -> int:
-    """The number of the share that a parameter belongs to, by its record.
+    """The number of the share that a parameter belongs to: that which names it, or else the first by its record.
 
     Raises:
-        ValueError: It belongs to none, or is to be put together and does not belong to the first.
+        ValueError: Not all of those who would share it have copies, or it is to be put together beside the first share.
     """
     record = own_record(parameter)
-    number = share_of_copies(record, shares)
-    if number is None:
-        holders = sorted({rank for box in record.boxes for rank in box.copies} if record is not None else ())
-        near = " or ".join(str(share.near) for share in shares)
+    naming = [n for n, share in enumerate(shares) if any(parameter is each for each in share.parameters or ())]
+    if record is None and not naming:
+        return 0
+    if record is None:
+        raise ValueError(
+            f"others[{naming[0] - 1}] names {name!r}, which has no record of the ranks that hold it; attach one by "
+            "par_groups.set_sharding"
+        )
+    candidates = naming or [n for n, share in enumerate(shares) if share.parameters is None]
+    found = [n for n in candidates if shares[n].has_copies(record)]
+    if not found:
+        holders = sorted({rank for box in record.boxes for rank in box.copies})
+        near = " or ".join(str(shares[n].near) for n in candidates)
         raise ValueError(
             f"{name!r} is held by the ranks {holders}, which are not all of the ranks {near} that would share it, and "
             "others would get this rank's values in the place of their own; pass others=[par_zero.Share(group)] with "
             "the group of the ranks that hold it"
         )
-    if assembled and number:
+    if assembled and found[0]:
         raise ValueError(
-            f"{name!r} belongs to others[{number - 1}], and its optimizer must see it whole, of which this rank has "
+            f"{name!r} belongs to others[{found[0] - 1}], and its optimizer must see it whole, of which this rank has "
             "parts; give it to an optimizer that works element by element, or make each matrix a parameter"
         )
-    return number
+    return found[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

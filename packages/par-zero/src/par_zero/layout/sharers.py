@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from par_groups import Sharding, backend_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Share:
     """Ranks that share parameters which the ranks of `shard(group=...)` do not all have, such as copies of experts.
 
@@ -19,11 +20,15 @@ class Share:
         divisor: By what sums of gradients are divided where `shard` takes their mean. None: by what it divides all
             other gradients, the number of ranks over which the loss is a mean. So it is right for experts that see
             the tokens of all these ranks, of which few have copies.
+        parameters: What they share. None: what all of them have copies of by its record, and not all of the ranks of
+            `shard(group=...)` have. It must be given where these ranks are all of those and more, as is so of experts
+            whose copies on tensor ranks see different tokens: everything that tensor ranks have alike looks the same.
     """
 
     group: dist.ProcessGroup
     replicas: dist.ProcessGroup | None = None
     divisor: int | None = None
+    parameters: Sequence[nn.Parameter] | None = None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -35,23 +40,9 @@ class Share:
         """The ranks of the group and the replicas of this rank, by number of the world, ascending."""
         return sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
 
-
-def share_of_copies(record: Sharding | None, shares: Sequence[Share]) -> int | None:
-    """The number of the first share whose ranks all have copies of all that this rank has of a parameter.
-
-    Args:
-        record: The parameter's record. None: all ranks have it.
-        shares: Who shares what.
-
-    Returns:
-        The number; None where there is none.
-    """
-    if record is None:
-        return 0
-    for number, share in enumerate(shares):
-        if all(set(share.near) <= set(box.copies) for box in record.boxes):
-            return number
-    return None
+    def has_copies(self, record: Sharding) -> bool:
+        """Whether all of these ranks have copies of all that this rank has of a parameter."""
+        return all(set(self.near) <= set(box.copies) for box in record.boxes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
