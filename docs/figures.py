@@ -14,6 +14,7 @@ from regions import draw_region
 from rooms import draw_rooms
 from sequences import draw_sequences
 from torch import nn
+from travels import draw_travels
 from ways import draw_ways
 
 from par_groups import Topology
@@ -40,6 +41,7 @@ PACKAGES = {
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "data2-pipeline2-tensor2": ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 8),
     "tensor-2d": ({"tensor": {"size": 4, "mode": "2d"}}, 8),
+    "experts-folded": ({"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 4, "tensor": 1}}, 8),
     "tensor-3d": ({"tensor": {"size": 8, "mode": "3d"}}, 8),
 }
 
@@ -64,6 +66,7 @@ def main() -> None:
     draw_tiers(IMAGES / "plan-tiers.svg")
     draw_budgets(IMAGES / "memory-budget.svg")
     draw_region(IMAGES / "region.svg")
+    draw_travels(IMAGES / "experts-travel.svg")
     for name, title in SCHEDULES.items():
         simulate(schedule(name, 4, 8)).draw(IMAGES / f"schedule-{name.replace('_', '-')}.svg", title)
     draw_sequences(IMAGES)
