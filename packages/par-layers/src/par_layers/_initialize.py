@@ -11,7 +11,7 @@ from par_groups import Sharding, sharding_of
 
 from ._random_bits import random_bits
 from .layers.parallel_layer import HasInit, check_records
-from .layers.parameter import ByPlace, Init, half_normal
+from .layers.parameter import ByPlace, EachExpert, Init, half_normal
 
 
 def initialize(
@@ -27,7 +27,8 @@ def initialize(
     Each element is a function of the seed, the parameter's name and the element's place in the whole tensor, so each
     rank draws its own part alone, on the CPU in fp32: a model larger than one rank's memory can be built. Where an init
     rule is a function of yours, which fills whole tensors, the whole one is drawn, from a generator that is seeded by
-    (seed, name), and this rank's part is kept: one parameter at a time. Parameters keep their identity.
+    (seed, name), and this rank's part is kept: one parameter at a time. Of packed experts it fills one after the other,
+    from generators that are seeded by (seed, name, expert). Parameters keep their identity.
 
     Args:
         model: A model with layers of ours; other parameters are left alone.
@@ -70,6 +71,15 @@ def _draw(local: Tensor, sharding: Sharding, init: Init, seed: int) -> None:
         room = torch.empty(4, _BLOCK, dtype=torch.int32, device="cpu")
         for box in sharding.boxes:
             _draw_box(box.of(local), box.start, sharding.shape, init, seed, room)
+        return
+    if isinstance(init, EachExpert):
+        here = {expert for box in sharding.boxes for expert in range(box.start[0], box.start[0] + box.size[0])}
+        one = torch.empty(sharding.shape[1:], dtype=torch.float32, device="cpu")
+        for expert in sorted(here):
+            init.init(one, torch.Generator(device="cpu").manual_seed(_seed_of(seed, str(expert))))
+            for box in sharding.boxes:
+                if box.start[0] <= expert < box.start[0] + box.size[0]:
+                    box.of(local)[expert - box.start[0]].copy_(one[box.slices[1:]])
         return
     whole = torch.empty(sharding.shape, dtype=torch.float32, device="cpu")
     init(whole, torch.Generator(device="cpu").manual_seed(seed))

@@ -358,7 +358,8 @@ class LayerSet:
             transposed: Whether experts' weights are [E, h, 2 f] and [E, f, h], rather than [E, 2 f, h] and [E, h, f].
             capacity: Number of rows that an expert takes of each rank, as a multiple of the mean; None drops nothing.
             balance: What keeps experts equally busy; default: nothing.
-            init: How weights are filled; default: as torch.nn.Linear, uniform in +-1/sqrt(inputs).
+            init: How weights are filled, those of experts one expert at a time; default: as torch.nn.Linear, uniform in
+                +-1/sqrt(inputs).
 
         Raises:
             ValueError: Experts or features do not divide by the ranks, a number makes no sense, or the layers are cut

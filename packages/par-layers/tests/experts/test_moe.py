@@ -259,8 +259,17 @@ def test_weights_start_alike_wherever_experts_live():
 
 
 def fill(whole, generator):
-    """An init rule that sees whole tensors."""
+    """An init rule of one's own; of experts it is given one after the other."""
+    assert whole.dim() < 3
     whole.normal_(generator=generator)
+
+
+def test_an_expert_has_the_same_numbers_among_any_others():
+    few, many = (layer_set(None).MoE(8, 6, experts=number, top_k=2, init=fill) for number in (4, 64))
+    for layer in (few, many):
+        initialize(layer, seed=5)
+    assert torch.equal(few.experts.gate_up_proj, many.experts.gate_up_proj[:4])
+    assert many.experts.gate_up_proj.unique().numel() > 0.99 * many.experts.gate_up_proj.numel()
 
 
 @pytest.mark.ranks(4)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from par_groups import Box, Sharding, WeightGradHook, WeightGradient, set_sharding, weight_and_hook
 
 from ..layers.parallel_layer import ParallelLayer
-from ..layers.parameter import Init, constant, uniform
+from ..layers.parameter import ByPlace, EachExpert, Init, constant, uniform
 from ..modes.arithmetic import in_autocast_dtype
 from ..modes.grid import Axes, Grid
 from .products import (
@@ -206,7 +206,7 @@ class _Place:
             )
         parameter = nn.Parameter(torch.empty([local[dim] for dim in order], device="meta"))
         set_sharding(parameter, Sharding(tuple(shape[dim] for dim in order), tuple(boxes)))
-        parameter.par_init = init  # type: ignore[attr-defined]  # a tensor takes attributes
+        parameter.par_init = init if isinstance(init, ByPlace) else EachExpert(init)  # type: ignore[attr-defined]  # a tensor takes attributes
         return parameter
 
 

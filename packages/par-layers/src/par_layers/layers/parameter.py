@@ -38,6 +38,24 @@ class ByPlace(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class EachExpert:
+    """An init rule for the packed weights of experts, [E, ...], of which it fills one at a time.
+
+    So a rank draws its own experts alone, and a rule that looks at the shape sees that of one expert.
+
+    Args:
+        init: Fills the weight of one expert, from a generator that is seeded by its number, too.
+    """
+
+    init: Init
+
+    def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
+        """Fills all of them from one generator, as one who knows nothing of experts would; `initialize` does not."""
+        for expert in whole:
+            self.init(expert, generator)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """A run of rows (dim 0) that is cut by itself, as q, k and v are in one fused weight.
