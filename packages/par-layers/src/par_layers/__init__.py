@@ -20,6 +20,7 @@ from .context.mask import Mask
 from .context.tokens import Tokens
 from .experts.balance import Balance, TokenAxes
 from .experts.choose import choose
+from .experts.cost import ExpertSplit, MoECost, MoEShape, moe_cost
 from .experts.dispatch import Dispatch, Sent
 from .experts.experts import Experts
 from .experts.moe import MoE
@@ -61,6 +62,7 @@ __all__ = [
     "Cost",
     "Cut",
     "Dispatch",
+    "ExpertSplit",
     "Experts",
     "Grid",
     "LayerSet",
@@ -68,6 +70,8 @@ __all__ = [
     "LinearShape",
     "Mask",
     "MoE",
+    "MoECost",
+    "MoEShape",
     "ModelShape",
     "NormShape",
     "Parallel",
@@ -108,6 +112,7 @@ __all__ = [
     "initialize",
     "layer_set",
     "memory",
+    "moe_cost",
     "normal",
     "parallel_of",
     "parallelize",

@@ -73,7 +73,7 @@ def sums_of_bags(rows: torch.Tensor, places: torch.Tensor, starts: torch.Tensor)
 
 
 silu_backward: Any = torch.ops.aten.silu_backward.grad_input
-"""The gradient of silu from that of its result and its input, in one pass, written to `grad_input`. In torch 2.11 to 2.13."""
+"""The gradient of silu from that of its result and its input, written to `grad_input`. In torch 2.11 to 2.13."""
 
 gelu_backward: Any = torch.ops.aten.gelu_backward.default
 """The gradient of gelu from that of its result and its input, in one pass. In torch 2.11 to 2.13."""

@@ -246,7 +246,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias in fp32 at least."""
+    """X @ weight.T + bias in fp32 at least."""
     if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
         return functional.linear(x, weight, bias)
     logits: Tensor = _Logits.apply(x, weight, bias)  # type: ignore[no-untyped-call]

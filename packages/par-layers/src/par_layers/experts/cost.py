@@ -1,0 +1,187 @@
+"""What a layer of experts costs a rank: bytes that travel and are kept, and work; uniform or as routed. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+COUNT, GATE, PADDING = 8, 4, 16
+"""Bytes of a number of rows, of a gate at least, and of what travels beside a row on its way to an expert."""
+
+Routing = Sequence[Sequence[int]]
+"""Number of rows of each rank for each expert, [p][E]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEShape:
+    """One layer of experts.
+
+    Args:
+        tokens: Number of tokens that each rank sends, M.
+        hidden: Features of a token, h.
+        intermediate: Features of an expert's activation, f.
+        experts: Number of experts of all ranks, E.
+        top_k: Number of experts of a token, k.
+        shared: Number of experts that every token goes to as well.
+        gated: Whether the first product gives a gate and an up part, 2 f features.
+        element: Bytes of an element of an activation, b.
+        capacity: As `Dispatch` takes it; None drops nothing.
+
+    Raises:
+        ValueError: A token has more experts than there are.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    shared: int = 0
+    gated: bool = True
+    element: int = 2
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k is {self.top_k}, but there are {self.experts} experts; choose 1 to {self.experts}")
+
+    @property
+    def slots(self) -> int | None:
+        """Number of rows that an expert takes of each rank; None without a capacity."""
+        return None if self.capacity is None else math.ceil(self.capacity * self.tokens * self.top_k / self.experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSplit:
+    """How experts lie on ranks.
+
+    Args:
+        parallel: Number of ranks that experts are dealt out over, p.
+        tensor: Number of ranks that each of them is cut over: 1, or that of the tensor group.
+        joined: Number of tensor ranks over which tokens are cut before the router and joined after the experts, as
+            where experts are not cut and activations between layers are whole.
+
+    Raises:
+        ValueError: Experts that are cut see all tokens of their tensor group.
+    """
+
+    parallel: int = 1
+    tensor: int = 1
+    joined: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor > 1 and self.joined > 1:
+            raise ValueError(
+                f"tensor is {self.tensor} and joined is {self.joined}; where experts are cut, tokens are not: leave "
+                "one of them 1"
+            )
+
+
+@dataclass(frozen=True)
+class MoECost:
+    """What one layer costs one rank in a forward and a backward pass.
+
+    Args:
+        send: Bytes that it sends to other ranks, in exchanges among experts.
+        receive: Bytes that it receives of them in those.
+        dispatch: Those of one exchange of rows with their gates.
+        combine: Those of one exchange of outputs.
+        tensor: Bytes that it receives over its tensor group.
+        flops: Floating-point operations of router and experts.
+        saved: Bytes that experts keep for backward.
+        imbalance: Rows of the rank with the most of them, relative to the mean.
+        collectives: Number of exchanges among experts.
+        host_syncs: How often the host waits for the device.
+    """
+
+    send: Fraction
+    receive: Fraction
+    dispatch: Fraction
+    combine: Fraction
+    tensor: Fraction
+    flops: Fraction
+    saved: Fraction
+    imbalance: Fraction
+    collectives: int
+    host_syncs: int
+
+
+def moe_cost(
+    shape: MoEShape,
+    split: ExpertSplit,
+    routing: Literal["uniform"] | Routing = "uniform",
+    *,
+    imbalance: float = 1.0,
+    rank: int | None = None,
+) -> MoECost:
+    """Counts what a layer of experts costs.
+
+    Args:
+        shape: The layer.
+        split: How its experts lie on ranks.
+        routing: "uniform", or the number of rows of each rank for each expert, [p][E]. With a capacity all experts have
+            the same number of rows, and it says nothing.
+        imbalance: Where the routing is uniform, how many times the mean the counted rank has.
+        rank: Which rank's numbers, 0 .. p - 1; default: those of the rank that has the most rows.
+
+    Raises:
+        ValueError: Sizes do not divide, or the routing is that of other ranks or experts.
+    """
+    p, experts = split.parallel, shape.experts
+    if experts % p or shape.intermediate % split.tensor:
+        raise ValueError(
+            f"{experts} experts of {shape.intermediate} features do not divide by {p} and {split.tensor} ranks; change "
+            "the sizes"
+        )
+    between = _between(shape, p, routing, imbalance)
+    totals = [sum(column) for column in zip(*between, strict=True)]
+    if rank is None:
+        rank = max(range(p), key=totals.__getitem__)
+    rows = totals[rank]
+    away, arriving = sum(between[rank]) - between[rank][rank], rows - between[rank][rank]
+    with_gates, plain = shape.hidden * shape.element + PADDING, shape.hidden * shape.element
+    counts = Fraction(0) if shape.slots is not None else Fraction(experts * COUNT * (p - 1), p)
+    first = shape.intermediate * (2 if shape.gated else 1) // split.tensor
+    second = shape.intermediate // split.tensor
+    products = rows + shape.tokens * shape.shared
+    return MoECost(
+        send=counts + away * with_gates + arriving * plain + away * plain + arriving * with_gates,
+        receive=counts + arriving * with_gates + away * plain + arriving * plain + away * with_gates,
+        dispatch=arriving * with_gates,
+        combine=away * plain,
+        tensor=_over_tensor(shape, split),
+        flops=6 * shape.hidden * (shape.tokens * experts + products * (first + second)),
+        saved=rows * ((shape.hidden + first) * shape.element + max(GATE, shape.element)),
+        imbalance=p * max(totals) / sum(totals) if any(totals) else Fraction(1),
+        collectives=0 if p == 1 else 5 - (shape.slots is not None),
+        host_syncs=int(p > 1 and shape.slots is None),
+    )
+
+
+def _between(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbalance: float) -> list[list[Fraction]]:
+    """Number of rows from each rank to each, [p][p]."""
+    if shape.slots is not None:
+        return [[Fraction(shape.experts // p * shape.slots)] * p] * p
+    if isinstance(routing, str):
+        if not 1 <= imbalance <= p:
+            raise ValueError(f"imbalance is {imbalance}; of {p} ranks one can have 1 to {p} times the mean")
+        most = Fraction(imbalance) * shape.tokens * shape.top_k / p
+        rest = (Fraction(shape.tokens * shape.top_k) - most) / max(p - 1, 1)
+        return [[most, *[rest] * (p - 1)]] * p
+    if len(routing) != p or any(len(row) != shape.experts for row in routing):
+        raise ValueError(
+            f"the routing has {len(routing)} rows of {sorted({len(row) for row in routing})} numbers; give one of each "
+            f"of {p} ranks, with a number for each of {shape.experts} experts"
+        )
+    local = shape.experts // p
+    return [[Fraction(sum(row[to * local : (to + 1) * local])) for to in range(p)] for row in routing]
+
+
+def _over_tensor(shape: MoEShape, split: ExpertSplit) -> Fraction:
+    """Bytes that a rank receives over its tensor group, forward and backward."""
+    tokens = shape.tokens * shape.hidden * shape.element
+    if split.joined > 1:  # an all-gather of outputs, and in backward one of gradients
+        return Fraction(2 * (split.joined - 1) * tokens)
+    gates = shape.tokens * shape.top_k * max(GATE, shape.element)
+    return Fraction(2 * (split.tensor - 1), split.tensor) * (2 * tokens + gates)  # all-reduces
