@@ -35,7 +35,27 @@ FAMILIES = {
 
 def make(family="llama"):
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+    return transformers.AutoModelForCausalLM.from_config({**FAMILIES, **OF_EXPERTS}[family]())
+
+
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+GROUPS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+OF_EXPERTS = {
+    "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_local_experts=4),
+    "qwen3 with experts": lambda: transformers.Qwen3MoeConfig(
+        **TEXT, head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6
+    ),
+    "deepseek": lambda: transformers.DeepseekV3Config(**TEXT, **LATENT, **GROUPS),
+    "gpt-oss": lambda: transformers.GptOssConfig(**TEXT, head_dim=4, num_local_experts=4),
+}
+DEALT = ({"expert": 2}, {"expert": {"size": 2, "tensor": 1}, "tensor": {"size": 2, "mode": "1d"}})
 
 
 def live(**tensor):
@@ -116,3 +136,27 @@ def test_zero_over_cut_models_trains_as_one_device(stage, others):
             optimizer.step()
         reason = "sums over ranks are in another order, over three steps in fp32"
         assert_equal_to_one_device(model, one_device(), rtol=1e-4, atol=1e-5, reason=reason)
+
+
+@for_each(family=OF_EXPERTS)
+@pytest.mark.ranks(2, timeout=120)
+def test_dealt_experts_are_files_of_the_whole_model(family, tmp_path):
+    """Loaded onto the meta device where experts lie on an axis of their own, or are folded, and saved from there."""
+    whole = make(family)
+    theirs = tmp_path / family
+    if dist.get_rank() == 0:
+        whole.save_pretrained(theirs)
+    dist.barrier()
+    for number, config in enumerate(DEALT):
+        with ProcessGroups(Topology.from_config(config, 2)) as groups:
+            with torch.device("meta"):
+                cut = make(family)
+            parallelize(cut, groups)
+            par_checkpoint.load(theirs, model=cut)
+            assert_equal_to_one_device(cut, whole)
+            ours = tmp_path / f"{family} {number}"
+            par_checkpoint.save(ours, model=cut, config=whole.config)
+            again, info = type(whole).from_pretrained(ours, output_loading_info=True)
+            assert not any(info.values()), info
+            for name, tensor in whole.state_dict().items():
+                assert torch.equal(again.state_dict()[name], tensor), name

@@ -31,11 +31,13 @@ from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradients
 from .models.compare import Comparison, compare
 from .models.costs import Traffic, costs
+from .models.packed.pack import PackedExperts, pack_
 from .models.parallel import Parallel, parallel_of
 from .models.parallelize import cuts, parallelize
 from .models.plans.plans import register_plan
 from .models.plans.styles import (
     Column,
+    DealtExperts,
     Partial,
     Row,
     SplitExperts,
@@ -61,6 +63,7 @@ __all__ = [
     "Context",
     "Cost",
     "Cut",
+    "DealtExperts",
     "Dispatch",
     "ExpertSplit",
     "Experts",
@@ -74,6 +77,7 @@ __all__ = [
     "MoEShape",
     "ModelShape",
     "NormShape",
+    "PackedExperts",
     "Parallel",
     "Partial",
     "PartialGradients",
@@ -114,6 +118,7 @@ __all__ = [
     "memory",
     "moe_cost",
     "normal",
+    "pack_",
     "parallel_of",
     "parallelize",
     "reduce_from",

@@ -71,10 +71,16 @@ FURTHER = {"gptj": ("GPTJ", {"rotary_dim": 4, "n_inner": 48}), "roberta": ("Robe
 """Families whose plans `compare` proves."""
 
 
+OF_EXPERTS = {
+    "gpt-oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4, **EXPERTS}),
+}
+"""Families that have a plan for experts that are dealt out, and none for tensor ranks."""
+
+
 def make(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A small model, the same on every rank; every parameter is drawn, biases and norms too."""
     transformers = pytest.importorskip("transformers", minversion="5.4")
-    stem, own = {**FAMILIES, **FURTHER}[family]
+    stem, own = {**FAMILIES, **FURTHER, **OF_EXPERTS}[family]
     config_class = getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")
     model_class = getattr(transformers, f"{stem}ForMaskedLM" if stem in ("Bert", "Roberta") else _causal(stem))
     config = config_class(**{**TEXT, **own, **options})

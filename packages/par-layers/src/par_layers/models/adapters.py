@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .plans.plans import names_around
-from .plans.styles import Column, Partial, Row, SplitExperts, Style, Vocabulary, Whole
+from .plans.styles import Column, DealtExperts, Partial, Row, SplitExperts, Style, Vocabulary, Whole
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def wrappers_of(modules: dict[str, nn.Module], rules: dict[str, Style]) -> dict[
         if style is None or not isinstance(getattr(module, "base_layer", None), nn.Module):
             continue
         who = type(module).__name__
-        if isinstance(style, (Vocabulary, SplitExperts)) or (isinstance(style, Column) and style.gather):
+        if isinstance(style, (Vocabulary, SplitExperts, DealtExperts)) or (isinstance(style, Column) and style.gather):
             raise TypeError(
                 f"{name!r} has an adapter ({who}) on an embedding, a head or experts, which cannot be cut; choose "
                 "target_modules among the linears of the layers"

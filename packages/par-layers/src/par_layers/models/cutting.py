@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from par_groups import Box, Sharding, Topology, set_sharding, whole
 
 from ..layers.parameter import Rows
-from ..modes.grid import Axes, Grid
+from ..modes.grid import Axes, Grid, stand_ins
 
 
 class PlannedGrid(Grid):
@@ -21,14 +21,20 @@ class PlannedGrid(Grid):
     Args:
         topology: The topology.
         rank: The global rank.
+        view: "experts", or None for the topology's own axes.
     """
 
-    def __init__(self, topology: Topology, rank: int) -> None:
-        super().__init__(None)
+    def __init__(self, topology: Topology, rank: int, view: str | None = None) -> None:
+        super().__init__(None, view)
         self._topology, self._rank = topology, rank
+        self._stands_for = stand_ins(topology, view)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._topology, self._rank)
+        return type(self), (self._topology, self._rank, self.view)
+
+    def seen_as(self, view: str | None) -> "PlannedGrid":
+        """The place of the same rank on the axes of a view, or of the topology itself."""
+        return type(self)(self._topology, self._rank, view)
 
     @property
     def topology(self) -> Topology:
@@ -37,6 +43,7 @@ class PlannedGrid(Grid):
 
     def size(self, axes: Axes) -> int:
         """The number of ranks over these axes; 1 for none."""
+        axes = self.known(axes)
         return self._topology.size(axes) if axes else 1
 
     def rank_on(self, axis: str) -> int:

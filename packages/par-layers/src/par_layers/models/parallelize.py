@@ -4,6 +4,7 @@ import hashlib
 import inspect
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from par_groups import Collective, ProcessGroups, Sharding, Topology, agree, check_alike, check_collectives
@@ -11,6 +12,7 @@ from par_groups import Collective, ProcessGroups, Sharding, Topology, agree, che
 from .._layer_set import LayerSet, layer_set
 from ..context.context import Context
 from ..layers.parallel_layer import RECORDS_OF_MODULE, ParallelLayer
+from ..modes.grid import EXPERTS
 from ..modes.layout import Layout
 from .adapters import base_model, wrapper_around
 from .counts import LocalConfig
@@ -20,13 +22,14 @@ from .guards import ModelEntry, check_whole, guard_
 from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, PartialOutput, SharedExpert
 from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
+from .packed.forward import deal_
 from .parallel import KEPT_AS, LogitsLayout, Parallel, parallel_of, table_of
 from .plans import families  # noqa: F401 - registers its plans
 from .plans.plans import Plan, names_around, resolve
 from .plans.styles import Column, Latent, Row, Shared, SplitExperts, Summed, Vocabulary
 from .proof import Proof
 from .regions import Block, FirstLayer, LastLayer, Region
-from .survey import RegionPlan, Survey, is_conv1d, survey, survey_planned, tensor_axes
+from .survey import RegionPlan, Survey, deals_experts, is_conv1d, survey, survey_planned, tensor_axes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -94,18 +97,20 @@ def parallelize(
     except (TypeError, ValueError) as error:
         problem = error
     axes = tensor_axes(grid)
+    needed: dict[dist.ProcessGroup, list[Collective]] = {}
     if axes:
-        check_alike(agree(problem, digest, grid.group(axes)), "plans or models to cut", show=False)
-        if found is not None and grid.groups is not None:
-            needed: list[Collective] = ["all_reduce", "all_gather"]
-            if found.layers is not None:  # activations are cut along the sequence
-                needed.append("reduce_scatter")
-            check_collectives(grid.group(axes), grid.groups.device, needed, "parallelize")
-    elif problem is not None:
-        raise problem
+        needed[grid.group(axes)] = ["all_reduce", "all_gather"]
+        if found is not None and found.layers is not None:  # activations are cut along the sequence
+            needed[grid.group(axes)].append("reduce_scatter")
+    if deals_experts(grid) and (of_experts := grid.seen_as(EXPERTS)).size(("expert_parallel",)) > 1:
+        needed.setdefault(of_experts.group(("expert_parallel",)), []).append("all_to_all")
+    check_alike(agree(problem, digest, *needed), "plans or models to cut", show=False)
+    if found is not None and grid.groups is not None:
+        for group, collectives in needed.items():
+            check_collectives(group, grid.groups.device, collectives, "parallelize")
     if found is not None:
         _Adoption(inner, layers, found, logits, digest).apply()
-        if inner is not model and axes:
+        if inner is not model and (axes or found.experts):
             guard_(model, cut_logits=logits == "cut")
     return model
 
@@ -166,7 +171,7 @@ def _again(model: nn.Module, before: Parallel, layers: LayerSet, plan: str | Pla
             raise ValueError(
                 f"parameter {name!r} came after this model was cut; make the model anew, with adapters, and cut that"
             )
-    if resolve(model, plan).rules != before.plan:
+    if resolve(model, plan, experts=deals_experts(layers.grid)).rules != before.plan:
         raise ValueError("this model was cut by another plan, which parallel_of(model).plan has; make it anew")
     return before.digest
 
@@ -205,6 +210,8 @@ class _Adoption:
             self._cut_the_sequence()
             for name, region in self.found.regions.items():
                 self._set_counts(self.modules[name], region)
+        for name, experts in self.found.experts.items():
+            deal_(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes)
         self._begin_and_end(regions)
         self._adopt_dropouts(regions)
         for module in self.model.modules():
@@ -362,7 +369,7 @@ class _Adoption:
         if self.axes and (labels is not None or sequence or heads):
             entry = ModelEntry(self.grid, self.axes, logits=head, labels=labels, sequence=sequence, heads=heads)
             self.model.register_forward_pre_hook(entry.before, with_kwargs=True)
-        if self.axes:
+        if self.axes or self.found.experts:
             guard_(self.model, cut_logits=self.logits == "cut")
         resolved = self.found.resolved
         table = table_of(self.model, self.found.rules)

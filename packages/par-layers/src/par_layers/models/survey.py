@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from par_groups import Topology
 
+from ..experts.experts import Experts
 from ..layers.embedding import padded
 from ..layers.linear import block_rows
 from ..layers.parameter import Rows
-from ..modes.grid import Axes, Grid
+from ..modes.grid import EXPERTS, Axes, Grid
 from .adapters import Wrapper, wrapper_around, wrappers_of
 from .cutting import Part, PlannedGrid, part_along, part_whole
+from .packed.look import experts_like
 from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve
-from .plans.styles import Column, Partial, Row, SplitExperts, Style, Vocabulary, Whole, with_unit
+from .plans.styles import Column, DealtExperts, Partial, Row, SplitExperts, Style, Vocabulary, Whole, with_unit
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Survey:
         layers: The name of the list of layers whose activations are cut along the sequence; None where none are.
         head: The name of the output embedding; None if the model has none, or it has no rule.
         blocks: Names of the modules inside which everything is as without sequence parallelism: those that directly
-            hold SplitExperts, and open regions with Rows.
+            hold experts, and open regions with Rows.
+        experts: Experts of this rank like those of each module that has the rule DealtExperts, by its name.
     """
 
     resolved: Resolved
@@ -75,6 +78,7 @@ class Survey:
     layers: str | None
     head: str | None
     blocks: tuple[str, ...]
+    experts: dict[str, Experts]
 
     def region_around(self, name: str) -> str:
         """The name of the module that holds a linear, or the wrapper of adapters around it."""
@@ -98,6 +102,11 @@ def tensor_axes(grid: Grid) -> Axes:
     if topology is None or "tensor" not in (*topology.axes, *topology.products) or topology.size("tensor") == 1:
         return ()
     return grid.tensor_axes
+
+
+def deals_experts(grid: Grid) -> bool:
+    """Whether the topology says how experts are dealt out over the ranks."""
+    return grid.topology is not None and EXPERTS in grid.topology.views
 
 
 def survey_planned(model: nn.Module, topology: Topology, rank: int, plan: str | Plan) -> Survey:
@@ -132,7 +141,7 @@ def survey(model: nn.Module, plan: str | Plan, grid: Grid, *, sequence: bool) ->
         ValueError: A rule is wrong, or a size does not divide.
         TypeError: There is no plan, a rule is on a module that it cannot cut, or the sequence cannot be cut.
     """
-    resolved = resolve(model, plan)
+    resolved = resolve(model, plan, experts=deals_experts(grid))
     return _Surveyor(model, resolved, grid, sequence=sequence).survey()
 
 
@@ -151,8 +160,19 @@ class _Surveyor:
         self.grid, self.axes, self.sequence = grid, tensor_axes(grid), sequence
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.wrappers = wrappers_of(self.modules, self.rules)
+        self.experts = {
+            name: experts_like(self.modules[name], grid.seen_as(EXPERTS), name)
+            for name, style in self.rules.items()
+            if isinstance(style, DealtExperts) and name in self.modules
+        }
 
     def survey(self) -> Survey:
+        ranks = self.grid.seen_as(EXPERTS).size(("expert_parallel",)) if deals_experts(self.grid) else 1
+        if ranks > 1 and not self.experts:
+            raise ValueError(
+                f"the topology deals experts out over {ranks} ranks, but no module of {type(self.model).__name__} has "
+                "the rule 'ep_dispatch_experts'; give these ranks to data, tensor or pipeline"
+            )
         for name, style in self.rules.items():
             if name in self.modules and isinstance(style, (Column, Row)):
                 _features(self._linear(name), name)
@@ -170,7 +190,7 @@ class _Surveyor:
             region = regions.get(_parent(name))
             self.rules.update(wrapper.rules(style, enters=region is not None and region.enters))
         parts = self._parts(regions, blocks, layers)
-        return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks)
+        return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks, self.experts)
 
     def _linear(self, name: str) -> nn.Module:
         """The linear of that name, which adapters may be around."""
@@ -270,7 +290,12 @@ class _Surveyor:
 
     def _blocks(self, regions: dict[str, RegionPlan]) -> tuple[str, ...]:
         """The modules inside which everything is as without sequence parallelism, the outermost ones alone."""
-        found = [_parent(name) for name, style in self.rules.items() if isinstance(style, SplitExperts)]
+        of_experts = (SplitExperts, DealtExperts)
+        found = [
+            _parent(name)
+            for name, style in self.rules.items()
+            if isinstance(style, of_experts) and name in self.modules
+        ]
         rows = [name for name, style in self.rules.items() if isinstance(style, Row)]
         for name, region in regions.items():
             if not region.closed and any(name in names_around(row) for row in rows):
@@ -343,6 +368,9 @@ class _Surveyor:
         """
         name = _join(path, own)
         style = self.rules.get(name)
+        if path in self.experts:
+            dealt: Any = self.experts[path]._parameters[own]
+            return Part(dealt.par_sharding, tuple(dealt.shape))
         try:
             if style is not None:
                 return self._bare_part(style, parameter, name)
@@ -401,6 +429,11 @@ class _Surveyor:
             return part_along(parameter.shape, -1, self._runs(parameter.shape[-1], style.blocks), self.grid)
         if isinstance(style, (Whole, Partial)):
             return None
+        if isinstance(style, DealtExperts):
+            raise TypeError(
+                f"{name!r} has the rule 'grouped_gemm', and the module around it not; give {_parent(name)!r} the rule "
+                "'ep_dispatch_experts'"
+            )
         raise TypeError(
             f"{name!r}: the rule {style} cannot cut a parameter of shape {tuple(parameter.shape)}: Column cuts one or "
             "three dims, Row three; give the rule to the module instead"
@@ -418,6 +451,8 @@ class _Surveyor:
         cut activations: what lies outside the regions, and the biases of Rows.
         """
         owners = list(names_around(name))
+        if any(owner in self.experts for owner in owners):  # a norm of outputs, of which each tensor rank has its own
+            return self.axes
         for owner in (name, *owners):
             style = self.rules.get(owner)
             if isinstance(style, Partial):

@@ -30,13 +30,7 @@ class Grid:
     def __init__(self, groups: ProcessGroups | None, view: str | None = None) -> None:
         self.groups = groups
         self.view = view
-        self._stands_for: dict[str, Axes] = {}
-        if view is not None and groups is not None and view not in groups.topology.views:
-            if view != EXPERTS:
-                raise ValueError(f"the topology has no view {view!r}; views are {sorted(groups.topology.views)}")
-            names = (*groups.topology.axes, *groups.topology.products)
-            tensor = groups.topology.leaves("tensor") if "tensor" in names else ()
-            self._stands_for = {"expert_parallel": (), "expert_tensor": tensor}
+        self._stands_for = {} if groups is None else stand_ins(groups.topology, view)
         self.copies = lru_cache(maxsize=None)(self._copies)  # of this object, so that it goes when the object goes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -45,6 +39,10 @@ class Grid:
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.groups, self.view)
+
+    def seen_as(self, view: str | None) -> "Grid":
+        """The place of the same rank on the axes of a view, or of the topology itself."""
+        return type(self)(self.groups, view)
 
     @property
     def topology(self) -> Topology | None:
@@ -106,3 +104,17 @@ class Grid:
         home = self.topology.views.get(self.view or "", self.topology)
         differ = {*self.known(cut_by), "pipeline"}
         return [axis for axis in home.axes if axis not in differ]
+
+
+def stand_ins(topology: Topology, view: str | None) -> dict[str, Axes]:
+    """For the axes of a view that a topology has not, those of its own that they are.
+
+    Raises:
+        ValueError: The topology has no such view.
+    """
+    if view is None or view in topology.views:
+        return {}
+    if view != EXPERTS:
+        raise ValueError(f"the topology has no view {view!r}; views are {sorted(topology.views)}")
+    tensor = topology.leaves("tensor") if "tensor" in (*topology.axes, *topology.products) else ()
+    return {"expert_parallel": (), "expert_tensor": tensor}

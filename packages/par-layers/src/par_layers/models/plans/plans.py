@@ -59,12 +59,13 @@ class Resolved:
     unmatched: tuple[str, ...]
 
 
-def resolve(model: nn.Module, plan: str | Plan) -> Resolved:
+def resolve(model: nn.Module, plan: str | Plan, *, experts: bool = False) -> Resolved:
     """The style of each module and parameter of a model.
 
     Args:
         model: The model, which may be on the meta device.
         plan: "auto", or rules by pattern, in which `*` stands for one number between dots.
+        experts: Whether the topology deals experts out, so that "auto" takes the model's plan for that, too.
 
     Raises:
         TypeError: The plan is "auto" and the model has none, or it matches nothing; or a rule is no style.
@@ -73,7 +74,7 @@ def resolve(model: nn.Module, plan: str | Plan) -> Resolved:
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan is {plan!r}; it is 'auto', or a dict such as {{'layers.*.mlp.up': 'colwise'}}")
-        return _resolve_auto(model)
+        return _resolve_auto(model, experts=experts)
     names = _names(model)
     rules: dict[str, Style] = {}
     pattern_of: dict[str, str] = {}
@@ -133,14 +134,15 @@ def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
     return found if isinstance(inside, (nn.Embedding, nn.Linear)) else None
 
 
-def _resolve_auto(model: nn.Module) -> Resolved:
-    """The registered plan of the family, else the model's own; and rules for both ends of the model."""
+def _resolve_auto(model: nn.Module, *, experts: bool) -> Resolved:
+    """The registered plan of the family, else the model's own; its rules for experts; and rules for both ends of it."""
     if not is_transformers_model(model):
         raise TypeError(
             f"plan 'auto' is for models of transformers, and this is a {type(model).__name__}; give a plan, such as "
             "{'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}"
         )
-    plan = _plan_of(model)
+    of_experts: Plan = (getattr(model, "ep_plan", None) or {}) if experts else {}
+    plan = {**_plan_of(model, is_needed=not of_experts), **of_experts}
     names = _names(model)
     rules: dict[str, Style] = {}
     unmatched = []
@@ -161,7 +163,8 @@ def _resolve_auto(model: nn.Module) -> Resolved:
     return Resolved(rules, tuple(unmatched))
 
 
-def _plan_of(model: nn.Module) -> Plan:
+def _plan_of(model: nn.Module, *, is_needed: bool) -> Plan:
+    """The plan of a model for its tensor ranks; an empty one where it has none and none is needed."""
     config: Any = getattr(model, "config", None)
     family = str(getattr(config, "model_type", ""))
     if family in PLANS:
@@ -175,12 +178,12 @@ def _plan_of(model: nn.Module) -> Plan:
             "and keys; update to 5.4 or later, or give a plan"
         )
     plan: Plan | None = getattr(model, "tp_plan", None)
-    if not plan:
+    if not plan and is_needed:
         raise TypeError(
             f"{type(model).__name__} has no plan for tensor parallelism; give one, such as "
             "{'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}, or register it with register_plan"
         )
-    return plan
+    return plan or {}
 
 
 def _names(model: nn.Module) -> dict[str, nn.Module]:

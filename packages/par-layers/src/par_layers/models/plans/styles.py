@@ -67,6 +67,15 @@ class SplitExperts(Style):
 
 
 @dataclass(frozen=True)
+class DealtExperts(Style):
+    """A module with the packed weights of all experts, or such a weight: dealt out over the ranks of `expert`.
+
+    A rank has some experts, whole or, where the topology cuts each of them, a part of their features; tokens travel to
+    the ranks of their experts. On a topology without an axis `expert`, every expert is cut over the tensor ranks.
+    """
+
+
+@dataclass(frozen=True)
 class Partial(Style):
     """A part between a Column and a Row that is whole on every rank, but whose gradient is a partial sum.
 
@@ -141,17 +150,17 @@ def style_of(rule: object, module: nn.Module, name: str) -> Style:
         name: The name of the module or parameter, for messages.
 
     Raises:
-        ValueError: No style is called so, or it cuts experts over ranks.
+        ValueError: No style is called so, or none any more.
         TypeError: The rule is neither a style nor a name.
     """
     if isinstance(rule, Style):
         return rule
     if not isinstance(rule, str):
         raise TypeError(f"the rule of {name!r} is {rule!r}; give a style, such as Column(), or the name of one")
-    if rule in _OVER_EXPERTS:
+    if rule in _REMOVED:
         raise ValueError(
-            f"the rule of {name!r} is {rule!r}, which deals whole experts out over the axis 'expert'; on the tensor "
-            "axis every expert is cut: use 'moe_tp_experts', with 'packed_colwise' and 'rowwise' for its weights"
+            f"the rule of {name!r} is {rule!r}, removed by transformers; use ep_dispatch_experts for the module with "
+            "all experts and grouped_gemm for its weights, and no rule for the router"
         )
     style = STYLES[rule](module)
     if not isinstance(style, Style):
@@ -159,11 +168,9 @@ def style_of(rule: object, module: nn.Module, name: str) -> Style:
     return style
 
 
-_OVER_EXPERTS = frozenset(
+_REMOVED = frozenset(
     {
         "ep_router",
-        "ep_dispatch_experts",
-        "grouped_gemm",
         "megamoe_experts",
         "megamoe_dispatch",
         "local",
@@ -173,7 +180,7 @@ _OVER_EXPERTS = frozenset(
         "gather",
     }
 )
-"""Names of transformers' styles for experts that are dealt out whole, and those that its release 5.0 alone had."""
+"""Names of styles for experts that some releases of transformers had."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,8 @@ _NAMES = {
     "replicate": Whole(),
     "local_params": Whole(),
     "moe_tp_experts": SplitExperts(),
+    "ep_dispatch_experts": DealtExperts(),
+    "grouped_gemm": DealtExperts(),
     "moe_identity_expert": Shared(),
     "all_reduce": Summed(),
 }

@@ -1,0 +1,95 @@
+"""What a module with the packed weights of all experts computes, and this rank's part of them."""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...experts.experts import Experts
+from ...experts.products import Activation
+from ...modes.grid import Grid
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+"""What transformers says of a class of packed experts, on each of its instances."""
+
+
+def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
+    """Experts of ours that compute what a module's do, with parameters of this rank's shapes on the meta device.
+
+    Args:
+        module: Packed experts as transformers 5 has them, with all experts, or this rank's if they have been cut.
+        grid: This rank's place, in the view "experts".
+        name: The name of the module, for messages.
+
+    Raises:
+        TypeError: The module is none of the kind.
+        ValueError: Experts or features do not divide by the ranks.
+    """
+    inside: Any = module
+    who = type(module).__name__
+    if isinstance(module, nn.ModuleList):
+        kinds = ", ".join(dict.fromkeys(type(expert).__name__ for expert in module)) or "nothing"
+        raise TypeError(
+            f"{name!r} is a {who} of {kinds}, one module an expert, and the rule 'ep_dispatch_experts' is for one with "
+            "the packed weights of all: call pack_(module, gate, up, down) first, and the block around it must "
+            "call it with (tokens, ids, weights)"
+        )
+    missing = [flag for flag in FLAGS if not isinstance(getattr(module, flag, None), bool)]
+    if missing:
+        raise TypeError(
+            f"{name!r} is a {who}, which does not say {', '.join(missing)} as packed experts of transformers 5 do: the "
+            "rule 'ep_dispatch_experts' is for these; for experts of your own use Dispatch and Experts"
+        )
+    first = "gate_up_proj" if inside.has_gate else "up_proj"
+    weights = (first, "down_proj")
+    known = sorted({*weights, *(f"{weight}_bias" for weight in weights if inside.has_bias)})
+    own = sorted(path for path, _ in module.named_parameters() if not path.startswith("post_expert_norm."))
+    if own != known:
+        raise TypeError(
+            f"{name!r} has the parameters {own}, and by what it says of itself {known}: nobody knows what others do; "
+            "use Dispatch and Experts for experts of your own"
+        )
+    if inside.has_post_expert_norm and grid.size(("expert_tensor",)) > 1:
+        raise ValueError(
+            f"{name!r} has a norm after each expert, which needs whole outputs: an expert cannot be cut over "
+            f"{grid.size(('expert_tensor',))} ranks; use expert=dict(size=..., tensor=1)"
+        )
+    experts, *features = getattr(inside, first).shape
+    hidden, wide = features if inside.is_transposed else reversed(features)
+    try:
+        return Experts(
+            experts,
+            hidden,
+            wide // 2 if inside.has_gate else wide,
+            activation=activation_like(module),
+            bias=inside.has_bias,
+            interleaved=inside.has_gate and not inside.is_concatenated,
+            transposed=inside.is_transposed,
+            grid=grid,
+        )
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+
+
+def activation_like(module: nn.Module) -> str | Activation:
+    """What a module's experts compute between their products.
+
+    Args:
+        module: Packed experts.
+    """
+    inside: Any = module
+    if not inside.has_gate:
+        return Activation(inside.act_fn, gated=False)
+    usual = (apply_gate, getattr(sys.modules.get("transformers.integrations.moe"), "_default_apply_gate", apply_gate))
+    is_silu = getattr(inside, "act_fn", None) is functional.silu or type(getattr(inside, "act_fn", None)) is nn.SiLU
+    if getattr(type(module), "_apply_gate", None) in usual and is_silu and inside.is_concatenated:
+        return "swiglu"
+    return Activation(inside._apply_gate)
+
+
+def apply_gate(module: Any, gate_up: Tensor) -> Tensor:
+    """What packed experts compute of gate and up if they say nothing else: the activation [R, f] of [R, 2 f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    activated: Tensor = module.act_fn(gate) * up
+    return activated
