@@ -71,3 +71,26 @@ def test_hooks_of_saved_tensors_are_seen():
     assert _torch_private.hooks_of_saved_tensors(True) is None
     with torch.autograd.graph.save_on_cpu():
         assert _torch_private.hooks_of_saved_tensors(True) is not None
+
+
+def test_a_function_is_called_between_graphs():
+    def run(x):
+        return _torch_private.apart(lambda y: y if torch.compiler.is_compiling() else y + 1, x * 2)
+
+    assert torch.compile(run, backend="eager")(torch.ones(1)).item() == 3
+
+
+def test_sums_of_bags_are_those_of_rows_at_their_places():
+    rows, places = torch.arange(8.0).view(4, 2), torch.tensor([3, 0, 1, 1])
+    sums = _torch_private.sums_of_bags(rows, places, torch.tensor([0, 2]))
+    assert sums.tolist() == [[6, 8], [4, 6]]
+
+
+def test_gradients_of_activations_are_torchs():
+    x = torch.linspace(-3, 3, 7, requires_grad=True)
+    upstream, written = torch.linspace(1, 2, 7), torch.empty(7)
+    _torch_private.silu_backward(upstream, x.detach(), grad_input=written)
+    (there,) = torch.autograd.grad(torch.nn.functional.silu(x), x, upstream)
+    assert torch.equal(written, there)
+    (there,) = torch.autograd.grad(torch.nn.functional.gelu(x), x, upstream)
+    assert torch.equal(_torch_private.gelu_backward(upstream, x.detach()), there)

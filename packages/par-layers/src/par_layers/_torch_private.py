@@ -6,10 +6,12 @@ some of them by identity. The layers also override two methods of nn.Module that
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives that return a tensor, which `wait_tensor` completes; with the name of a group. In torch 2.11 to 2.13.
@@ -101,3 +103,9 @@ hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_te
 
 Non-reentrant checkpoints of torch set such hooks, and have no way to ask whether one is active.
 """
+
+
+@disable_dynamo
+def apart(function: Callable[..., T], *arguments: object) -> T:
+    """Calls a function between two graphs of torch.compile, which cannot hold what it computes with."""
+    return function(*arguments)

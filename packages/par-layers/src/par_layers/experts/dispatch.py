@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from .._collectives import finish
-from .._torch_private import assert_async, functional_collectives, sums_of_bags
+from .._torch_private import apart, assert_async, functional_collectives, sums_of_bags
 from .capacity import assigned, slots
 from .rows import by_expert, inverse, sorted_by_expert
 
@@ -84,6 +85,9 @@ class Dispatch:
                 f"x is {list(x.shape)}, ids are {list(ids.shape)}, gates {list(gates.shape)}; they must be [M, h], "
                 "[M, k] and [M, k]"
             )
+        return apart(self._send, x, ids, gates, tokens) if is_compiling() else self._send(x, ids, gates, tokens)
+
+    def _send(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None) -> "Sent":
         if gates.element_size() < x.element_size():
             gates = gates.to(x.dtype)
         route = self._slots(x, ids, gates, tokens) if self.capacity is not None else self._rows(x, ids, gates)
@@ -161,6 +165,9 @@ class Sent:
             The rows [R, h], expert by expert; their gates [R]; and the number of rows of each of this rank's experts,
             int64 [E / p], in the host's memory unless nothing was exchanged.
         """
+        return apart(self._receive) if is_compiling() else self._receive()
+
+    def _receive(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._gates is not None:
             return self._token, self._gates, self._route.splits.counts
         rows, gates = _Receive.apply(self._token, self._route)  # type: ignore[no-untyped-call]
@@ -178,6 +185,9 @@ class Sent:
         Raises:
             ValueError: There are more or fewer rows than were received.
         """
+        return apart(self._combine, rows) if is_compiling() else self._combine(rows)
+
+    def _combine(self, rows: Tensor) -> Tensor:
         route = self._route
         if rows.dim() != 2 or len(rows) != route.splits.received:
             raise ValueError(f"the outputs are {list(rows.shape)}, but {route.splits.received} rows were received")

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from par_groups import Box, Sharding, WeightGradHook, WeightGradient, set_sharding, weight_and_hook
 
+from .._torch_private import apart
 from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import ByPlace, EachExpert, Init, constant, uniform
 from ..modes.arithmetic import in_autocast_dtype
@@ -115,6 +117,9 @@ class Experts(ParallelLayer):
             raise ValueError(
                 f"there are counts of {len(counts)} experts, but this rank has {self.local_experts} of {self.experts}"
             )
+        return apart(self._forward, rows, gates, counts) if is_compiling() else self._forward(rows, gates, counts)
+
+    def _forward(self, rows: Tensor, gates: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
         up, up_hook = weight_and_hook(self, name=self._up)
         down, down_hook = weight_and_hook(self, name="down_proj")
         if self.transposed:

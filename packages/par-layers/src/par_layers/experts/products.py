@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 from torch.nn import functional
 
-from .._torch_private import assert_async, gelu_backward, silu_backward
+from .._torch_private import apart, assert_async, gelu_backward, silu_backward
 
 ROWS_ONE_BY_ONE = 256
 """Mean number of rows of an expert from which on a CPU is quicker with one expert after the other (measured)."""
@@ -179,6 +180,10 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int])
             f"rows are {list(rows.shape)}, the weight is {list(weight.shape)}, and there are {len(counts)} counts; "
             "they must be [R, k], [E, n, k] and E"
         )
+    return apart(_multiplied, rows, weight, counts) if is_compiling() else _multiplied(rows, weight, counts)
+
+
+def _multiplied(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
     y: Tensor = _GroupedLinear.apply(rows.contiguous(), weight, Segments(counts, rows, weight))  # type: ignore[no-untyped-call]
     return y
 
