@@ -18,11 +18,12 @@ from travels import draw_travels
 from ways import draw_ways
 
 from par_groups import Topology
-from par_layers import TransformerShape, cost
+from par_layers import Balance, Router, RouterLosses, TransformerShape, cost, update_choice_bias_
 from par_pipeline import schedule, simulate
 from par_recompute import frontier, measure
 from par_train import Job, Machine, Shape
 from par_train.plan.search import rank
+from par_train.run.metrics import draw_load, load_of
 from par_zero import Moment, Trace, place
 from par_zero import simulate as simulate_placement
 
@@ -59,6 +60,7 @@ def main() -> None:
         Topology.from_config(config, world_size).draw(IMAGES / f"{name}.svg")
     draw_layer_cost(IMAGES / "layer-cost.svg")
     draw_exposed(IMAGES / "exposed.svg")
+    draw_expert_load(IMAGES / "expert-load.png")
     draw_memory(IMAGES / "context-memory.svg")
     draw_profile(IMAGES / "profile.svg")
     draw_kept(IMAGES / "recompute-kept.svg")
@@ -346,6 +348,23 @@ def draw_memory(path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path)
+
+
+def draw_expert_load(path: Path) -> None:
+    """Routers of three layers that a bias of the choice balances: each expert's tokens over a hundred steps."""
+    torch.manual_seed(0)
+    balance = Balance(bias_rate=2e-3)
+    routers = nn.ModuleDict(
+        {f"layer {number}": Router(16, 8, 2, score="sigmoid", choice_bias=True, balance=balance) for number in range(3)}
+    )
+    losses, lines = RouterLosses(routers), []
+    for step in range(2, 102, 2):
+        for _ in range(2):
+            for router in routers.values():
+                router(0.7 * torch.randn(512, 16) + 0.9)
+            update_choice_bias_(routers)
+        lines.append({"step": step, "expert_load": load_of(losses.load())})
+    draw_load(path, lines)
 
 
 def draw_package(axes: Axes, centre: tuple[float, float], name: str, purpose: str) -> None:

@@ -3,9 +3,11 @@ import resource
 from types import SimpleNamespace
 
 import pytest
+import torch
+from matplotlib.image import imread
 
 from par_train.run.files import RunFiles
-from par_train.run.metrics import MetricsFile, draw_loss, read_metrics, truncate_metrics
+from par_train.run.metrics import MetricsFile, draw_load, draw_loss, load_of, read_metrics, truncate_metrics
 from par_train.run.progress import Lines
 from par_train.run.records import Records
 
@@ -112,3 +114,36 @@ def test_samples_are_kept_beside_the_numbers_and_told_to_who_takes_texts(tmp_pat
     assert told == [({"loss": 2.5, "seconds": 1.0}, 3), ({"seconds": 2.0, "samples": 32}, 4)]
     records.close()
     assert (shown, ended) == ([(samples, 3)], [1])
+
+
+def test_the_load_of_experts_is_by_the_mean():
+    counts = {"blocks.0.mlp.gate": torch.tensor([3, 1, 0, 4]), "blocks.1.mlp.gate": torch.zeros(2, dtype=torch.int64)}
+    assert load_of(counts) == {"blocks.0.mlp.gate": [1.5, 0.5, 0.0, 2.0], "blocks.1.mlp.gate": [0.0, 0.0]}
+
+
+def test_the_load_of_experts_is_kept_in_the_file_and_left_out_of_what_trackers_take(tmp_path):
+    told = []
+    records = Records(RunFiles(tmp_path), None, [SimpleNamespace(log=lambda values, step: told.append((values, step)))])
+    line = {"step": 2, "loss": 2.5, "expert_load": {"gate": [0.5, 1.5]}}
+    records.write(line)
+    records.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [line]
+    assert told == [({"loss": 2.5}, 2)]
+
+
+def test_the_load_of_experts_is_a_picture_of_some_layers(tmp_path):
+    path = tmp_path / "expert-load.png"
+    draw_load(path, [metrics(1)])  # a model without experts
+    assert not path.exists()
+    heights = {}
+    for layers in (1, 2, 40):
+        lines = [
+            {"step": step, "expert_load": {f"blocks.{layer}": [0.0, 1.0, 2.0 * step] for layer in range(layers)}}
+            for step in (5, 10, 15)
+        ]
+        draw_load(path, [metrics(4), *lines, metrics(20)])
+        picture = imread(path)
+        heights[layers] = picture.shape[0]
+        warmth = picture[..., 0] - picture[..., 2]
+        assert min((warmth > 0.2).mean(), (warmth < -0.2).mean()) > 0.05  # a busy and an idle expert
+    assert heights[1] < heights[2] < heights[40] < 1400

@@ -18,7 +18,7 @@ from .._errors import UserError
 from ..diagnosis.watch import Diagnosis
 from ..run.failure import one_traceback
 from ..run.files import RunFiles, writing
-from ..run.metrics import draw_loss, read_metrics
+from ..run.metrics import draw_load, draw_loss, read_metrics
 from ..run.output import say
 from ..run.run import Run
 from ..run.stop import Stop
@@ -190,6 +190,7 @@ class JobRun(Run):
         lines = read_metrics(self.files.metrics)
         guess = (trainer.guess, f"uniform, log({round(math.exp(trainer.guess))}) = {trainer.guess:.2f}")
         draw_loss(self.files.curve, lines, title=trainer.title, unit=f"loss (nats a {trainer.unit})", uniform=guess)
+        draw_load(self.files.load, lines)
         if self._timeline is not None and schedule is not None:
             _draw_step(schedule, self._timeline, self.files, options.pipeline.schedule)
         print_summary(options, lines, self.step, self.ended_by, trainer.guess)

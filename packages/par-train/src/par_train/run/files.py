@@ -40,6 +40,11 @@ class RunFiles:
         return self.folder / "loss.png"
 
     @property
+    def load(self) -> Path:
+        """The load of experts as a picture, where a model has some."""
+        return self.folder / "expert-load.png"
+
+    @property
     def measured(self) -> Path:
         """The last step of a pipeline as a picture, as its ranks have measured it."""
         return self.folder / "pipeline-measured.png"
@@ -66,7 +71,7 @@ class RunFiles:
 
     def present(self) -> list[Path]:
         """The files and folders that a run has left."""
-        pictures = (self.curve, self.measured, self.predicted)
+        pictures = (self.curve, self.load, self.measured, self.predicted)
         every = (self.checkpoints, self.checkpoint, self.metrics, *pictures, self.trace)
         return [path for path in every if path.exists()]
 

@@ -22,7 +22,7 @@ from .files import RunFiles, writing
 from .goodput import Clock, Exposed, Goodput, peak_of
 from .line import Gathered, Value
 from .lock import Lock, lock_folder
-from .metrics import Line, draw_loss, read_metrics, truncate_metrics
+from .metrics import Line, draw_load, draw_loss, read_metrics, truncate_metrics
 from .output import say
 from .profile import Profile
 from .progress import make_progress
@@ -46,6 +46,7 @@ class Run:
         trace.json                  what `profile` recorded, for Perfetto
         diagnosis/                  what every rank was doing, if they hung or one failed; see `Diagnosis`
         loss.png                    the curve of `loss` and `validation_loss`
+        expert-load.png             each expert's tokens over the steps, if lines have an `expert_load`
         .par-train.lock             keeps a second run out; it ends with the process, however that ends
 
     Args:
@@ -410,7 +411,8 @@ class Run:
         """Writes a line as it is, on rank 0: to the metrics file, to TensorBoard, to the trackers, as progress.
 
         Args:
-            line: `step`, `seconds`, and other numbers by name.
+            line: `step`, `seconds`, and other numbers by name; `expert_load` may be each expert's tokens by the mean, a
+                list for each router by name.
         """
         if self._records is not None:
             self._records.write(line)
@@ -447,6 +449,7 @@ class Run:
         lines = read_metrics(self.files.metrics)
         if any(line.get("loss") is not None for line in lines):
             draw_loss(self.files.curve, lines)
+        draw_load(self.files.load, lines)
         if self._goodput is not None:
             say(f"par-train: {self._goodput.summary()}", sys.stderr)
         if self.step < until:
