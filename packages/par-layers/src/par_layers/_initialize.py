@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from par_groups import Sharding, sharding_of
 
 from ._random_bits import random_bits
+from .experts.router import Router
 from .layers.parallel_layer import HasInit, check_records
 from .layers.parameter import ByPlace, EachExpert, Init, half_normal
 
@@ -43,6 +44,9 @@ def initialize(
         RuntimeError: A parameter of our layers was replaced, as by FSDP2, and so has lost its init rule.
     """
     check_records(model, "par_init")
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            module.name = prefix + name
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, HasInit):
             if parameter.is_meta:

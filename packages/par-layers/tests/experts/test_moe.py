@@ -396,5 +396,5 @@ def test_every_rank_hears_of_scores_that_are_no_numbers():
                 x = here.layers.split(TOKENS["uneven"].of(here.replica)).detach()
                 if dist.get_rank() == bad:
                     x[0, 1, 3] = torch.nan
-                with pytest.raises(ValueError, match=rf"rank {bad} of the experts' group .* scores are NaN"):
+                with pytest.raises(ValueError, match=rf"router 'gate': ids of rank {bad} are .* scores are NaN"):
                     layer(x)

@@ -102,9 +102,9 @@ class Dispatch:
             settle = exchange_counts(counts.view(self.ranks, -1), self.group)
         else:
             if ids.device.type != "cpu":
-                assert_async(counts[0] >= 0, out_of_range([0], self.experts))
+                assert_async(counts[0] >= 0, out_of_range([], self.experts))
             elif counts[0].item() < 0:
-                raise ValueError(out_of_range([0], self.experts))
+                raise ValueError(out_of_range([dist.get_rank() if dist.is_initialized() else 0], self.experts))
             splits = Splits([], [], ids.numel(), counts)
 
             def settle() -> Splits:
@@ -139,8 +139,8 @@ class Dispatch:
 
 
 def out_of_range(ranks: list[int], experts: int) -> str:
-    """What is wrong with ids of these ranks of the group; of none, where only the device knows."""
-    who = f"rank {', '.join(map(str, ranks))} of the experts' group" if ranks else "this rank"
+    """What is wrong with ids of these ranks of the world; of none, where only the device knows."""
+    who = f"rank {', '.join(map(str, ranks))}" if ranks else "this rank"
     return (
         f"ids of {who} are none of 0 .. {experts - 1}; a router gives such ids where its scores are NaN: look for the "
         "first NaN of its input"
@@ -263,7 +263,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Callable[[], Sp
         leaving_rows, arriving_rows = torch.stack((counts, arriving)).tolist()
         wrong = [rank for rank, row in enumerate(arriving_rows) if min(row) < 0]
         if wrong:
-            raise ValueError(out_of_range(wrong, experts))
+            raise ValueError(out_of_range([dist.get_global_rank(group, rank) for rank in wrong], experts))
         expected = [sum(row) for row in arriving_rows]
         total = sum(expected)
         to_experts = by_expert(arriving, total)

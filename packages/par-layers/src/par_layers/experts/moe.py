@@ -54,7 +54,10 @@ class MoE(nn.Module):
         counted = None if mask is None else entrance.of_tokens(mask)
         routing = self.gate(routed, counted, sequences=entrance.sequences(x))
         gates, most = entrance.factors(routing.gates), entrance.most_tokens(x)
-        sent = self._dispatch.send(entering, routing.ids, gates, tokens=most)
+        try:
+            sent = self._dispatch.send(entering, routing.ids, gates, tokens=most)
+        except ValueError as error:
+            raise ValueError(f"{self.gate.title}: {error}") from None
         if sent.dropped is not None:
             self.gate.count_dropped(sent.dropped)
         shared = self._shared(x, routed, entering)  # while rows travel

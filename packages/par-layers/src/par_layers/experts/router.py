@@ -74,6 +74,9 @@ class Router(ParallelLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    name: str = ""
+    """Its name in the model, for errors; whoever goes through the model's modules first says it."""
+
     par_keep_dtype = ("e_score_correction_bias",)
     """Names of buffers that casts of a model leave alone: in bf16 a bias would lose steps of 1e-3."""
 
@@ -158,6 +161,11 @@ class Router(ParallelLayer):
                 gates = self._balanced(Routing(ids, gates, scores, logits), mask, sequences, key, choice)
             ids = ids.masked_fill(gates.detach().isnan(), self.experts)
         return Routing(ids, gates, scores, logits)
+
+    @property
+    def title(self) -> str:
+        """What an error calls it."""
+        return f"router {self.name!r}" if self.name else f"a router of {self.experts} experts"
 
     def count_dropped(self, rows: Tensor) -> None:
         """Takes down how many rows of these tokens exceeded an expert's capacity; only in first forwards of training.

@@ -126,7 +126,10 @@ def update_choice_bias_(model: nn.Module, groups: ProcessGroups | dist.ProcessGr
 
 
 def _routers(model: nn.Module) -> dict[str, Router]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    for name, router in routers.items():
+        router.name = router.name or name
+    return routers
 
 
 def _counts(router: Router) -> Tensor:
