@@ -14,17 +14,19 @@ TOKENS = (5, 0, 3, 7)
 
 
 @functools.cache
-def subgroup(*parts):
-    """The group of this rank among some that are made by all ranks together, each given by its ranks."""
-    made = [dist.new_group(list(ranks)) for ranks in parts]
+def subgroup(*parts, use="shares"):
+    """The group of this rank among some that are made by all ranks together, each given by its ranks.
+
+    What is exchanged in backward needs a communicator that nothing is reduced over, and so another `use`.
+    """
+    made = [dist.new_group(list(ranks), group_desc=use) for ranks in parts]
     return made[next(number for number, ranks in enumerate(parts) if dist.get_rank() in ranks)]
 
 
-def exchanging(parallel, use="exchange"):
-    """The ranks that have all experts between them, neighbours of each other, by a communicator for a use of its own."""
+def exchanging(parallel):
+    """The ranks that have all experts between them, neighbours of each other."""
     world = dist.get_world_size()
-    del use  # another one is another communicator
-    return subgroup(*(tuple(range(first, first + parallel)) for first in range(0, world, parallel)))
+    return subgroup(*(tuple(range(first, first + parallel)) for first in range(0, world, parallel)), use="exchange")
 
 
 def copies(parallel, rank=None):

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import set_sharding, whole
 from par_testing import count_collectives, for_each
-from par_zero import no_sync, shard, traffic
+from par_zero import Share, no_sync, shard, traffic
 
 from .helpers import for_each_stage
+from .routed import subgroup
 
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH + WIDTH  # divisible by 16 x 4, so that nothing is padded
@@ -105,3 +107,20 @@ def test_hybrid_sharding_adds_an_all_reduce_of_the_share(stage):
     saved = BLOCK * part(2) if stage == 3 else 0  # the last unit stays gathered
     assert received == traffic(stage, PARAMETERS, 2, replicas=2) - saved
     assert flags == 2 * (flags_of(stage) + 2) * part(2)  # told among the shards, then among the replicas
+
+
+@for_each_stage
+@pytest.mark.ranks(4)
+def test_what_few_ranks_share_moves_among_them_alone(stage):
+    """Half of the linears are of two ranks each, as experts are."""
+    pair = subgroup((0, 2), (1, 3))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    for parameter in [each for linear in model[1::2] for each in linear.parameters()]:
+        set_sharding(parameter, whole(tuple(parameter.shape), tuple(dist.get_process_group_ranks(pair))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(pair)], bucket=4 * BLOCK)
+    expected = traffic(stage, PARAMETERS // 2, 4) + traffic(stage, PARAMETERS // 2, 2)
+    if stage == 3:  # the last unit stays gathered from forward to backward
+        expected -= BLOCK / 2
+    assert moved(model, optimizer) == (expected, 2 * flags_of(stage) * Fraction(3, 4))

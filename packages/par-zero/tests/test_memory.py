@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from par_groups import set_sharding, whole
 from par_testing import live_bytes, peak_bytes
-from par_zero import memory, shard
+from par_zero import Share, memory, shard
+
+from .routed import subgroup
 
 WIDTH, BLOCKS = 128, 4
 CHUNK = WIDTH * WIDTH + WIDTH
@@ -68,6 +71,30 @@ def test_bf16_gradients_are_cast_for_the_optimizer_until_they_are_dropped(stage)
     expected = memory(stage, PARAMETERS, ranks, chunk=CHUNK, **BF16)
     cast = PARAMETERS * 4 / (ranks if stage else 1)
     assert_grown(expected.total + cast, stage, BF16, buffers=expected.buffers)
+
+
+@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.parametrize("stage", range(4))
+def test_what_few_ranks_share_counts_by_their_number(stage):
+    """Half of the linears are of two ranks each, as experts are."""
+    before = live_bytes()
+    pairs, group = [(0, 2), (1, 3)], subgroup((0, 2), (1, 3))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    for parameter in [each for linear in model[1::2] for each in linear.parameters()]:
+        set_sharding(parameter, whole(tuple(parameter.shape), pairs[dist.get_rank() % 2]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard(model, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(group)], bucket=4 * WIDTH * WIDTH)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+    expected = memory(stage, PARAMETERS // 2, 4, others=[(PARAMETERS // 2, 2)], chunk=CHUNK)
+
+    def is_expected(total):
+        return -SLACK - expected.buffers < total - before - expected.total < SLACK
+
+    total = live_bytes(is_expected)
+    assert is_expected(total), (total - before, expected)
 
 
 class Signalled(nn.Sequential):

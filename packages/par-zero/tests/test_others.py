@@ -1,15 +1,16 @@
-"""Parameters that not all ranks have, such as experts: those who have them share them, and all chunks have one order."""
+"""Parameters that not all ranks have, such as experts: those who have them share them, in one order with the rest."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_testing import for_each
+from par_groups import check_owned, segments_of, set_sharding, sharding_of, whole
+from par_testing import for_each, once
 from par_zero import Share, no_sync, shard, summon
 
 from .helpers import adamw, for_each_stage
-from .routed import Routed, copies, holding, loss_of, norm_of, part_of, subgroup
+from .routed import Routed, holding, loss_of, norm_of, part_of, subgroup
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 """Of fp64: some roundings of sums in another order, which AdamW divides by roots of small moments."""
@@ -59,6 +60,26 @@ def assert_like_alone(result, expected, parallel):
             )
 
 
+def owned(optimizer):
+    """What this rank's tensors hold, each under a name of its own, as one may be cut into several."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    return [(each.name, each.sharding) for tensor in tensors for each in segments_of(tensor)]
+
+
+class Three(nn.Module):
+    """Three linears in fp64, of which a rank may leave one out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(dist.get_rank() // 2)
+        self.linears = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x, left_out):
+        for number, linear in enumerate(self.linears):
+            x = x if number == left_out else torch.tanh(linear(x))
+        return x
+
+
 def everything(step, rank):
     """No rank leaves out anything."""
 
@@ -68,9 +89,181 @@ def above_and_below(step, rank):
     return {(1, 1): 5, (2, 1): 0, (1, 0): 3}.get((step, rank))
 
 
+def check(parallel, stage, left_out, *, microbatches=1, **options):
+    expected = once(alone, dist.get_world_size(), left_out, microbatches=microbatches)
+    result = together(parallel, stage, left_out, microbatches=microbatches, **options)
+    assert_like_alone(result, expected, parallel)
+
+
 @for_each(stage=(0, 1, 2, 3), left_out=(everything, above_and_below))
 @pytest.mark.parametrize("parallel", [2, 4])
-@pytest.mark.ranks(4, timeout=20)
+@pytest.mark.ranks(4, timeout=60)
 def test_experts_train_as_on_one_device(stage, left_out, parallel):
-    groups = {"group": dist.group.WORLD, "others": [Share(holding(parallel))]}
-    assert_like_alone(together(parallel, stage, left_out, **groups), alone(4, left_out), parallel)
+    check(parallel, stage, left_out, group=dist.group.WORLD, others=[Share(holding(parallel))])
+
+
+@for_each(stage=(1, 3), deferred=(False, True), bucket=(1, 10_000))
+@pytest.mark.ranks(2, timeout=60)
+def test_experts_train_by_several_backwards_in_chunks_of_any_size(stage, deferred, bucket):
+    options = {"group": dist.group.WORLD, "others": [Share(holding(2))]}
+    check(2, stage, above_and_below, microbatches=2, deferred=deferred, bucket=bucket, **options)
+
+
+@for_each(stage=(0, 1, 2, 3))
+@pytest.mark.ranks(4, timeout=60)
+def test_experts_train_under_hybrid_sharding(stage):
+    """Neighbours share, and the ranks two further keep the same: of experts either all of one, or a part each."""
+    near, far, alone_ = subgroup((0, 1), (2, 3)), subgroup((0, 2), (1, 3)), subgroup((0,), (1,), (2,), (3,))
+    for others in ([Share(alone_, replicas=far)], [Share(far)]):
+        check(2, stage, above_and_below, group=near, replicas=far, others=others)
+
+
+@pytest.mark.ranks(2, backend="strict", timeout=60)
+def test_on_strict_ranks_nothing_of_shared_experts_crosses():
+    for stage in (1, 3):
+        check(2, stage, above_and_below, group=dist.group.WORLD, others=[Share(holding(2))])
+
+
+@for_each(stage=(0, 1, 3))
+@pytest.mark.ranks(2, timeout=30)
+def test_two_forwards_before_one_backward_exchange_as_on_one_device(stage):
+    ranks, models = 2, [Routed(), Routed(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    shard(models[1], optimizers[1], stage=stage, group=dist.group.WORLD, others=[Share(holding(2))], bucket=300)
+    for step in range(3):
+        for model, optimizer, seen in zip(models, optimizers, (range(ranks), [dist.get_rank()]), strict=True):
+            optimizer.zero_grad()
+            losses = [
+                loss_of(model, step, rank, ranks, above_and_below(step, rank), micro)
+                for rank in seen
+                for micro in (0, 1)
+            ]
+            (sum(losses) / len(seen)).backward()
+            optimizer.step()
+    assert_like_alone((models[1], []), (models[0], []), 2)
+
+
+@for_each(stage=(1, 3))
+@pytest.mark.ranks(4)
+def test_sums_are_divided_as_the_share_says_and_those_beyond_the_first_group_take_part(stage):
+    """Two models, each of two ranks, with one linear in common, whose gradients are sums over all ranks."""
+    rank, pair = dist.get_rank(), subgroup((0, 1), (2, 3))
+    module = Three()
+    for linear, holders in zip(module.linears, (dist.get_process_group_ranks(pair), range(4)), strict=False):
+        for parameter in linear.parameters():
+            set_sharding(parameter, whole(tuple(parameter.shape), tuple(holders)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    share = Share(dist.group.WORLD, divisor=3, parameters=list(module.linears[1].parameters()))
+    shard(module, optimizer, stage=stage, group=pair, others=[share], bucket=1)
+    copy = Three()
+    with summon(module):
+        copy.load_state_dict(module.state_dict())
+    for step in range(3):
+        x = torch.full((2, 4), 1.0 + rank + step, dtype=torch.float64)
+        for model in (module, copy):
+            model.zero_grad()
+            model(x, left_out=step if rank == 3 and step else None).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for number, linear in enumerate(copy.linears):
+                for parameter in linear.parameters():
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(gradient, group=dist.group.WORLD if number == 1 else pair)
+                    parameter.sub_(gradient, alpha=0.01 / (3 if number == 1 else 2))
+    with summon(module):
+        for mine, value in zip(module.parameters(), copy.parameters(), strict=True):
+            torch.testing.assert_close(mine, value, **EXACT)
+
+
+@for_each_stage
+@pytest.mark.ranks(4)
+def test_every_element_is_owned_once_whoever_shares_it(stage):
+    module = Routed(2)
+    optimizer = adamw(module.parameters())
+    shard(module, optimizer, stage=stage, group=dist.group.WORLD, others=[Share(holding(2))], bucket=300)
+    check_owned(owned(optimizer))
+    check_owned((name, sharding_of(each)) for name, each in module.named_parameters())
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_unit_that_one_rank_skips_in_the_first_pass_is_named_before_the_others_wait_for_it_in_backward():
+    module = Routed(2)
+    optimizer = adamw(module.parameters())
+    shard(module, optimizer, stage=3, group=dist.group.WORLD, others=[Share(holding(2))], bucket=300)
+    left_out = 5 if dist.get_rank() else None
+    with pytest.raises(RuntimeError, match=r"rank 1 begins backward where rank 0 runs 'blocks\.5'"):
+        loss_of(module, 0, dist.get_rank(), 2, left_out).backward()
+
+
+REFUSED = {
+    "no others": ({}, ValueError, r"'blocks\.1\.experts\.up' is held by the ranks \[.\], .* pass others="),
+    "of all ranks": ({"others": lambda: [Share(dist.group.WORLD)]}, ValueError, r"of the ranks \[0, 1\] or \[0, 1\]"),
+    "no list": ({"others": lambda: Share(dist.group.WORLD)}, TypeError, r"give a list of shares"),
+    "no share": ({"others": lambda: [dist.group.WORLD]}, TypeError, r"give a list of shares"),
+    "divisor": (
+        {"others": lambda: [Share(holding(2), divisor=0)]},
+        ValueError,
+        r"others\[0\] has the divisor 0; give 1",
+    ),
+    "sum": (
+        {"others": lambda: [Share(holding(2), divisor=2)], "reduce": "sum"},
+        ValueError,
+        r"reduce='sum' divides by nothing; leave one out",
+    ),
+    "replicas": (
+        {"others": lambda: [Share(dist.group.WORLD, replicas=dist.group.WORLD)]},
+        ValueError,
+        r"others\[0\]\.replicas are the ranks \[0, 1\]",
+    ),
+    "offload": (
+        {"others": lambda: [Share(holding(2))], "stage": 3, "offload": {"budget": "1GB"}},
+        ValueError,
+        "offload counts on one group that shares all parameters, and others has more",
+    ),
+    "parameters of others": (
+        {"others": lambda: [Share(holding(2), parameters=[nn.Parameter(torch.ones(1))])]},
+        ValueError,
+        r"others\[0\] names a parameter that the module does not have",
+    ),
+    "one rank has none": (
+        {"others": lambda: [Share(holding(2))] if dist.get_rank() else []},
+        ValueError,
+        r"rank 0: ValueError: 'blocks|'blocks\.1\.experts\.up' is held",
+    ),
+}
+
+
+@for_each(what=REFUSED)
+@pytest.mark.ranks(2, timeout=20)
+def test_what_cannot_be_shared_is_refused_on_all_ranks_before_anything_is_changed(what):
+    given, kind, words = REFUSED[what]
+    module = Routed(2)
+    optimizer = adamw(module.parameters())
+    holding(2)
+    options = {name: value() if callable(value) else value for name, value in given.items()}
+    with pytest.raises(kind, match=words):
+        shard(module, optimizer, **{"stage": 1, "group": dist.group.WORLD, **options})
+    others = [Share(holding(2))]
+    shard(module, optimizer, stage=1, group=dist.group.WORLD, others=others)
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_share_of_more_ranks_than_the_first_must_name_its_parameters():
+    """By its record a bias that two tensor ranks have is like an expert whose copies there see other tokens."""
+    module = nn.Linear(4, 4)
+    single = subgroup((0,), (1,))
+    for given, words in (
+        (None, r"others\[0\] has the ranks \[0, 1\], which are those of group, \[.\], and more"),
+        (list(module.parameters()), r"others\[0\] names 'weight', which has no record of the ranks that hold it"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            shard(module, stage=1, group=single, others=[Share(dist.group.WORLD, parameters=given)])
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_ranks_with_other_parameters_are_named():
+    module = Routed(2)
+    if dist.get_rank():
+        module.blocks[4].experts.extra = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"rank 1 has other parameters, shapes, .* than rank 0"):
+        shard(module, adamw(module.parameters()), stage=3, group=dist.group.WORLD, others=[Share(holding(2))])

@@ -156,6 +156,52 @@ def test_nothing_in_backward_waits_for_a_rank_that_waits_for_this_one_in_backwar
     assert_near(*results)
 
 
+def trained_in_a_row(stage, *, forwards, backwards, by_hand):
+    """Two modules, one upon the other, after steps in which a rank leaves out a layer of both."""
+    modules = [Mixed(), Mixed()]
+    optimizers = [sgd(module.parameters()) for module in modules]
+    if not by_hand:
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            shard(module, optimizer, stage=stage, group=dist.group.WORLD, bucket=300)
+    parameters = [each for module in modules for each in module.parameters()]
+    for step in range(3):
+        left_out = 6 if dist.get_rank() == 1 and step else -1
+        for module in modules:
+            module.zero_grad()
+        for number in range(backwards):
+            rows = [batch(step, width=8, micro=forwards * number + each) for each in range(forwards)]
+            results = [modules[1](modules[0](x, left_out), left_out) for x in rows]
+            sum(x.square().mean() for x in results).backward()
+        for parameter in parameters if by_hand else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        for optimizer in optimizers:
+            optimizer.step()
+    return [copies(module) if by_hand else whole(module) for module in modules]
+
+
+def check_in_a_row(stage, forwards, backwards):
+    """What goes over one communicator in one order for each module would cross between them."""
+    expected = trained_in_a_row(stage, forwards=forwards, backwards=backwards, by_hand=True)
+    for one, other in zip(
+        trained_in_a_row(stage, forwards=forwards, backwards=backwards, by_hand=False), expected, strict=True
+    ):
+        assert_near(one, other)
+
+
+@for_each(stage=(0, 1, 2, 3), times=((1, 1), (1, 2), (2, 1)))
+@pytest.mark.ranks(2, timeout=20)
+def test_two_modules_on_one_group_may_leave_parameters_unused_on_one_rank(stage, times):
+    check_in_a_row(stage, *times)
+
+
+@for_each(stage=(1, 3))
+@pytest.mark.ranks(2, backend="strict", timeout=60)
+def test_on_strict_ranks_nothing_of_two_modules_on_one_group_crosses(stage):
+    check_in_a_row(stage, 2, 2)
+
+
 class Residual(nn.Module):
     """Blocks that run in another order than they are registered in, or that are left out."""
 

@@ -3,6 +3,7 @@
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, sections 5 and 7.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,7 @@ def memory(
     parameters: int,
     ranks: int,
     *,
+    others: Sequence[tuple[int, int]] = (),
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -54,8 +56,10 @@ def memory(
 
     Args:
         stage: Stage of `shard`, 0 to 3.
-        parameters: Number of elements of all parameters.
+        parameters: Number of elements of all parameters, without those of `others`.
         ranks: Number of ranks that share.
+        others: Of each of the `others` of `shard`, such as experts, the number of elements that a rank has of what it
+            shares, and the number of its ranks.
         dtype: Dtype of the parameters that the optimizer updates.
         param_dtype: Dtype of the parameters in use. None: `dtype`.
         reduce_dtype: Dtype of the gradients that are kept. None: `param_dtype`.
@@ -65,7 +69,8 @@ def memory(
         assembled: Number of those of `parameters` that are put together over tensor ranks, for an optimizer that must
             see whole tensors. A rank steps about as many elements as it has parts of, in tensors of their own.
         inflight: Number of chunks that are reduced at a time, such as the `inflight` of `shard`. By default two, which
-            are kept between steps where `shard` was given no number; in backward it is then all that are under way.
+            are kept between steps where `shard` was given no number; in backward it is then all that are under way: at
+            most all chunks, at stages 2 and 3 with `others` on every device, as nothing there waits in backward.
         offload: What of the optimizer's state, with its copies of parameters, of parameters and of gradients lies
             elsewhere, as given to `shard`.
         tier: Which bytes: on the "device"; on its "host", which has the buffers through which passes what lies on a
@@ -75,6 +80,30 @@ def memory(
     Raises:
         ValueError: Another tier.
     """
+    if others:
+        of_each = [
+            memory(
+                stage,
+                elements,
+                sharing,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                slots=slots,
+                chunk=0 if number else chunk,
+                assembled=0 if number else assembled,
+                inflight=inflight,
+                offload=offload,
+                tier=tier,
+            )
+            for number, (elements, sharing) in enumerate([(parameters, ranks), *others])
+        ]
+        return Memory(
+            parameters=sum(each.parameters for each in of_each),
+            gradients=sum(each.gradients for each in of_each),
+            optimizer=sum(each.optimizer for each in of_each),
+            buffers=of_each[0].buffers,
+        )
     if tier not in TIERS:
         raise ValueError(f"tier is {tier!r}; it can be one of {', '.join(TIERS)}")
     cuts = STAGES[stage]
