@@ -1,14 +1,17 @@
 """MoE layers under par-zero: experts are shared by who has copies of them, everything else by all data ranks."""
 
 import itertools
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import par_checkpoint
 from par_groups import ProcessGroups, Topology
-from par_layers import PartialGradients, initialize, layer_set
+from par_layers import LayerSet, PartialGradients, initialize, layer_set
 from par_precision import clip_grad_norm_
 from par_testing import assert_equal_to_one_device
 from par_zero import Share, shard
@@ -62,7 +65,12 @@ def left_out(step, replica):
     return {(1, 1): 4, (2, 0): 0}.get((step, replica), -1)
 
 
-def alone(replicas):
+def nothing(step, replica):
+    """Every replica runs everything, as all must in a first pass of stage 3."""
+    return -1
+
+
+def alone(replicas, left_out=left_out):
     """The model on one device after three steps, and the norm of each."""
     model = Stack(layer_set(None))
     optimizer, norms = adamw(model), []
@@ -75,26 +83,57 @@ def alone(replicas):
     return model, norms
 
 
-def check_like_one_device(parallel, stage):
+@dataclass
+class Run:
+    """A model over ranks, whose experts are shared by who has copies of them."""
+
+    groups: ProcessGroups
+    layers: LayerSet
+    model: Stack
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def replicas(self):
+        """How many ranks see different tokens."""
+        return self.groups.size(DENSE)
+
+    def train(self, steps, left_out=left_out):
+        """The norm of the gradients of each step."""
+        partial, norms, replica = PartialGradients(self.optimizer, self.groups), [], self.groups.rank(DENSE)
+        for step in steps:
+            self.optimizer.zero_grad()
+            x = self.layers.split(tokens(step, replica))
+            y = self.layers.gather(self.model(x, left_out(step, replica)))
+            (y.square().sum() * self.replicas).backward()
+            partial.handle_gradient()
+            norms.append(clip_grad_norm_(self.optimizer, 10.0, dist.group.WORLD).double())
+            self.optimizer.step()
+        return norms
+
+
+@contextmanager
+def running(parallel, stage):
     with ProcessGroups(Topology.from_config(parallel, dist.get_world_size()), declare=[DENSE]) as groups:
         layers = layer_set("auto", groups)
-        model, replicas, replica = Stack(layers), groups.size(DENSE), groups.rank(DENSE)
+        model = Stack(layers)
         optimizer = adamw(model)
         experts = [each for block in model.blocks[1::2] for each in block.experts.parameters()]
         others = [Share(groups["data", "expert_data"], parameters=experts)]
         shard(model, optimizer, stage=stage, group=groups[DENSE], others=others, bucket=500)
-        partial, norms = PartialGradients(optimizer, groups), []
-        for step in range(3):
-            optimizer.zero_grad()
-            y = layers.gather(model(layers.split(tokens(step, replica)), left_out(step, replica)))
-            (y.square().sum() * replicas).backward()
-            partial.handle_gradient()
-            norms.append(clip_grad_norm_(optimizer, 10.0, dist.group.WORLD).double())
-            optimizer.step()
-        whole, expected = alone(replicas)
+        yield Run(groups, layers, model, optimizer)
+
+
+def assert_like_one_device(run, whole):
+    reason = "sums in another order, clipped by a factor of fp32, over three steps"
+    assert_equal_to_one_device(run.model, whole, rtol=1e-6, atol=1e-7, reason=reason)
+
+
+def check_like_one_device(parallel, stage):
+    with running(parallel, stage) as run:
+        norms = run.train(range(3))
+        whole, expected = alone(run.replicas)
         torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0.0, msg=lambda m: f"norms in fp32: {m}")
-        reason = "sums in another order, clipped by a factor of fp32, over three steps"
-        assert_equal_to_one_device(model, whole, rtol=1e-6, atol=1e-7, reason=reason)
+        assert_like_one_device(run, whole)
 
 
 def check_all(stages, worlds):
@@ -115,3 +154,18 @@ def test_experts_under_zero_train_as_on_one_device():
 @pytest.mark.storm
 def test_experts_in_any_world_train_at_every_stage_as_on_one_device():
     check_all((0, 1, 2, 3), WORLDS[dist.get_world_size()])
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_experts_saved_at_one_stage_go_on_at_another_under_other_expert_parallelism(tmp_path):
+    """Of worlds in which all four ranks see different tokens."""
+    whole, _ = alone(4, nothing)
+    pytest.importorskip("safetensors")
+    with running({"expert": 2}, 1) as run:
+        run.train(range(2), nothing)
+        par_checkpoint.save(tmp_path / "c", model=run.model, optimizer=run.optimizer, step=2).wait()
+    for parallel, stage in (({"expert": 4}, 3), ({"expert": 2}, 2)):
+        with running(parallel, stage) as run:
+            assert par_checkpoint.load(tmp_path / "c", model=run.model, optimizer=run.optimizer).step == 2
+            run.train([2], nothing)
+            assert_like_one_device(run, whole)

@@ -190,7 +190,7 @@ def check_in_a_row(stage, forwards, backwards):
         assert_near(one, other)
 
 
-@for_each(stage=(0, 1, 2, 3), times=((1, 1), (1, 2), (2, 1)))
+@for_each(stage=(0, 1, 3), times=((1, 1), (1, 2), (2, 1)))
 @pytest.mark.ranks(2, timeout=20)
 def test_two_modules_on_one_group_may_leave_parameters_unused_on_one_rank(stage, times):
     check_in_a_row(stage, *times)
