@@ -72,7 +72,8 @@ class Strategy(Setup):
             the disk, at stage 3 parameters too if that is too little, and layers keep their inputs alone. It is
             measured, and from the second step on the device has what saves most seconds a byte: what layers keep for
             backward, or state from the disk. With `recompute` what is missing lies elsewhere from the beginning.
-            "activations" are bytes that must be left for these. For one optimizer. None: everything is kept.
+            "activations" are bytes that must be left for these. For one optimizer. Two chunks are reduced at a time,
+            or as many as `zero` says by "inflight", which are counted. None: everything is kept.
         readers: Who reads the batches of a data loader. "one": one rank of each replica, which sends them to the
             replica's tensor, sequence and pipeline ranks, so that these take batches together. "every": every rank.
 
