@@ -150,3 +150,63 @@ def test_options_that_are_refused(options, words):
 def test_nobody_is_told_bytes_of_what_is_auto():
     with pytest.raises(ValueError, match=r"optimizer is 'auto', which becomes parts of tiers in shard\(\); give parts"):
         memory(1, 1000, 2, offload=Offload(**AUTO, budget="1MB"))
+
+
+def hybrid():
+    """The groups of two ranks that share, and of the two that keep the same share as this one."""
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    return next(each for each in halves[:2] if dist.get_rank() in dist.get_process_group_ranks(each)), next(
+        each for each in halves[2:] if dist.get_rank() in dist.get_process_group_ranks(each)
+    )
+
+
+def two_optimizers(parameters):
+    """One with two slots and groups of its own, and one with a single slot."""
+    first, *others = parameters
+    matrices, rest = [first], others
+    return [
+        small([{"params": matrices}, {"params": rest[:2], "lr": 1e-3}]),
+        torch.optim.SGD(rest[2:], 0.1, momentum=0.9),
+    ]
+
+
+@pytest.mark.ranks(4)
+@for_each(case=((1, False), (3, False), (3, True)), several=(False, True))
+def test_auto_with_replicas_a_late_step_and_several_optimizers(case, several, tmp_path):
+    (stage, overlap), (group, replicas) = case, hybrid()
+
+    def run(offload):
+        module = Model()
+        trained_ones = [each for each in module.parameters() if each.requires_grad]
+        optimizer = two_optimizers(trained_ones) if several else small(trained_ones)
+        optimizers = optimizer if several else [optimizer]
+        shard(
+            module,
+            optimizer,
+            stage=stage,
+            group=group,
+            replicas=replicas,
+            bucket=1,
+            inflight=2,
+            offload=offload,
+        )
+        most = dict.fromkeys(("device", "host", "disk"), 0)
+        for step in range(3):
+            module(batch(step, width=WIDTH)).square().mean().backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            held = residency(module)
+            most = {tier: max(size, held.total(tier), held.total(tier, fullest=True)) for tier, size in most.items()}
+        found = whole(module)
+        for number, each in enumerate(optimizers):
+            found |= {f"{number} {name}": value for name, value in moments(each).items()}
+        return found, most
+
+    plain, most = run(None)
+    budget = {"device": most["device"] - 20_000, "disk": "1MB"}
+    auto = dict.fromkeys(("optimizer", "parameters") if stage == 3 else ("optimizer",), "auto")
+    found, most = run(Offload(**auto, path=tmp_path, piece=2048, ahead=2, budget=budget, overlap=overlap))
+    assert_same(found, plain)
+    assert most["device"] <= budget["device"]
+    assert most["disk"]
