@@ -25,13 +25,13 @@ def batch():
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def check(family, mode, sequence_parallel):
+def check(family, mode, sequence_parallel, **more):
     options = {"output_router_logits": False} if family == "mixtral" else {}  # whose loss is refused
     whole, cut = make(family, **options), make(family, **options)
     one = whole(**batch(), use_cache=False)
     one.loss.backward()
     tensor = {"size": 2, "mode": "1d", "sequence_parallel": sequence_parallel}
-    topology = Topology.from_config({"sequence": {"size": 2, "mode": mode}, "tensor": tensor}, 4)
+    topology = Topology.from_config({"sequence": {"size": 2, "mode": mode}, "tensor": tensor, **more}, 4)
     with ProcessGroups(topology) as groups:
         context = Context(groups, block=4)
         parallelize(context.transformers_(cut), groups)
@@ -42,8 +42,9 @@ def check(family, mode, sequence_parallel):
         close(context.gather(parallel_of(cut).gather(parallel.logits), tokens), one.logits, EXACT)
         loss.backward()
         PartialGradients(cut, groups).handle_gradient()
-        for parameter in cut.parameters():
-            dist.all_reduce(parameter.grad, group=groups["sequence"])
+        for name, parameter in cut.named_parameters():
+            if not (more and ".experts." in name):  # whose gradient is of all tokens already
+                dist.all_reduce(parameter.grad, group=groups["sequence"])
             parameter.grad /= 2
         assert_equal_to_one_device(
             cut, whole, gradients=True, rtol=EXACT, atol=EXACT, reason="fp64 sums in another order"
@@ -56,6 +57,14 @@ def test_tensor_ranks_cut_the_tokens_of_a_sequence_rank():
     with stays_wide():
         check("qwen3", "gather", sequence_parallel=True)
         check("tied llama with biases", "ulysses", sequence_parallel=False)
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_experts_are_folded_into_the_ranks_of_a_sequence():
+    """Four parts of experts, over two tensor ranks of each of two ranks of a sequence."""
+    with stays_wide():
+        for sequence_parallel in (False, True):
+            check("mixtral", "gather", sequence_parallel, expert={"size": 4, "tensor": 1})
 
 
 @pytest.mark.storm

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from par_groups import ProcessGroups, Topology, sharding_of
-from par_layers import PartialGradients, parallel_of, parallelize
-from par_testing import assert_equal_to_one_device, for_each
+from par_layers import PartialGradients, costs, parallel_of, parallelize
+from par_testing import assert_equal_to_one_device, count_collectives, for_each
 
 from .helpers import VOCABULARY, close, make, stays_wide
 
@@ -172,3 +172,21 @@ def test_the_same_tokens_are_generated(way):
         options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 3, "min_new_tokens": 3}
         expected = whole.generate(prompt, do_sample=False, **options)
         assert torch.equal(cut.generate(prompt, do_sample=False, **options), expected)
+
+
+@pytest.mark.ranks(4)
+@for_each(way=WAYS[4])
+def test_what_a_tensor_group_receives_is_what_costs_says(way):
+    """Beside the rows that travel: three exchanges a layer in forward, two in backward, over no tensor group."""
+    with live(way) as groups, stays_wide():
+        cut = make("mixtral")
+        parts = costs(cut, groups.topology, 16)
+        parallelize(cut, groups)
+        ids = torch.randint(2, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
+        with count_collectives() as counted:
+            cut(input_ids=ids, labels=ids).loss.backward()
+        layers = cut.config.num_hidden_layers
+        assert counted.calls("all_to_all") == 5 * layers
+        received = counted.received() - counted.received("all_to_all")
+        assert received == sum(part.elements for part in parts.values())
+        assert counted.calls() - 5 * layers == sum(part.calls for part in parts.values())

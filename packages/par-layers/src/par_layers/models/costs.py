@@ -12,9 +12,10 @@ from torch import nn
 
 from par_groups import Topology
 
+from ..modes.grid import EXPERTS
 from .cutting import PlannedGrid
 from .plans.plans import Plan
-from .plans.styles import Column, Latent, Partial, Row, SplitExperts, Style, Summed, Vocabulary
+from .plans.styles import Column, DealtExperts, Latent, Partial, Row, SplitExperts, Style, Summed, Vocabulary
 from .survey import RegionPlan, Survey, is_conv1d, survey_planned, tensor_axes
 
 
@@ -46,7 +47,8 @@ def costs(
     """What each module of a model will communicate in mode 1d, as `parallelize` cuts it; pure, without live groups.
 
     Added up they are everything that a forward with its loss and its backward take, where every parameter is trained.
-    The sums of partial gradients come once a step and are not among them: `cuts` says which these are.
+    The sums of partial gradients come once a step and are not among them: `cuts` says which these are. Nor are the rows
+    that travel to experts which are dealt out: those go over other ranks, and as many as routers choose.
 
     Args:
         model: The model, which may be on the meta device.
@@ -69,7 +71,8 @@ def costs(
     found, grid = survey_planned(model, topology, 0, plan), PlannedGrid(topology, 0)
     if not tensor_axes(grid):
         return {}
-    made = _Costs(model, found, grid.size(tensor_axes(grid)), tokens, experts_per_token)
+    are_whole = grid.seen_as(EXPERTS).size(("expert_tensor",)) == 1
+    made = _Costs(model, found, grid.size(tensor_axes(grid)), tokens, experts_per_token, are_whole=are_whole)
     return made.all(is_cut=logits == "cut")
 
 
@@ -82,9 +85,13 @@ class _Costs:
         ranks: Number of ranks of a tensor group.
         tokens: Number of tokens.
         chosen: Number of experts that a token goes to; None: the config's.
+        are_whole: Whether experts that are dealt out are each whole on a rank.
     """
 
-    def __init__(self, model: nn.Module, found: Survey, ranks: int, tokens: int, chosen: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, found: Survey, ranks: int, tokens: int, chosen: int | None, *, are_whole: bool
+    ) -> None:
+        self.are_whole = are_whole
         self.model, self.found, self.tokens, self.chosen = model, found, tokens, chosen
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.one = Fraction(ranks - 1, ranks)  # of what is gathered, or scattered
@@ -125,7 +132,9 @@ class _Costs:
         elif isinstance(style, Vocabulary):
             features: int = module.weight.shape[1]  # type: ignore[index,assignment]
             self._add(name, (1 if style.features else 2) * activations * features)
-        elif isinstance(style, SplitExperts):  # their input and its weights are copied in, their output is summed
+        elif isinstance(style, DealtExperts) and self.are_whole:  # each rank sends its share
+            self._add(name, 2 * activations * self._width() + activations * self._experts_per_token(), 3)
+        elif isinstance(style, (SplitExperts, DealtExperts)):  # input and weights are copied in, the output is summed
             self._add(name, 4 * activations * self._width() + 2 * activations * self._experts_per_token(), 3)
         elif isinstance(style, Summed):
             self._add(name, 2 * activations * self._width())
