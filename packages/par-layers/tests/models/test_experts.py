@@ -83,11 +83,12 @@ def compare_steps(whole, cut, groups):
 
 
 @pytest.mark.ranks([2, 4], timeout=240)
-def test_dealt_experts_equal_one_device():
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.storm)], ids=["typical", "others"])
+def test_dealt_experts_equal_one_device(others):
     """Two backwards, of different numbers of tokens on each rank; with the model's own loss for balance."""
     for way in WAYS[dist.get_world_size()]:
         with live(way) as groups, stays_wide():
-            for family in FAMILIES if dist.get_world_size() == 2 else FAMILIES[::3]:
+            for family in FAMILIES if dist.get_world_size() == 2 or others else FAMILIES[::3]:
                 try:
                     cut = check(family, groups)
                 except Exception as error:

@@ -265,7 +265,7 @@ class _Adoption:
                 )
             elif isinstance(style, Vocabulary):
                 self._adopt_embedding(module, style)
-            elif isinstance(style, SplitExperts):
+            elif isinstance(style, SplitExperts) and name not in self.found.experts:
                 experts = CutExperts(self.grid, self.axes)
                 module.register_forward_pre_hook(experts.before, with_kwargs=True)
                 module.register_forward_hook(experts.after)

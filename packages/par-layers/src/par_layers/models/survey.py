@@ -22,7 +22,7 @@ from ..layers.parameter import Rows
 from ..modes.grid import EXPERTS, Axes, Grid
 from .adapters import Wrapper, wrapper_around, wrappers_of
 from .cutting import Part, PlannedGrid, part_along, part_whole
-from .packed.look import experts_like
+from .packed.look import experts_like, is_packed
 from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve
 from .plans.styles import Column, DealtExperts, Partial, Row, SplitExperts, Style, Vocabulary, Whole, with_unit
 
@@ -67,7 +67,8 @@ class Survey:
         head: The name of the output embedding; None if the model has none, or it has no rule.
         blocks: Names of the modules inside which everything is as without sequence parallelism: those that directly
             hold experts, and open regions with Rows.
-        experts: Experts of this rank like those of each module that has the rule DealtExperts, by its name.
+        experts: Experts of this rank like those of each module with packed experts, by its name: where it has the rule
+            DealtExperts, or SplitExperts and says how its weights lie.
     """
 
     resolved: Resolved
@@ -163,11 +164,11 @@ class _Surveyor:
         self.experts = {
             name: experts_like(self.modules[name], grid.seen_as(EXPERTS), name)
             for name, style in self.rules.items()
-            if isinstance(style, DealtExperts) and name in self.modules
+            if name in self.modules and (isinstance(style, DealtExperts) or self._is_like_dealt(name, style))
         }
 
     def survey(self) -> Survey:
-        ranks = self.grid.seen_as(EXPERTS).size(("expert_parallel",)) if deals_experts(self.grid) else 1
+        ranks = self.grid.seen_as(EXPERTS).size(("expert_parallel",))
         if ranks > 1 and not self.experts:
             raise ValueError(
                 f"the topology deals experts out over {ranks} ranks, but no module of {type(self.model).__name__} has "
@@ -191,6 +192,11 @@ class _Surveyor:
             self.rules.update(wrapper.rules(style, enters=region is not None and region.enters))
         parts = self._parts(regions, blocks, layers)
         return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks, self.experts)
+
+    def _is_like_dealt(self, name: str, style: Style) -> bool:
+        """Whether experts that are each cut are those of one part, of which it is known what they compute."""
+        is_cut = isinstance(style, SplitExperts) and bool(self.axes) and not deals_experts(self.grid)
+        return is_cut and is_packed(self.modules[name])
 
     def _linear(self, name: str) -> nn.Module:
         """The linear of that name, which adapters may be around."""

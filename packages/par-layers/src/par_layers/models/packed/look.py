@@ -35,8 +35,8 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
             "the packed weights of all: call pack_(module, gate, up, down) first, and the block around it must "
             "call it with (tokens, ids, weights)"
         )
-    missing = [flag for flag in FLAGS if not isinstance(getattr(module, flag, None), bool)]
-    if missing:
+    if not is_packed(module):
+        missing = [flag for flag in FLAGS if not isinstance(getattr(module, flag, None), bool)]
         raise TypeError(
             f"{name!r} is a {who}, which does not say {', '.join(missing)} as packed experts of transformers 5 do: the "
             "rule 'ep_dispatch_experts' is for these; for experts of your own use Dispatch and Experts"
@@ -70,6 +70,11 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
         )
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a module says how its weights of all experts lie, and what it computes with them."""
+    return all(isinstance(getattr(module, flag, None), bool) for flag in FLAGS)
 
 
 def activation_like(module: nn.Module) -> str | Activation:
