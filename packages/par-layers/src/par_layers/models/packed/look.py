@@ -35,16 +35,12 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
             "the packed weights of all: call pack_(module, gate, up, down) first, and the block around it must "
             "call it with (tokens, ids, weights)"
         )
-    if not is_packed(module):
-        missing = [flag for flag in FLAGS if not isinstance(getattr(module, flag, None), bool)]
+    if missing := _missing_flags(module):
         raise TypeError(
             f"{name!r} is a {who}, which does not say {', '.join(missing)} as packed experts of transformers 5 do: the "
             "rule 'ep_dispatch_experts' is for these; for experts of your own use Dispatch and Experts"
         )
-    first = "gate_up_proj" if inside.has_gate else "up_proj"
-    weights = (first, "down_proj")
-    known = sorted({*weights, *(f"{weight}_bias" for weight in weights if inside.has_bias)})
-    own = sorted(path for path, _ in module.named_parameters() if not path.startswith("post_expert_norm."))
+    first, known, own = _names(module)
     if own != known:
         raise TypeError(
             f"{name!r} has the parameters {own}, and by what it says of itself {known}: nobody knows what others do; "
@@ -73,8 +69,24 @@ def experts_like(module: nn.Module, grid: Grid, name: str) -> Experts:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a module says how its weights of all experts lie, and what it computes with them."""
-    return all(isinstance(getattr(module, flag, None), bool) for flag in FLAGS)
+    """Whether a module says how its weights of all experts lie, has no others, and no norm after each expert."""
+    if _missing_flags(module) or module.has_post_expert_norm:
+        return False
+    _, known, own = _names(module)
+    return own == known
+
+
+def _missing_flags(module: nn.Module) -> list[str]:
+    """What packed experts of transformers say of themselves, and this module does not."""
+    return [flag for flag in FLAGS if not isinstance(getattr(module, flag, None), bool)]
+
+
+def _names(module: Any) -> tuple[str, list[str], list[str]]:
+    """The name of the first weight of packed experts, all names by what the module says of itself, and those it has."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    weights = (first, "down_proj")
+    known = sorted({*weights, *(f"{weight}_bias" for weight in weights if module.has_bias)})
+    return first, known, sorted(path for path, _ in module.named_parameters() if "post_expert_norm." not in path)
 
 
 def activation_like(module: nn.Module) -> str | Activation:
