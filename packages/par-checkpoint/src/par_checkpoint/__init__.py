@@ -1,7 +1,7 @@
 """Sharded Hugging Face checkpoints from any topology into any topology, every byte checked."""
 
 from ._checkpoints import Checkpoints
-from ._errors import CheckpointError, CorruptError, ReplacedError
+from ._errors import CheckpointError, CorruptError, ReplacedError, StoreError
 from ._handle import Save
 from ._load import Report, load
 from ._options import LoadOptions, SaveOptions
@@ -27,6 +27,7 @@ __all__ = [
     "Report",
     "Save",
     "SaveOptions",
+    "StoreError",
     "expert_layout",
     "inspect",
     "latest",

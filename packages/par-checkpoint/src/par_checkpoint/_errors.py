@@ -15,6 +15,10 @@ class ReplacedError(CheckpointError):
     """A checkpoint was replaced while it was read, again and again, or removed."""
 
 
+class StoreError(CheckpointError):
+    """A store of objects refuses or fails: credentials, a missing bucket, an outage. No checkpoint is lost by it."""
+
+
 def corrupt(where: str, what: str) -> CorruptError:
     """The error for a file that is not as it was written."""
     return CorruptError(f"{where}: {what}. Copy or download the file again, or use another checkpoint")

@@ -42,11 +42,16 @@ def place_files(staging: Staging, files: Sequence[File]) -> None:
         if file.size == len(file.header):
             staging.write(file.name, file.header)
         elif staging.positional:
-            staging.allocate(file.name, file.size)
+            staging.allocate(file.name, file.size, head=file.data_begin, block=file.block)
 
 
 def commit(
-    staging: Staging, content: Content, files: Mapping[str, FileRecord], small: Mapping[str, bytes], noted: Noted
+    staging: Staging,
+    content: Content,
+    files: Mapping[str, FileRecord],
+    small: Mapping[str, bytes],
+    noted: Noted,
+    index: tuple[str, bytes] | None = None,
 ) -> None:
     """Writes the small files, the manifest last, and puts the folder in its place.
 
@@ -56,6 +61,7 @@ def commit(
         files: The data files.
         small: Further files, whole.
         noted: What the caller chose.
+        index: Where the files stay in a generation: name and bytes of the index of all of them.
     """
     from . import __version__  # noqa: PLC0415 - it is not there yet while the package is being imported
 
@@ -76,9 +82,10 @@ def commit(
         step=noted.step,
         beside=tuple(content.beside),
         version=__version__,
+        generation=staging.generation,
     )
     staging.write(MANIFEST, encode_manifest(manifest))
-    staging.publish(overwrite=noted.overwrite)
+    staging.publish(overwrite=noted.overwrite, index=index)
 
 
 def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileRecord]:
@@ -109,20 +116,37 @@ def indexes(prepared: Prepared, stem: str) -> dict[str, bytes]:
     """
     found = {}
     for section, prefix in {**STEMS, "model": stem}.items():
-        files = [file for file in prepared.files if file.section == section]
-        tensors = [tensor for tensor in prepared.tensors if section_of(tensor.key) == section]
-        if len(files) > 1 or (tensors and section == "optimizer"):
-            places = {
-                prepared.tensors[number].name: PurePosixPath(file.name).name
-                for file in files
-                for number, _, _ in file.placed
-            }
-            total = sum(file.size - file.data_begin for file in files)
-            parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-            found[index_of(prefix)] = encode_index(
-                {tensor.name: places[tensor.name] for tensor in tensors}, total, parameters
-            )
+        files = sum(file.section == section for file in prepared.files)
+        if files > 1 or (files and section == "optimizer"):
+            found[index_of(prefix)] = _index(prepared, section, "")
     return found
+
+
+def index_from_above(prepared: Prepared, stem: str, generation: str) -> tuple[str, bytes] | None:
+    """The index by which transformers finds the model's files in a generation: its name and its bytes.
+
+    Args:
+        prepared: All tensors and files.
+        stem: What the names of the model's files begin with.
+        generation: The folder that the files stay in; "": they lie where transformers looks for them.
+    """
+    if not generation or not any(file.section == "model" for file in prepared.files):
+        return None
+    return index_of(stem), _index(prepared, "model", f"{generation}/")
+
+
+def _index(prepared: Prepared, section: str, folder: str) -> bytes:
+    """The bytes of a section's index, which names its files below a folder."""
+    files = [file for file in prepared.files if file.section == section]
+    tensors = [tensor for tensor in prepared.tensors if section_of(tensor.key) == section]
+    places = {
+        prepared.tensors[number].name: folder + PurePosixPath(file.name).name
+        for file in files
+        for number, _, _ in file.placed
+    }
+    total = sum(file.size - file.data_begin for file in files)
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    return encode_index({tensor.name: places[tensor.name] for tensor in tensors}, total, parameters)
 
 
 def side_files(content: Content) -> dict[str, bytes]:

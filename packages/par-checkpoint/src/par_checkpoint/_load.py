@@ -227,7 +227,7 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     scheduler_state = outline.part("scheduler") if into.scheduler is not None else None
 
     def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer]], _Announced]:
-        folder.recover()  # the first rank may have seen it replaced since this one has looked
+        folder.use(outline.manifest)  # the first rank may have seen it replaced since this one has looked
         tie_(model)
         without_file = meta_buffers(model)
         buffers = [buffer for buffer in without_file if buffer.can_be_made]
@@ -264,7 +264,7 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
 
     filling = Filling(
         ranks=ranks,
-        near=len({of_rank.host for of_rank in announced}) == 1,
+        near=folder.cached and len({of_rank.host for of_rank in announced}) == 1,
         folder=folder,
         outline=outline,
         device=torch.device(options.device),

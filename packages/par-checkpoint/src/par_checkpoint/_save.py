@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding
 
-from ._finish import Noted, commit, indexes, needed_bytes, place_files, records_of, side_files
+from ._finish import Noted, commit, index_from_above, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
 from ._options import SaveOptions, check_options, check_style, parse_size, takes_options, usable_timeout
 from ._progress import Bar
 from ._torch_style import write_objects
 from .format.crc import Crc
+from .format.manifest import BLOCK
 from .plan.claims import Claims, check_covered, digest, merge
 from .plan.files import File, Prepared, data_blocks, lay_out
 from .plan.plan import Planner
@@ -186,7 +187,7 @@ def save(
     if len({of_rank.state for of_rank in announced}) > 1:
         content = replace(content, state=united_state(content.state, ranks.gather(summary_of(content.state))))
 
-    staging = folder.stage(announced[0].nonce)
+    staging = folder.stage(announced[0].nonce, by_owner=prepared.owners is not None)
     job = _Job(folder, staging, content, prepared, chosen, style, overwrite)
     job.stage(ranks)
     handle = Save(folder.url, session.timeout)
@@ -248,12 +249,13 @@ def _prepare(
         every = ranks.gather_distinct(claims, digests)
         tensors = merge([(holders, Claims.decode(data)) for holders, data in every])
         check_covered(tensors)
-        files = lay_out(tensors, limit, stem)
+        files = lay_out(tensors, limit, stem, None if by_owner else folder.block)
         owners = _owners(files, ranks.size) if by_owner else None
-        plan = Planner(tensors, ranks.rank, ranks.size, owners).save(data_blocks(files, tensors))
+        planner = Planner(tensors, ranks.rank, ranks.size, owners, whole=not folder.cached)
+        plan = planner.save(data_blocks(files, tensors))
         return Prepared(tensors=tensors, files=files, plan=plan, owners=owners)
 
-    return session.planned((digest(b"".join(digests)), limit, by_owner, stem), make)
+    return session.planned((digest(b"".join(digests)), limit, by_owner, stem, folder.block(1)), make)
 
 
 def _owners(files: Sequence[File], size: int) -> list[int]:
@@ -284,21 +286,25 @@ class _Job:
 
     def workers(self) -> Workers:
         """The threads that write; one alone where a stream is written in order."""
-        return Workers(self.options.threads if self.staging.positional else 1, "par-checkpoint-write")
+        most = max((file.block for file in self.prepared.files), default=BLOCK)
+        in_flight = min(self.folder.in_flight, parse_size(self.options.budget) // (2 * most))  # each holds a block
+        count = max(self.options.threads, in_flight) if self.staging.positional else 1
+        return Workers(count, "par-checkpoint-write")
 
     def stage(self, ranks: Ranks) -> None:
         """Makes the staging folder on rank 0, unless the path is taken; all see it."""
 
-        def make() -> None:
+        def make() -> object:
             self.folder.recover()
             self.folder.check_target(overwrite=self.overwrite)
             files = () if self.style == "torch" else self.prepared.files
             self.staging.create([file.name for file in files], needed_bytes(self.prepared, self.content))
             place_files(self.staging, files)
+            return self.staging.invite()
 
         def make_and_see() -> None:
-            ranks.on_first(make)
-            ranks.agree(self.staging.attach)
+            invitation = ranks.on_first(make)
+            ranks.agree(lambda: self.staging.attach(invitation))
 
         self._or_discard(ranks, make_and_see)
 
@@ -371,6 +377,9 @@ class _Job:
                     return None, crcs
 
                 _, of_ranks = ranks.share(written)
+                if self.staging.joins:
+                    ranks.agree(lambda: self.staging.complete((ranks.rank, ranks.size)))
+                stem, generation = self.options.stem, self.staging.generation
 
                 def finish() -> None:
                     files = records_of(prepared.files, (crc for of_rank in of_ranks for crc in of_rank))
@@ -378,8 +387,9 @@ class _Job:
                         self.staging,
                         content,
                         files,
-                        {**indexes(prepared, self.options.stem), **side_files(content)},
+                        {**indexes(prepared, stem), **side_files(content)},
                         noted,
+                        index_from_above(prepared, stem, generation),
                     )
 
                 ranks.on_first(finish)

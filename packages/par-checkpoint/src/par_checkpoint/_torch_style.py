@@ -18,7 +18,7 @@ from .format.manifest import BLOCK, OBJECTS, FileRecord
 from .format.tagged import decode
 from .plan.files import Prepared
 from .state.collect import Content
-from .storage.folder import Writer
+from .storage.files import Writer
 from .transfer.ranks import attempt
 from .transfer.write import Work, write_blocks
 

@@ -18,8 +18,7 @@ STEPS = {
     "exchange": {"swept", "created", "made", "linked", "synced-staging", "exchanged", "synced", "removed"},
     "renames": {"swept", "created", "made", "linked", "synced-staging", "renamed-old", "renamed-new", "synced"}
     | {"retired", "removed"},
-    "remote": {"swept", "made", "carried", "marked", "cleared", "copied config.json", "copied par_checkpoint.json"}
-    | {"removed"},
+    "remote": {"swept", "begun", "committed", "removed"},
 }
 
 
@@ -33,15 +32,20 @@ def save(folder, nonce, *, foreign=False, overwrite=True, files=None):
     """Writes a small checkpoint whose every file tells the nonce."""
     data = files or {"model.safetensors": nonce, "optimizer/optimizer-00001-of-00001.safetensors": nonce}
     data = {name: text.encode() for name, text in data.items()}
+    staging = folder.stage(nonce)
     if foreign:
         data = {"model.safetensors": b"foreign", "pytorch_model.bin": b"foreign", "config.json": b"{}"}
+        if staging.generation:
+            for name, each in data.items():
+                folder.store.put(f"{folder.path}/{name}", each)
+            return
     else:
         records = {name: record_of(each, 1 << 20) for name, each in data.items()}
         empty = {"model": None, "optimizer": None, "scheduler": None, "extra": nonce}
+        empty["generation"] = staging.generation
         data["par_checkpoint.json"] = encode_manifest(Manifest(style="huggingface", files=records, tied={}, **empty))
-    staging = folder.stage(nonce)
     staging.create(data, sum(len(each) for each in data.values()))
-    staging.attach()
+    staging.attach(staging.invite())
     for name, each in data.items():
         staging.write(name, each)
     staging.publish(overwrite=overwrite)
@@ -131,18 +135,13 @@ def test_at_any_kill_the_old_or_the_new_is_whole(tmp_path, kind, before):
 
 @pytest.mark.parametrize(
     ("kind", "step", "left"),
-    [("renames", "retired", 2), ("remote", "marked", 2), ("remote", "without manifest", 2), ("remote", "cleared", 0)],
+    [("renames", "retired", 2), ("remote", "removed", 2)],
 )
 def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kind, step, left):
     folder = opened(kind, tmp_path / "run", lambda reached: die() if reached == step else None)
 
-    def remove():
-        if step == "without manifest":
-            folder.fs.rm = die  # the manifest has gone, the other files have not
-        folder.remove()
-
     save(opened(kind, tmp_path / "run"), "0")
-    assert killed(remove)
+    assert killed(folder.remove)
     after = opened(kind, tmp_path / "run")
     after.recover()
     assert not after.exists()
@@ -151,42 +150,61 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kind, s
     assert entries(tmp_path) == []
 
 
-@pytest.mark.parametrize("step", ["carried", "marked", "cleared", "copied model.safetensors", "removed"])
+@pytest.mark.parametrize("step", ["nothing", "committed", "shown config.json", "removed"])
 def test_an_error_of_a_remote_commit_leaves_the_old_or_the_new(tmp_path, step):
-    """The saver lives on and discards its staging, unless that is the checkpoint already."""
+    """The saver lives on and discards its generation, unless that is the checkpoint already."""
 
     def fail(reached):
         if reached == step:
             raise OSError("the network is gone")
 
+    files = {"model.safetensors": "1", "config.json": "{}"}
     save(opened("remote", tmp_path / "run"), "0")
-    staging = opened("remote", tmp_path / "run", fail).stage("1")
-    staging.create(["model.safetensors"], 0)
-    staging.write("model.safetensors", b"1")
+    folder = opened("remote", tmp_path / "run", fail)
+    if step == "nothing":  # the manifest arrives, its answer does not
+        put = folder.store.put
+
+        def put_and_fail(path, data):
+            put(path, data)
+            if path.endswith("run/par_checkpoint.json"):
+                raise OSError("the network is gone")
+
+        folder.store.put = put_and_fail
     with pytest.raises(OSError, match="the network is gone"):
-        staging.publish(overwrite=True)
-    staging.discard()
+        save(folder, "1", files=files)
+    folder.stage("1").discard()
     after = opened("remote", tmp_path / "run")
-    assert content(after)["model.safetensors"] == (b"0" if step == "carried" else b"1")
+    assert content(after)["model.safetensors"] == b"1"
     after.sweep()
-    assert content(after)["model.safetensors"] == (b"0" if step == "carried" else b"1")
+    assert content(after)["model.safetensors"] == b"1"
     assert entries(tmp_path) == ["run"]
 
 
+def test_an_error_before_a_remote_commit_leaves_the_old_alone(tmp_path):
+    save(opened("remote", tmp_path / "run"), "0")
+    before = content(opened("remote", tmp_path / "run"))
+    folder = opened("remote", tmp_path / "run")
+    staging = folder.stage("1")
+    staging.create(["model.safetensors"], 0)
+    staging.write("model.safetensors", b"1")
+    staging.discard()
+    assert content(opened("remote", tmp_path / "run")) == before
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+
+
 def test_a_kill_in_the_middle_of_a_remote_removal_leaves_the_old_or_the_new(tmp_path):
-    """Folders are removed there file by file: the old one in the target, and the staging at the end."""
+    """Objects are removed one by one: those of the old generation, and what shows all ranks the new one."""
 
     def save_and_die(folder, number):
-        real, removals = folder.fs.rm, []
+        real, removals = folder.store.fs.rm_file, []
 
-        def remove(path, recursive):
+        def remove(path):
             removals.append(path)
             if len(removals) > number:
-                real(min(folder.fs.find(path), key=lambda name: not name.endswith(".safetensors")))
                 die()
-            real(path, recursive=recursive)
+            real(path)
 
-        folder.fs.rm = remove
+        folder.store.fs.rm_file = remove
         save(folder, "1")
 
     for number in range(9):
@@ -199,8 +217,8 @@ def test_a_kill_in_the_middle_of_a_remote_removal_leaves_the_old_or_the_new(tmp_
         assert len(content(after)) == 3
         after.sweep()
         assert len(content(after)) == 3
-        assert entries(tmp_path / str(number)) == ["run"]
-    assert number == 2, "the target and the staging were removed"
+        assert len(list(path.rglob("*.safetensors"))) == 2
+    assert number == 3, "two objects of the old generation, and one that showed the new one"
 
 
 def test_an_error_between_the_two_renames_puts_the_old_back(tmp_path):

@@ -10,9 +10,13 @@ from par_checkpoint.format.manifest import Manifest, encode_manifest
 from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.steps import latest, prune, read_manifest, step_name, step_of
 
-SOUND = encode_manifest(
-    Manifest(style="huggingface", files={}, tied={}, model=None, optimizer=None, scheduler=None, extra=None)
-)
+
+def sound(generation=""):
+    empty = {"model": None, "optimizer": None, "scheduler": None, "extra": None}
+    return encode_manifest(Manifest(style="huggingface", files={}, tied={}, generation=generation, **empty))
+
+
+SOUND = sound()
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -22,12 +26,19 @@ def root(request, tmp_path):
 
 def save(root, *steps, manifest=SOUND, **files):
     for step in steps:
-        staging = open_folder(root).child(step_name(step)).stage(uuid.uuid4().hex)
+        folder = open_folder(root).child(step_name(step))
+        staging = folder.stage(uuid.uuid4().hex)
         staging.create(files, 0)
-        for name, data in {"config.json": b"{}", "par_checkpoint.json": manifest, **files}.items():
+        for name, data in {"config.json": b"{}", "par_checkpoint.json": sound(staging.generation)}.items():
             staging.write(name, data)
         staging.publish(overwrite=True)
         staging.close()
+        changed = {**files, **({"par_checkpoint.json": manifest} if manifest is not SOUND else {})}
+        for name, data in changed.items():
+            if root.startswith("memory"):
+                folder.store.put(f"{folder.path}/{name}", data)
+            else:
+                (folder.path / name).write_bytes(data)
 
 
 def steps_in(root):
@@ -60,14 +71,14 @@ def test_latest_finds_a_step_whose_replacement_died(root):
         pass
 
     def die(step):
-        if step in ("renamed-old", "cleared"):
+        if step in ("renamed-old", "committed"):
             raise Died
 
     save(root, 10, 20)
     if root.startswith("memory"):
         staging = open_folder(root, die).child(step_name(20)).stage("n1")
         staging.create([], 0)
-        staging.write("par_checkpoint.json", SOUND)
+        staging.write("par_checkpoint.json", sound("generation-n1"))
         with pytest.raises(Died):
             staging.publish(overwrite=True)
     else:
@@ -116,6 +127,13 @@ def test_remnants_of_older_steps_go_and_those_of_the_newest_stay(root):
         staging.create(["config.json"], 0)
         staging.close()
     removed = prune(root, keep_last=2)
+    if root.startswith("memory"):
+        assert [path.rpartition("/step-")[2] for path in removed] == [
+            "00000010/generation-n1",
+            "00000005/generation-n1",
+        ]
+        assert [step for step in steps_in(root) if open_folder(path_of(root, step)).sweep(dry_run=True)] == [20, 30]
+        return
     assert [path.rpartition("/")[2] for path in removed] == [f".{step_name(step)}.tmp-n1" for step in (10, 5)]
     assert {name for name in open_folder(root).folders() if name.startswith(".")} == {
         f".{step_name(step)}.tmp-n1" for step in (20, 30)

@@ -33,6 +33,9 @@ OBJECTS = {"model": "model.pt", "optimizer": "optimizer.pt", "scheduler": "sched
 BLOCK = 4 << 20
 """Bytes of a block: what is checksummed, written and read as one."""
 
+GENERATION = re.compile("generation-[0-9A-Za-z]+")
+"""The names of folders that hold the files of one save, on stores where nothing can be renamed."""
+
 _FORMAT = 1
 _HEAD = b'{"checksum": "%08x"'
 _HEAD_SIZE = len(_HEAD % 0)
@@ -77,6 +80,7 @@ class Manifest:
         beside: Files that people edit, such as config.json and a tokenizer's: they were saved, too, but have no record
             in `files`.
         version: The version of par-checkpoint that wrote it, which later ones name to older ones.
+        generation: The folder in this one that the files lie in, on a store of objects; "": they lie in it itself.
     """
 
     style: str
@@ -89,6 +93,7 @@ class Manifest:
     step: int | None = None
     beside: tuple[str, ...] = ()
     version: str = ""
+    generation: str = ""
 
     @property
     def stem(self) -> str:
@@ -109,6 +114,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "beside": list(manifest.beside),
         **{name: getattr(manifest, name) for name in _VALUES},
     }
+    if manifest.generation:
+        fields["generation"] = manifest.generation
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items()]
     body = (",\n" + ",\n".join(lines) + "}\n").encode()
     return _HEAD % crc32c(body) + body
@@ -129,8 +136,11 @@ def decode_manifest(data: bytes) -> Manifest:
             f"{MANIFEST} has format {fields.get('format')!r}, and this version reads {_FORMAT}; install par-checkpoint "
             f"{fields.get('par_checkpoint')} or later"
         )
+    generation = fields.pop("generation", "")
     if set(fields) != _FIELDS:
         raise corrupt(MANIFEST, f"has not exactly its fields: {sorted(set(fields) ^ _FIELDS)}")
+    if generation != "" and not (isinstance(generation, str) and GENERATION.fullmatch(generation)):
+        raise corrupt(MANIFEST, f"generation {generation!r:.40} is no name of one")
     step, style, files, version = fields["step"], fields["style"], fields["files"], fields["par_checkpoint"]
     if not isinstance(style, str) or not isinstance(version, str):
         raise corrupt(MANIFEST, f"style {style!r:.40} or version {version!r:.40} is no text")
@@ -143,8 +153,17 @@ def decode_manifest(data: bytes) -> Manifest:
         tied=_tied(fields["tied"]),
         beside=_beside(fields["beside"]),
         version=version,
+        generation=generation,
         **{name: fields[name] for name in _VALUES},
     )
+
+
+def generation_in(data: bytes) -> str | None:
+    """The generation that a manifest names, as its bytes say; "" if it names none, None if they are not sound."""
+    try:
+        return decode_manifest(data).generation if data else ""
+    except CheckpointError:
+        return None
 
 
 def record_of(data: bytes, block: int) -> FileRecord:

@@ -1,6 +1,6 @@
 """Which tensor lies where: the files of a save, offsets in them, and the blocks that their data is cut into."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..format.crc import Crc, joined
@@ -51,13 +51,16 @@ class Prepared:
     owners: Sequence[int] | None
 
 
-def lay_out(tensors: Sequence[GlobalTensor], limit: int, stem: str = "model") -> list[File]:
+def lay_out(
+    tensors: Sequence[GlobalTensor], limit: int, stem: str = "model", block: Callable[[int], int] | None = None
+) -> list[File]:
     """The files that hold some tensors, filled greedily in the order of the tensors.
 
     Args:
         tensors: All tensors; their numbers are their places here.
         limit: Bytes of data in a file at most, unless one tensor alone is larger.
         stem: What the names of the model's files begin with.
+        block: From the bytes of data in a file to those of its blocks; None: all blocks are of the usual size.
     """
     files = []
     for section, prefix in {**STEMS, "model": stem}.items():
@@ -77,6 +80,7 @@ def lay_out(tensors: Sequence[GlobalTensor], limit: int, stem: str = "model") ->
                     data_begin=begin,
                     size=begin + stored.data_size,
                     placed=tuple((number, first, last) for first, last, number in sorted(placed)),
+                    block=BLOCK if block is None else block(stored.data_size),
                 )
             )
     return files

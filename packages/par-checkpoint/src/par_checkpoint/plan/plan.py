@@ -128,13 +128,25 @@ class Planner:
         rank: This rank, whose part is wanted.
         size: The number of ranks.
         owners: By file: the one rank that may write it. None lets every rank write into every file.
+        whole: Whether one rank writes all of a block, however ranks hold it.
+        window: Bytes of a file, from its first block on, that one rank reads in a row where it can; 0: of a block.
     """
 
     def __init__(
-        self, tensors: Sequence[GlobalTensor], rank: int, size: int, owners: Sequence[int] | None = None
+        self,
+        tensors: Sequence[GlobalTensor],
+        rank: int,
+        size: int,
+        owners: Sequence[int] | None = None,
+        *,
+        whole: bool = False,
+        window: int = 0,
     ) -> None:
         self._rank = rank
         self._owners = owners
+        self._whole = whole or owners is not None
+        self._window = window
+        self._last = (-1, -1, -1)  # reader of the last block of a load, its file, and the window in it
         self._load = torch.zeros(size, dtype=torch.int64, device="cpu")  # bytes that each rank has to do with so far
         self._load_of = bytes_of(self._load).cast("q")  # the same memory, for one rank at a time
         self._turns = [0] * size
@@ -176,7 +188,7 @@ class Planner:
             shares = [share for share in shares if share.overlap.boxes]
             if parts or not shares:
                 continue
-            readers = self._readers(shares, block) if near else [self._main_holder(shares, block)]
+            readers = self._readers(shares, block) if near else [self._reader(shares, block)]
             for reader, pieces in self._delivered(shares, readers).items():
                 self._assign(block, reader, pieces)
         return self._finished()
@@ -192,7 +204,7 @@ class Planner:
 
         Nothing where the block does not consist of such runs.
         """
-        if self._is_alone or self._owners or not all(share.overlap.index.are_runs for share in shares):
+        if self._is_alone or self._whole or not all(share.overlap.index.are_runs for share in shares):
             return []
         if sum(len(share.overlap.boxes) for share in shares) > _RUNS:
             return []
@@ -285,8 +297,31 @@ class Planner:
         self._plan.turns = max(self._turns)
         return self._plan
 
-    def _main_holder(self, shares: Sequence[_Share], block: Block) -> int:
-        """Chooses, of the ranks that hold about as much of the block as any, the one with the fewest bytes so far."""
+    def _reader(self, shares: Sequence[_Share], block: Block) -> int:
+        """The main holder of a block; where a window began with another block, its reader, if it holds as much."""
+        if not self._window:
+            return self._main_holder(shares, block)
+        if block.file != self._last[1]:
+            self._first = block.begin
+        window = (block.begin - self._first) // self._window
+        before, file, last = self._last
+        if (file, last) != (block.file, window):
+            before = -1
+        reader = self._main_holder(shares, block, before)
+        if reader != before:  # a window lies in one round
+            step = max(1, self._window // block.size)
+            self._turns[reader] = -(-self._turns[reader] // step) * step
+        self._last = (reader, block.file, window)
+        return reader
+
+    def _main_holder(self, shares: Sequence[_Share], block: Block, before: int = -1) -> int:
+        """Chooses, of the ranks that hold about as much of the block as any, the one with the fewest bytes so far.
+
+        Args:
+            shares: Who holds how much of it.
+            block: The block.
+            before: A rank that is to have it rather than any other of those.
+        """
         if self._is_alone:
             return 0
         ranks = _joined([share.overlap.ranks for share in shares])
@@ -295,7 +330,7 @@ class Planner:
         if ranks.numel() == 1:
             return int(ranks)
         weights = _joined([share.overlap.weights for share in shares])
-        return self._least_busy(ranks.masked_select(2 * weights >= weights.max()))
+        return self._least_busy(ranks.masked_select(2 * weights >= weights.max()), before)
 
     def _least_busy(self, ranks: torch.Tensor, before: int = -1) -> int:
         """Chooses the rank that has what comes before the block, else the one with the fewest bytes so far."""

@@ -1,9 +1,11 @@
-"""What a checkpoint needs of a file system, in four protocols, and the choice between a local and a remote one."""
+"""What a checkpoint needs of a file system, beside single files, and the choice between a local and a remote one."""
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..format.manifest import BLOCK, Manifest
+from .files import Source, Writer
 from .local import LocalFolder
 
 
@@ -34,39 +36,24 @@ def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None =
     return RemoteFolder(path, at=at)
 
 
-class Source(Protocol):
-    """A file that is being read."""
-
-    size: int
-    stride: int
-    """Bytes to read at a time, where something is done with them right after."""
-
-    def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on; raises CorruptError if the file ends before."""
-
-    def close(self) -> None:
-        """Ends it; again is harmless."""
-
-
-class Writer(Protocol):
-    """A file that is being written."""
-
-    def write_at(self, begin: int, view: memoryview) -> None:
-        """Writes all of the view at byte `begin`; where the staging is not positional, that must be the current end."""
-
-    def finish(self) -> None:
-        """Brings the bytes to the disk, and closes."""
-
-    def abort(self) -> None:
-        """Closes without caring for the bytes; after `finish` it does nothing."""
-
-
 class Folder(Protocol):
     """The folder of a checkpoint. Names of files are relative, with '/' between, and one level deep at most."""
 
     url: str
     positional: bool
     """Whether several ranks may write ranges of one file."""
+    cached: bool
+    """Whether ranks of one machine share what one of them has read, without sending it."""
+    in_flight: int
+    """How many blocks a rank writes or reads at a time; 0 where that is left to the number of threads."""
+    stages_beside: bool
+    """Whether saves work in hidden folders beside this one, and not in it."""
+
+    def block(self, size: int) -> int:
+        """Bytes of the blocks of a file with that many bytes of data."""
+
+    def use(self, manifest: Manifest | None) -> None:
+        """Reads from now on the checkpoint of this manifest, which another rank has found; None: one without."""
 
     def recover(self) -> None:
         """Makes the old checkpoint visible again if a save died while it swapped; called before reading."""
@@ -92,11 +79,12 @@ class Folder(Protocol):
     def child(self, name: str) -> "Folder":
         """A folder in it."""
 
-    def stage(self, nonce: str) -> "Staging":
-        """A handle on the folder beside this one in which a save gathers its files; touches nothing.
+    def stage(self, nonce: str, *, by_owner: bool = False) -> "Staging":
+        """A handle on the folder in which a save gathers its files; touches nothing.
 
         Args:
             nonce: Letters and digits, the same on every rank and new for every save.
+            by_owner: Whether each file is written by one rank, from beginning to end.
         """
 
     def check_target(self, *, overwrite: bool) -> None:
@@ -119,15 +107,33 @@ class Staging(Protocol):
 
     positional: bool
     """Whether several ranks may write ranges of one file."""
+    generation: str
+    """The folder in the target in which the files stay; "" where they come to lie in the target itself."""
+
+    joins: bool
+    """Whether `complete` has anything to do."""
 
     def create(self, names: Iterable[str], needed: int) -> None:
         """One rank: sweeps, checks that `needed` bytes are free, and makes the folders for files of these names."""
 
-    def attach(self) -> None:
-        """Every rank: raises CheckpointError if the staging is not visible here."""
+    def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
+        """One rank, if positional: makes a file of that many bytes, which ranks write in blocks.
 
-    def allocate(self, name: str, size: int) -> None:
-        """One rank, if positional: makes a file of that many bytes, all zero."""
+        Args:
+            name: The file.
+            size: Its bytes.
+            head: Bytes before the first block; the rank that writes that writes them, too.
+            block: Bytes of a block, of which one rank writes all where the store joins files from parts.
+        """
+
+    def invite(self) -> Any:
+        """The rank that created, when all is allocated: what the others need to take part."""
+
+    def attach(self, invitation: Any) -> None:
+        """Every rank: takes part; raises CheckpointError if the staging is not visible here."""
+
+    def complete(self, share: tuple[int, int]) -> None:
+        """Every rank, when all blocks are written: its share, number and count, of what makes whole files of them."""
 
     def write(self, name: str, data: bytes) -> None:
         """One rank: writes a small file from beginning to end."""
@@ -135,8 +141,13 @@ class Staging(Protocol):
     def writer(self, name: str) -> Writer:
         """A file to write into."""
 
-    def publish(self, *, overwrite: bool) -> None:
-        """The rank that created: makes this the checkpoint. At any kill there is wholly the old or wholly the new."""
+    def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
+        """The rank that created: makes this the checkpoint. At any kill there is wholly the old or wholly the new.
+
+        Args:
+            overwrite: Whether to replace a checkpoint that is there.
+            index: Where the files stay in a generation: name and bytes of the index by which transformers finds them.
+        """
 
     def discard(self) -> None:
         """One rank: removes the staging in whatever state it is, unless it is the checkpoint by now, and closes it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .._errors import CheckpointError, CorruptError
-from ..format.manifest import MANIFEST
+from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, generation_in
 from .commit import Target, erase, scan, sync, unlock
 from .owned import carried, check_name, check_replaceable, parents
 
@@ -26,6 +26,9 @@ class LocalFolder:
     """
 
     positional = True
+    cached = True
+    in_flight = 0
+    stages_beside = True
 
     def __init__(self, path: str, *, at: Callable[[str], None], exchange: bool = True, patience: float = 10.0) -> None:
         self.path = Path(os.path.abspath(path))  # noqa: PTH100 - resolves '..', but no links
@@ -33,10 +36,22 @@ class LocalFolder:
             raise ValueError(f"{path!r} has no name: give a folder below it")
         self.url = str(self.path)
         self.target = Target(path=self.path, at=at, exchange=exchange, patience=patience)
+        self._generation: str | None = None
+
+    def block(self, size: int) -> int:
+        """Bytes of the blocks of a file, of whatever size."""
+        del size
+        return BLOCK
 
     def recover(self) -> None:
         """Makes the old checkpoint visible again if a saver died while it was away."""
         self.target.recover()
+        self._generation = None
+
+    def use(self, manifest: Manifest | None) -> None:
+        """Looks anew; the manifest says in which folder the files lie."""
+        self.recover()
+        self._generation = "" if manifest is None else manifest.generation
 
     def version(self) -> str | None:
         """A text that changes when the manifest is replaced; None where there is none."""
@@ -61,10 +76,11 @@ class LocalFolder:
         if not self.path.is_dir():
             raise CheckpointError(f"there is no folder {self.url}: check the path")
         sizes = {}
-        for folder in ("", "optimizer"):
-            for entry in scan(self.path / folder):
-                if not entry.is_dir():
-                    sizes[f"{folder}/{entry.name}".lstrip("/")] = _size(entry)
+        for top in dict.fromkeys((self.path, self._where())):
+            for folder in ("", "optimizer"):
+                for entry in scan(top / folder):
+                    if not entry.is_dir():
+                        sizes[f"{folder}/{entry.name}".lstrip("/")] = _size(entry)
         return sizes
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -76,7 +92,17 @@ class LocalFolder:
 
     def open(self, name: str) -> "LocalSource":
         """A file to read from."""
-        return LocalSource(self.path / check_name(name))
+        inside = self._where() / check_name(name)
+        return LocalSource(inside if name != MANIFEST and inside.exists() else self.path / name)
+
+    def _where(self) -> Path:
+        """The folder of the files: a generation in this one, where it was copied from a store of objects."""
+        if self._generation is None:
+            self._generation = ""
+            if any(GENERATION.fullmatch(entry.name) for entry in scan(self.path)):
+                with contextlib.suppress(FileNotFoundError):
+                    self._generation = generation_in((self.path / MANIFEST).read_bytes()) or ""
+        return self.path / self._generation
 
     def folders(self) -> list[str]:
         """The names of the folders in it."""
@@ -87,8 +113,9 @@ class LocalFolder:
         path, own = str(self.path / check_name(name)), self.target
         return LocalFolder(path, at=own.at, exchange=own.exchange, patience=own.patience)
 
-    def stage(self, nonce: str) -> "LocalStaging":
+    def stage(self, nonce: str, *, by_owner: bool = False) -> "LocalStaging":
         """A handle on the staging folder of a save; touches nothing."""
+        del by_owner  # who writes a file from beginning to end may do so here, too
         return LocalStaging(self, nonce)
 
     def check_target(self, *, overwrite: bool) -> None:
@@ -127,6 +154,8 @@ class LocalStaging:
     """A save under way, see `Staging`."""
 
     positional = True
+    joins = False
+    generation = ""
 
     def __init__(self, folder: LocalFolder, nonce: str) -> None:
         self._folder, self._nonce = folder, nonce
@@ -149,8 +178,15 @@ class LocalStaging:
             (self._path / name).mkdir()
         target.at("made")
 
-    def attach(self) -> None:
+    def invite(self) -> None:
+        """Nobody needs to know more than the path."""
+
+    def complete(self, share: tuple[int, int]) -> None:
+        """Files are whole when all is written."""
+
+    def attach(self, invitation: None = None) -> None:
         """Raises CheckpointError if the staging folder is not visible here after some seconds."""
+        del invitation
         deadline = time.monotonic() + self._folder.target.patience
         while not self._path.is_dir():
             if time.monotonic() > deadline:
@@ -160,8 +196,9 @@ class LocalStaging:
             time.sleep(0.05)
             scan(self._path.parent)  # makes a network file system look again
 
-    def allocate(self, name: str, size: int) -> None:
-        """Makes a file of that many bytes, into which all ranks write."""
+    def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
+        """Makes a file of that many bytes, into which all ranks write, wherever they like."""
+        del head, block
         with contextlib.closing(self.writer(name)) as writer:
             writer.resize(size)
 
@@ -178,8 +215,9 @@ class LocalStaging:
         """A file to write into."""
         return LocalWriter(self._path / check_name(name))
 
-    def publish(self, *, overwrite: bool) -> None:
+    def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
         """Takes over config, tokenizer and the like from the old checkpoint, and commits."""
+        del index  # files lie where transformers looks for them
         folder, replaces = self._folder, self._folder.exists()
         if replaces and not overwrite:
             raise CheckpointError(f"another process wrote {folder.url} in the meantime: save to another path")
@@ -229,6 +267,11 @@ class LocalSource:
             if count == 0:
                 raise CorruptError(f"{self._path} ends at byte {self.size}, but byte {begin} is asked for: truncated?")
             begin, view = begin + count, view[count:]
+
+    def ranged(self, begin: int, end: int) -> "LocalSource":
+        """Opens the file once more."""
+        del begin, end
+        return LocalSource(self._path)
 
     def close(self) -> None:
         """Closes the file; again is harmless."""

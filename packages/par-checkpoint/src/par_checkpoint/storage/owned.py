@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from .._errors import CheckpointError, CorruptError
-from ..format.manifest import MANIFEST, decode_manifest
+from ..format.manifest import GENERATION, MANIFEST, OBJECTS, SIDE_FILE, decode_manifest
 
 _VARIANT, _SHARD = r"(\.[0-9A-Za-z_]+)?", r"(-[0-9]{5}-of-[0-9]{5})?"
 _WEIGHTS = re.compile(
@@ -52,8 +52,9 @@ def check_replaceable(url: str, names: Iterable[str], manifest: bytes | None) ->
     Raises:
         CheckpointError: It holds other files.
     """
-    unknown = sorted(set(names) - _named_in(manifest) - {MANIFEST})
-    unknown = [name for name in unknown if not (_WEIGHTS.fullmatch(name) or _is_beside_weights(name))]
+    known = _named_in(manifest) | {MANIFEST, SHOWN, BEGUN}
+    unknown = sorted(name for name in names if _in_generation(name) not in known)
+    unknown = [name for name in unknown if not (_is_standard(_in_generation(name)))]
     if unknown:
         shown = ", ".join(unknown[:10]) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
         raise CheckpointError(
@@ -69,7 +70,7 @@ def carried(old: Iterable[str], new: Collection[str]) -> list[str]:
         old: The names of all files of the old checkpoint.
         new: The names of the files that were written anew.
     """
-    return sorted(name for name in old if name not in new and _is_beside_weights(name))
+    return sorted(name for name in old if name not in new and is_beside_weights(name))
 
 
 def is_of_tokenizer(name: str) -> bool:
@@ -92,6 +93,13 @@ def check_name(name: str) -> str:
 def parents(names: Iterable[str]) -> list[str]:
     """The sub-folders in which files of these names lie."""
     return sorted({str(PurePosixPath(check_name(name)).parent) for name in names} - {"."})
+
+
+BEGUN = "par_checkpoint.begun"
+"""In a generation: shows it to all ranks, where the store does not name its uploads to them."""
+
+SHOWN = "par_checkpoint.index.json"
+"""In a generation: the index for transformers, as it is put in the target."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,22 @@ def remnant_of(name: str) -> Remnant | None:
     return None if match is None else Remnant(*match.groups())
 
 
+def is_data(name: str) -> bool:
+    """Whether a file of this name holds a checkpoint's tensors or state, or is an index of such files."""
+    ours = (SIDE_FILE, *OBJECTS.values())
+    return name in ours or name.startswith("optimizer/") or _WEIGHTS.fullmatch(name) is not None
+
+
+def _in_generation(name: str) -> str:
+    """The name of a file without its generation, in which it lies where a folder was copied from a store."""
+    first, _, rest = name.partition("/")
+    return rest if rest and GENERATION.fullmatch(first) else name
+
+
+def _is_standard(name: str) -> bool:
+    return _WEIGHTS.fullmatch(name) is not None or is_beside_weights(name)
+
+
 def _named_in(manifest: bytes | None) -> set[str]:
     if manifest is None:
         return set()
@@ -134,7 +158,8 @@ def _named_in(manifest: bytes | None) -> set[str]:
     return {*decoded.files, *decoded.beside}
 
 
-def _is_beside_weights(name: str) -> bool:
+def is_beside_weights(name: str) -> bool:
+    """Whether a file of this name belongs to a model and holds no tensors: its config, tokenizer, code or licence."""
     return _matches(name, _BESIDE_WEIGHTS)
 
 

@@ -1,36 +1,43 @@
 """Folders on object stores and other remote file systems, through fsspec, and how a save commits there.
 
-Here nothing is renamed in one step: folders are copied and removed file by file. So a save writes down first what is to
-become of the target, and then makes it so:
+Nothing is renamed or copied here: an object is written once, where it stays. A checkpoint is a **generation**, a prefix
+below the target that no other save uses, and the manifest in the target itself, which names it:
 
-1. The new files are gathered in `.<name>.tmp-<nonce>/`. So far nobody reads them.
-2. A mark is added to them, the last of all: that one small file is the commit.
-3. The old files in the target are removed, the new ones copied there, the manifest last.
-4. The mark is removed, then the rest of the staging folder.
+    step-100/par_checkpoint.json                                the manifest: what it names is the checkpoint
+    step-100/model.safetensors.index.json, config.json, ...     for transformers: the index names the generation's files
+    step-100/generation-0123456789ab/model-00001-of-00002.safetensors, ..., optimizer/...
 
-Whoever reads takes a marked staging folder where there is one, else the target. Readers write nothing. Whoever saves
-next does steps 3 and 4 anew for a marked folder that is still there, and removes those without a mark. So at any kill
-the checkpoint is wholly the old, before the mark, or wholly the new, from the mark on. Removing a checkpoint is a save
-of nothing.
+A save works in this order:
 
-There are no locks: of two savers to one path the last one wins, and the other one fails.
+1. All files are written below the new generation. So far nobody reads them.
+2. The manifest is put in the target. This one request is the commit.
+3. What transformers opens in the target (index, config, tokenizer) is put there.
+4. The objects of the old generation are removed.
+
+Whoever reads believes the manifest alone, so at any kill the checkpoint is wholly the old, before 2, or wholly the new.
+transformers, which knows no manifest, finds wholly the old before the last request of 3, and then wholly the new. Where
+nothing was there before, 3 comes before 2, so that the manifest is the last of all. The next save, or `prune`, puts
+right what a saver that died has left: it removes generations that no manifest names, and does step 3 anew.
+
+A checkpoint is removed from what transformers opens by way of the manifest to the data, so that it is whole or gone.
+
+There are no locks: of two savers to one path, one fails.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-from .._errors import CheckpointError, CorruptError
-from ..format.manifest import MANIFEST
-from .owned import Remnant, carried, check_name, check_replaceable, parents, remnant_of
-
-_BEGUN = "par_checkpoint.begun"
-"""Shows all ranks the staging folder: object stores know no empty ones."""
-
-_MARK = "par_checkpoint.mark"
-"""Makes a staging folder the checkpoint."""
+from .._errors import CheckpointError, StoreError
+from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_manifest, generation_in
+from .files import Source, Writer
+from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
+from .s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, in_parallel
+from .store import IN_FLIGHT, FsspecStore, Store
 
 
 class RemoteFolder:
@@ -41,268 +48,328 @@ class RemoteFolder:
         at: Called with the name of each step of a commit.
     """
 
-    positional = False
+    cached = False
+    stages_beside = False
+    in_flight = IN_FLIGHT
 
     def __init__(self, url: str, *, at: Callable[[str], None]) -> None:
         scheme, _, rest = url.partition("://")
         self.url, self.at = f"{scheme}://{rest.rstrip('/')}", at
         fs, path = url_to_fs(url)
-        self.fs: Any = fs
         self.path = str(path).rstrip("/")
-        self._parent, _, self._name = self.path.rpartition("/")
-        self._readable: str | None = None
+        self.store: Store = S3Store(fs, self.url) if hasattr(fs, "call_s3") else FsspecStore(fs)
+        self.positional = self.store.joins
+        self._seen: _Seen | None = None
+
+    def block(self, size: int) -> int:
+        """Bytes of the blocks of a file with that much data; of one that ranks write together, those are its parts."""
+        return PART * -(-size // (PART * MOST_PARTS)) if self.positional and size else BLOCK
 
     def recover(self) -> None:
-        """Looks anew, at the next access, whether the target or a marked staging folder is the checkpoint."""
-        self._readable = None
+        """Looks anew, at the next access, which generation is the checkpoint."""
+        self._seen = None
+
+    def use(self, manifest: Manifest | None) -> None:
+        """Reads from now on what this manifest names, as another rank has found it, without a look."""
+        self._seen = None
+        if manifest is not None:
+            sizes = {name: record.size for name, record in manifest.files.items()}
+            inside, root = ({manifest.generation: sizes}, {}) if manifest.generation else ({}, sizes)
+            self._seen = _Seen(manifest=b"", generation=manifest.generation, root=root, generations=inside)
 
     def version(self) -> str | None:
         """A text that changes when the manifest is replaced; None where there is none."""
-        path = f"{self._where()}/{MANIFEST}"
-        self.fs.invalidate_cache()
         try:
-            return f"{path} {self.fs.ukey(path)}"
+            data = self.store.get(f"{self.path}/{MANIFEST}")
         except FileNotFoundError:
             return None
+        return f"{generation_in(data)} {len(data)} {data[:32]!r}"  # it begins with its checksum
 
     def exists(self) -> bool:
-        """Whether there is any file."""
-        return bool(self.files(self._where()))
+        """Whether there is any file; what a save has only begun is none."""
+        return bool(self.look().visible)
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file in the folder and in its folder "optimizer"."""
-        files = self.files(self._where())
+        files = self.look().visible
         if not files:
             raise CheckpointError(f"there is no folder {self.url}: check the path")
         return {name: size for name, size in files.items() if "/" not in name or name.rpartition("/")[0] == "optimizer"}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Bytes begin .. end - 1 of a file, by default all."""
-        with contextlib.closing(self.open(name)) as source:
+        if name == MANIFEST and self.look().manifest:
+            return self.look().manifest[begin:end]
+        with closing(self.open(name)) as source:
             data = bytearray((source.size if end is None else end) - begin)
             source.read_into(begin, memoryview(data))
         return bytes(data)
 
-    def open(self, name: str) -> "RemoteSource":
+    def open(self, name: str) -> Source:
         """A file to read from."""
-        return RemoteSource(self.fs, f"{self._where()}/{check_name(name)}")
+        seen = self.look()
+        where = f"{self.path}/{seen.generation}" if name in seen.inside else self.path
+        return self.store.open(f"{where}/{check_name(name)}", seen.visible.get(name))
 
     def folders(self) -> list[str]:
         """The names of the folders in it."""
-        return self._folders(self.path)
+        return self.store.folders(self.path)
 
     def child(self, name: str) -> "RemoteFolder":
         """A folder in it."""
         return RemoteFolder(f"{self.url}/{check_name(name)}", at=self.at)
 
-    def stage(self, nonce: str) -> "RemoteStaging":
-        """A handle on the staging folder of a save; touches nothing."""
+    def stage(self, nonce: str, *, by_owner: bool = True) -> "RemoteStaging":
+        """A handle on the new generation of a save; touches nothing."""
         if "/" not in self.path:
-            raise ValueError(f"{self.url!r} has nothing above it to put files aside: save to a folder below it")
-        return RemoteStaging(self, nonce)
+            raise ValueError(f"{self.url!r} is no folder with a name of its own: save to a folder below it")
+        return RemoteStaging(self, f"generation-{nonce}", by_owner=by_owner)
 
     def check_target(self, *, overwrite: bool) -> None:
         """Raises if what is there now must not be replaced."""
-        where = self._where()
-        names = self.files(where)
-        if names and not overwrite:
+        seen = self.look()
+        if seen.visible and not overwrite:
             raise FileExistsError(f"{self.url!r} exists; pass overwrite=True to replace it, or choose another path")
-        check_replaceable(self.url, names, self.fs.cat_file(f"{where}/{MANIFEST}") if MANIFEST in names else None)
+        check_replaceable(self.url, seen.visible, seen.manifest or None)
 
     def remove(self) -> None:
-        """Removes the checkpoint: puts nothing in its place."""
-        self._finish_commits()
-        self.commit(self.beside("removed"))
+        """Removes the checkpoint: what transformers opens, then the manifest, then all that is left."""
+        self.recover()
+        seen = self.look()
+        self.store.delete(self.path, sorted(name for name in seen.root if name != MANIFEST and seen.generation))
+        self.at("hidden")
+        self.store.delete(self.path, [MANIFEST])
+        self.at("removed")
+        self.store.delete(self.path, seen.root)
+        self.sweep()
 
     def sweep(self, *, dry_run: bool = False) -> list[str]:
-        """Ends the commits of savers that died on the way, and removes what others left; returns what it removed."""
-        if not dry_run:
-            self._finish_commits()
-        marked = set(self._marked())
-        swept = [path for path in self._stagings() if path not in marked]
-        for path in () if dry_run else swept:
-            self.clear(path, first=_MARK)
-        return swept
+        """Ends what savers that died have begun; returns the paths of the generations that it removes.
 
-    def beside(self, nonce: str) -> str:
-        """The path of a save's staging folder."""
-        return f"{self._parent}/{Remnant(self._name, 'tmp', nonce).name}"
-
-    def files(self, folder: str) -> dict[str, int]:
-        """The bytes of all files in a folder, however deep, by name; marks are none of them."""
-        self.fs.invalidate_cache()
-        listed = self.fs.find(folder, detail=True)
-        sizes = {path.removeprefix(folder).lstrip("/"): int(info["size"]) for path, info in listed.items()}
-        return {name: size for name, size in sizes.items() if name not in (_BEGUN, _MARK)}
-
-    def commit(self, staging: str) -> None:
-        """Makes a staging folder the checkpoint, steps 2 to 4: from the mark on it is the one that is read."""
-        self.make(staging, ())
-        self.fs.pipe_file(f"{staging}/{_MARK}", b"whole")
-        self.at("marked")
-        self._install(staging)
-
-    def copy(self, names: Iterable[str], source: str, into: str) -> None:
-        """Copies files between folders."""
-        for name in names:
-            self.make(into, [name])
-            self.fs.cp_file(f"{source}/{name}", f"{into}/{name}")
-
-    def make(self, folder: str, names: Iterable[str]) -> None:
-        """Makes the folders for files of these names, where there are such things as folders."""
-        for path in [folder, *(f"{folder}/{parent}" for parent in parents(names))]:
-            self.fs.makedirs(path, exist_ok=True)
-
-    def clear(self, folder: str, *, first: str) -> None:
-        """Removes a folder, beginning with the file that makes it count."""
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(f"{folder}/{first}")
-        self.fs.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm(folder, recursive=True)
-
-    def _install(self, staging: str) -> None:
-        """Steps 3 and 4, which may be done again from their beginning."""
-        names = sorted(self.files(staging), key=lambda name: name == MANIFEST)
-        self.clear(self.path, first=MANIFEST)
-        self.at("cleared")
-        for name in names:
-            self.copy([name], staging, self.path)
-            self.at(f"copied {name}")
-        self.clear(staging, first=_MARK)
+        A saver that lives is not told from a dead one.
+        """
         self.recover()
-        self.at("removed")
-
-    def _finish_commits(self) -> None:
-        for staging in self._marked()[:1]:
-            self._install(staging)
-
-    def _where(self) -> str:
-        """The folder to read: a marked staging folder, else the target."""
-        if self._readable is None:
-            self._readable = next(iter(self._marked()), self.path)
-        return self._readable
-
-    def _marked(self) -> list[str]:
-        return [staging for staging in self._stagings() if self.fs.exists(f"{staging}/{_MARK}")]
-
-    def _stagings(self) -> list[str]:
-        """The paths of the staging folders of saves to this folder."""
-        remnants = (remnant_of(name) for name in self._folders(self._parent))
-        return [
-            self.beside(each.nonce) for each in remnants if each and (each.target, each.kind) == (self._name, "tmp")
-        ]
-
-    def _folders(self, path: str) -> list[str]:
-        self.fs.invalidate_cache()
-        try:
-            entries = self.fs.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
+        seen = self.look()
+        if not seen.is_sound:  # it may name any of the generations
             return []
-        names = (entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory")
-        return sorted(name.rpartition("/")[2] for name in names)
+        dead = sorted(name for name in seen.generations if name != seen.generation)
+        paths = dict.fromkeys(f"{self.path}/{name}" for name in dead)
+        if isinstance(self.store, S3Store):
+            for path, upload in list(self.store.uploads(f"{self.path}/generation-")):
+                generation = "/".join(path.split("/")[: self.path.count("/") + 2])
+                if generation != f"{self.path}/{seen.generation}":
+                    paths[generation] = None
+                    if not dry_run:
+                        self.store.give_up(path, upload)
+        if not dry_run:
+            if dead and SHOWN in seen.generations.get(seen.generation, ()):
+                self._show_anew(seen)
+            self.store.delete(self.path, seen.orphans)
+            for name in dead:
+                self.store.delete(f"{self.path}/{name}", seen.generations[name])
+            self.store.delete(self.path, ())  # itself, where there are empty folders
+            self.recover()
+        return list(paths)
+
+    def look(self) -> "_Seen":
+        """What is there, as it was at the first call since `recover`."""
+        if self._seen is None:
+            listed = self.store.sizes(self.path)
+            manifest = self.store.get(f"{self.path}/{MANIFEST}") if MANIFEST in listed else b""
+            root, generations = {}, dict[str, dict[str, int]]()
+            for name, size in listed.items():
+                first, _, rest = name.partition("/")
+                if rest and GENERATION.fullmatch(first):
+                    generations.setdefault(first, {})[rest] = size
+                else:
+                    root[name] = size
+            orphans: list[str] = []
+            for index in (
+                [name for name in root if name.endswith(".index.json")] if generations and not manifest else ()
+            ):
+                shown = GENERATION.search(self.store.get(f"{self.path}/{index}").decode(errors="replace"))
+                if shown and shown[0] in generations:  # of a save that died before its manifest came
+                    orphans = [*sorted(root.keys() & generations[shown[0]].keys() - {index}), index]
+            self._seen = _Seen(
+                manifest=manifest,
+                generation=generation_in(manifest) or "",
+                is_sound=generation_in(manifest) is not None,
+                root=root,
+                generations=generations,
+                orphans=orphans,
+            )
+        return self._seen
+
+    def _show_anew(self, seen: "_Seen") -> None:
+        """Does what a saver that died after its manifest has left to do for transformers, if it has."""
+        manifest = decode_manifest(seen.manifest)
+        name, inside = f"{manifest.stem}.safetensors.index.json", f"{self.path}/{seen.generation}"
+        index = self.store.get(f"{inside}/{SHOWN}")
+        if name not in seen.root or self.store.get(f"{self.path}/{name}") != index:
+            for file in manifest.beside:
+                self.store.put(f"{self.path}/{file}", self.store.get(f"{inside}/{file}"))
+            self.store.put(f"{self.path}/{name}", index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What is in a folder.
+
+    Args:
+        manifest: The manifest's bytes; empty where there is none, or where another rank has read it.
+        generation: The generation that it names; "" where it names none, as the files lie in the folder itself.
+        root: The bytes of each file that is in no generation.
+        generations: By generation: the bytes of each file in it.
+        is_sound: Whether the manifest, if there is one, can be read.
+        orphans: Files of `root` that a save has put there for a generation that no manifest names.
+    """
+
+    manifest: bytes
+    generation: str
+    root: Mapping[str, int]
+    generations: Mapping[str, Mapping[str, int]]
+    is_sound: bool = True
+    orphans: list[str] = field(default_factory=list)
+
+    @cached_property
+    def inside(self) -> dict[str, int]:
+        """The bytes of each file in the generation that is the checkpoint."""
+        files = self.generations.get(self.generation, {})
+        return {name: size for name, size in files.items() if name not in (BEGUN, SHOWN)}
+
+    @cached_property
+    def visible(self) -> dict[str, int]:
+        """The bytes of each file of the checkpoint, wherever it lies."""
+        root = {name: size for name, size in self.root.items() if name not in self.orphans}
+        if self.generation:  # what transformers opens stands for what is in the generation
+            root = {name: size for name, size in root.items() if not is_data(name)}
+        return {**root, **self.inside}
 
 
 class RemoteStaging:
-    """A save under way, see `Staging`."""
+    """A save under way, see `Staging`.
 
-    positional = False
+    Args:
+        folder: The target.
+        generation: The name of the new generation.
+        by_owner: Whether one rank writes a file from beginning to end, though the store could join parts.
+    """
 
-    def __init__(self, folder: RemoteFolder, nonce: str) -> None:
-        self._folder, self._path = folder, folder.beside(nonce)
+    def __init__(self, folder: RemoteFolder, generation: str, *, by_owner: bool) -> None:
+        self._folder, self.generation = folder, generation
+        self._path = f"{folder.path}/{generation}"
+        self._store = folder.store
+        self.positional = self.joins = folder.positional and not by_owner
+        self._parts: dict[str, Parts] = {}
+        self._uploads: dict[str, str] = {}
+        self._beside: dict[str, bytes] = {}
+        self._manifest = b""
 
     def create(self, names: Iterable[str], needed: int) -> None:
-        """Sweeps, and makes the staging folder."""
-        del needed  # nobody tells how much is free
+        """Sweeps, and shows that the save has begun."""
+        del names, needed  # there are no folders to make, and nobody tells how much is free
         self._folder.sweep()
         self._folder.at("swept")
-        self._folder.make(self._path, names)
-        self._folder.fs.pipe_file(f"{self._path}/{_BEGUN}", b"begun")
-        self._folder.at("made")
+        if not self._store.joins:
+            self._store.put(f"{self._path}/{BEGUN}", b"begun")
 
-    def attach(self) -> None:
-        """Raises CheckpointError if the staging folder is not visible here."""
-        if not self._folder.fs.exists(f"{self._path}/{_BEGUN}"):
+    def allocate(self, name: str, size: int, *, head: int = 0, block: int = BLOCK) -> None:
+        """Takes up a file that ranks write together; what is one part is put as a whole."""
+        if not self.positional:
+            raise TypeError(f"{name} of {size} bytes: {self._folder.url} is written from beginning to end, by one rank")
+        self._parts[name] = Parts(size=size, head=head, part=block)
+
+    def invite(self) -> dict[str, tuple[Parts, str | None]]:
+        """Begins the uploads, and names them: what the other ranks need to take part."""
+        if isinstance(self._store, S3Store):
+            names = [name for name, parts in self._parts.items() if parts.count > 1]
+            paths = [f"{self._path}/{check_name(name)}" for name in names]
+            self._uploads = dict(zip(names, in_parallel(self._store.begin, paths), strict=True))
+        self._folder.at("begun")
+        return {name: (parts, self._uploads.get(name)) for name, parts in self._parts.items()}
+
+    def attach(self, invitation: dict[str, tuple[Parts, str | None]]) -> None:
+        """Takes part in the uploads; where there are none, raises CheckpointError if the save is not visible here."""
+        self._parts = {name: parts for name, (parts, _) in invitation.items()}
+        self._uploads = {name: upload for name, (_, upload) in invitation.items() if upload is not None}
+        if not self._store.joins and BEGUN not in self._store.sizes(self._path):
             raise CheckpointError(f"{self._path} is not visible on this rank: use a file system that all ranks share")
 
-    def allocate(self, name: str, size: int) -> None:
-        """Raises TypeError: files are streams here."""
-        raise TypeError(f"{name} of {size} bytes: {self._folder.url} is written from beginning to end, by one rank")
-
     def write(self, name: str, data: bytes) -> None:
-        """Writes a small file."""
-        self._folder.make(self._path, [name])
-        self._folder.fs.pipe_file(f"{self._path}/{name}", data)
+        """Writes a small file; the manifest waits for `publish`."""
+        if name == MANIFEST:
+            self._manifest = data
+            return
+        if is_beside_weights(name):
+            self._beside[name] = data
+        self._store.put(f"{self._path}/{check_name(name)}", data)
 
-    def writer(self, name: str) -> "RemoteWriter":
-        """A file to stream into."""
-        return RemoteWriter(self._folder.fs, f"{self._path}/{check_name(name)}")
+    def writer(self, name: str) -> Writer:
+        """A file to write into: in parts where it was allocated, else from beginning to end."""
+        path = f"{self._path}/{check_name(name)}"
+        if name in self._parts and isinstance(self._store, S3Store):
+            return S3PartsWriter(self._store, path, self._uploads.get(name), self._parts[name])
+        return self._store.stream(path)
 
-    def publish(self, *, overwrite: bool) -> None:
+    def complete(self, share: tuple[int, int]) -> None:
+        """Joins the parts of this rank's share of the files: of n ranks the i-th joins every n-th file."""
+        if isinstance(self._store, S3Store):
+            store, names = self._store, sorted(self._uploads)[share[0] :: share[1]]
+            in_parallel(lambda name: store.join(f"{self._path}/{name}", self._uploads[name], self._parts[name]), names)
+
+    def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
         """Commits."""
-        folder = self._folder
-        old = folder.files(folder.path)
-        if old and not overwrite:
+        folder, store = self._folder, self._store
+        folder.recover()
+        seen = folder.look()
+        if seen.visible and not overwrite:
             raise CheckpointError(f"another process wrote {folder.url} in the meantime: save to another path")
         folder.check_target(overwrite=overwrite)
-        folder.copy(carried(old, folder.files(self._path)), folder.path, self._path)
-        folder.at("carried")
-        folder.commit(self._path)
+        inside = seen.generations.get(self.generation, {})
+        for name, record in decode_manifest(self._manifest).files.items():
+            if inside.get(name) != record.size:
+                raise CheckpointError(
+                    f"{self._path}/{name} is not there as it was written ({inside.get(name)} of {record.size} bytes): "
+                    "another save to the same place has removed it; save to another path, or one after the other"
+                )
+        shown = dict(self._beside)
+        if index is not None:
+            shown[index[0]] = index[1]
+            store.put(f"{self._path}/{SHOWN}", index[1])
+        is_first = index is not None and not seen.visible
+        if is_first:  # the index before the others: it tells a sweep that they are of a save
+            self._show(dict(reversed(shown.items())))
+        store.put(f"{folder.path}/{MANIFEST}", self._manifest)
+        folder.at("committed")
+        if not is_first:
+            self._show(shown)
+        with contextlib.suppress(StoreError):  # the save has not failed: what cannot be removed is left for a sweep
+            store.delete(folder.path, [name for name in seen.root if is_data(name) and name not in shown])
+            for name, files in seen.generations.items():
+                if name != self.generation:
+                    store.delete(f"{folder.path}/{name}", files)
+            if not store.joins:
+                store.delete(self._path, [BEGUN])
+        folder.recover()
+        folder.at("removed")
 
     def discard(self) -> None:
-        """Removes the staging folder, unless it is the checkpoint by now: then the next save does what is left."""
-        if not self._folder.fs.exists(f"{self._path}/{_MARK}"):
-            self._folder.clear(self._path, first=_BEGUN)
+        """Removes the generation, unless it is the checkpoint by now."""
+        self._folder.recover()
+        seen = self._folder.look()
+        if seen.generation != self.generation:
+            for name, upload in self._uploads.items():
+                self._store.give_up(f"{self._path}/{name}", upload)  # type: ignore[attr-defined]
+            self._store.delete(self._folder.path, seen.orphans)
+            self._store.delete(self._path, seen.generations.get(self.generation, ()))
+            self._store.delete(self._folder.path, ())
+        self._folder.recover()
 
     def close(self) -> None:
         """Nothing is open."""
 
-
-class RemoteSource:
-    """A file that is being read, see `Source`."""
-
-    stride = 1 << 30  # each reading is a request
-
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        try:
-            self.size = int(fs.size(path))
-        except FileNotFoundError as error:
-            raise CorruptError(f"{path} is missing: restore it, or load another checkpoint") from error
-
-    def read_into(self, begin: int, view: memoryview) -> None:
-        """Fills the view with the bytes from `begin` on."""
-        end = begin + len(view)
-        if end > self.size:
-            raise CorruptError(f"{self._path} ends at byte {self.size}, but bytes to {end} are asked for: truncated?")
-        if begin < end:
-            view[:] = self._fs.cat_file(self._path, start=begin, end=end)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class RemoteWriter:
-    """A file that is streamed from beginning to end, see `Writer`."""
-
-    def __init__(self, fs: Any, path: str) -> None:
-        self._path, self._end = path, 0
-        self._file: Any = fs.open(path, "wb")
-
-    def write_at(self, begin: int, view: memoryview) -> None:
-        """Writes the view at byte `begin`, which must be the current end."""
-        if begin != self._end:
-            raise ValueError(f"{self._path} is written from beginning to end: byte {begin} cannot follow {self._end}")
-        self._file.write(view)
-        self._end += len(view)
-
-    def finish(self) -> None:
-        """Closes the file, which uploads what is left."""
-        file, self._file = self._file, None
-        file.close()
-
-    def abort(self) -> None:
-        """Closes the file without caring for its bytes; after `finish` it does nothing."""
-        if self._file is not None:
-            with contextlib.suppress(Exception):  # what made the caller give up is the error to tell
-                self.finish()
+    def _show(self, files: Mapping[str, bytes]) -> None:
+        """Puts files in the target, in this order."""
+        for name, data in files.items():
+            self._store.put(f"{self._folder.path}/{name}", data)
+            self._folder.at(f"shown {name}")

@@ -139,9 +139,9 @@ def newest(root: str | os.PathLike[str]) -> str | None:
 
 
 def _steps(root: Folder) -> Iterator[tuple[int, Folder, bool]]:
-    """All steps, the highest first: number, folder, and whether a save left something beside it, or only that."""
+    """All steps, the highest first: number, folder, and whether a save may have left something there, or only that."""
     names = root.folders()
     littered = {remnant.target for name in names if (remnant := remnant_of(name))}
     steps = {name: step for name in littered.union(names) if (step := step_of(name)) is not None}
     for name, step in sorted(steps.items(), key=lambda item: -item[1]):
-        yield step, root.child(name), name in littered
+        yield step, root.child(name), name in littered or not root.stages_beside

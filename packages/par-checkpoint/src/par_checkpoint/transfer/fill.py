@@ -19,7 +19,7 @@ from ..storage.folder import Folder
 from ..storage.outline import Outline, tensors_of
 from .memory import Local
 from .ranks import Ranks, attempt
-from .read import Reading, read_blocks, wrong_join
+from .read import Reading, read_blocks, window_of, wrong_join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Filling:
 
     Args:
         ranks: The ranks that read together.
-        near: Whether they share a machine.
+        near: Whether they share a machine, and what any of them has read of the files.
         folder: The checkpoint's folder.
         outline: What it holds.
         device: The device on which tensors of the meta device are made.
@@ -69,7 +69,12 @@ def fill_(targets: Targets, filling: Filling) -> None:
     increment_version([entry.local for entry in made])  # bytes go there unseen by autograd, and by a save that copies
     files = _files(outline, tensors)
     blocks = (tensor_blocks if outline.manifest is None else data_blocks)(files, tensors)
-    plan = Planner(tensors, ranks.rank, ranks.size).load(blocks, near=filling.near)
+    window = (
+        0
+        if filling.folder.cached
+        else window_of(filling.budget, max((file.block for file in files), default=BLOCK), ranks.size)
+    )
+    plan = Planner(tensors, ranks.rank, ranks.size, window=window).load(blocks, near=filling.near)
     records = {} if outline.manifest is None or not filling.verify else outline.manifest.files
     reading = Reading(
         files=files,
@@ -78,7 +83,8 @@ def fill_(targets: Targets, filling: Filling) -> None:
         folder=filling.folder,
         crcs={name: record.crcs for name, record in records.items()},
         budget=filling.budget,
-        threads=filling.threads,
+        threads=max(filling.threads, filling.folder.in_flight),
+        window=window,
     )
     total = sum(file.size for file in files)
     with Bar("load", total, ranks.rank, ranks.size, filling.progress) as bar:

@@ -15,10 +15,13 @@ from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.files import File, join_crcs
 from ..plan.plan import Block, Plan, Task
-from ..storage.folder import Folder, Source
+from ..storage.files import REACH, Source
+from ..storage.folder import Folder
 from .exchange import Exchange, by_peer, rounds
 from .memory import Local, Pool
 from .ranks import Ranks
+
+_AT_ONCE = 4  # requests of a rank that reads for others, at least, where its budget has room for so many blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class Reading:
         crcs: By file name: the crc32c of each block; a file that is not there is not verified.
         budget: Bytes that may be held beside the state.
         threads: Number of threads that read.
+        window: Bytes in a row that one request brings, where requests cost time; 0: blocks are read by themselves.
     """
 
     files: Sequence[File]
@@ -42,6 +46,32 @@ class Reading:
     crcs: Mapping[str, Sequence[int]]
     budget: int
     threads: int
+    window: int = 0
+
+    @property
+    def block(self) -> int:
+        """Bytes of the largest block."""
+        return max((file.block for file in self.files), default=BLOCK)
+
+
+def window_of(budget: int, block: int, ranks: int) -> int:
+    """Bytes in a row that one request to a store brings, a multiple of a block.
+
+    One rank receives straight into its tensors, or through a block. Ranks that read for each other keep all that they
+    read in a round until it is sent: so many requests must fit together.
+
+    Args:
+        budget: Bytes that a rank may hold beside its state.
+        block: Bytes of a block.
+        ranks: How many ranks read together.
+    """
+    most = max(REACH // block, 1)
+    return block * (most if ranks == 1 else min(most, max(round_of(budget, block) // _AT_ONCE, 1)))
+
+
+def round_of(budget: int, block: int) -> int:
+    """How many blocks a rank reads in a round, for itself and others: a third of the budget, the rest being sent."""
+    return max(budget // (3 * block), 1)
 
 
 def read_blocks(
@@ -64,7 +94,12 @@ def read_blocks(
     """
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
         reader = _Reader(reading, pool, progress, Counter(task.block.file for task in plan.mine))
-        blocks = max(1, reading.budget // (4 * BLOCK)) if plan.peers else max(1, plan.turns)  # of a round
+        blocks = max(1, plan.turns)  # of a round
+        if plan.peers:
+            blocks = max(1, reading.budget // (4 * reading.block))
+            if reading.window:
+                per_window = reading.window // reading.block
+                blocks = max(round_of(reading.budget, reading.block) // per_window, 1) * per_window
         try:
             mine, others = rounds(plan.mine, plan.turns, blocks), rounds(plan.others, plan.turns, blocks)
             for tasks, of_others in zip(mine, others, strict=True):
@@ -121,13 +156,15 @@ class _Reader:
             peers: Whether any rank sends anything to another.
         """
         shared, jobs = [], []
-        for task in tasks:
-            if any(piece.to != self._rank for piece in task.pieces):
-                block = self._blocks.take()
-                shared.append((task, block))
-                jobs.append(self._pool.submit(self._read_into, task, block))
-            else:
-                jobs.append(self._pool.submit(self._read_own, task))
+        for run in _runs(tasks, self._reading.window):
+            memories = []
+            for task in run:
+                memory = None
+                if any(piece.to != self._rank for piece in task.pieces):
+                    memory = self._blocks.take()
+                    shared.append((task, memory))
+                memories.append(memory)
+            jobs.append(self._pool.submit(self._read_run, run, memories))
         if peers:
             self._wait(jobs)
             jobs = []
@@ -160,27 +197,43 @@ class _Reader:
 
         self._exchange.run(outgoing, incoming, fill=fill, take=take)
 
-    def _read_own(self, task: Task) -> None:
+    def _read_run(self, run: Sequence[Task], memories: Sequence[torch.Tensor | None]) -> None:
+        """Reads blocks that lie in a row: each into the memory that is given for it, or to where this rank holds it."""
+        name = self._reading.files[run[0].block.file].name
+        source = self.sources[name]
+        ranged = source.ranged(run[0].block.begin, run[-1].block.end) if len(run) > 1 else source
+        try:
+            for task, memory in zip(run, memories, strict=True):
+                if memory is None:
+                    self._read_own(ranged, task)
+                else:
+                    self._read_into(ranged, task, memory)
+                self.sources.done(name)
+        finally:
+            if ranged is not source:
+                ranged.close()
+
+    def _read_own(self, source: Source, task: Task) -> None:
         """Reads a block of which no other rank takes a piece from here: straight into the tensors, if it can."""
         with self._blocks.lent() as spare:
             direct = self._reading.local.direct(task.pieces, task.block.size, spare)
             if direct is not None:
-                self._read(task.block, direct)
+                self._read(source, task.block, direct)
             else:
-                self._read_into(task, spare)
+                self._read_into(source, task, spare)
 
-    def _read_into(self, task: Task, memory: torch.Tensor) -> None:
+    def _read_into(self, source: Source, task: Task, memory: torch.Tensor) -> None:
         """Reads a block into memory, and copies this rank's pieces of it."""
         block = memory[: task.block.size]
-        self._read(task.block, [block])
+        self._read(source, task.block, [block])
         own = (piece for piece in task.pieces if piece.to == self._rank)
         with torch.no_grad():
             self._reading.local.from_block_(own, block)
 
-    def _read(self, block: Block, into: Iterable[torch.Tensor]) -> None:
+    def _read(self, source: Source, block: Block, into: Iterable[torch.Tensor]) -> None:
         """Reads a block into one or several runs of memory, and verifies it."""
         file = self._reading.files[block.file]
-        source, crcs = self.sources[file.name], self._reading.crcs.get(file.name)
+        crcs = self._reading.crcs.get(file.name)
         begin, crc = block.begin, 0
         for memory in map(bytes_of, into):
             for low in range(0, len(memory), source.stride):
@@ -188,7 +241,6 @@ class _Reader:
                 source.read_into(begin, part)
                 begin += len(part)
                 crc = crc if crcs is None else crc32c(part, crc)
-        self.sources.done(file.name)
         if crcs is not None:
             self._check(file, block, crc, crcs)
         self._progress(block.size)
@@ -201,6 +253,20 @@ class _Reader:
         elif crc != crcs[number]:
             tensors = [self._reading.local.tensors[span.tensor].name for span in block.spans]
             raise CorruptError(corrupt_block(f"{self._reading.folder.url}/{file.name}", number, block.begin, tensors))
+
+
+def _runs(tasks: Sequence[Task], window: int) -> list[list[Task]]:
+    """The tasks in lists of blocks that follow each other in a file, within a window from the file's data on."""
+    runs: list[list[Task]] = []
+    for task in tasks:
+        block = task.block
+        first, before = (runs[-1][0].block, runs[-1][-1].block) if runs else (block, block)
+        follows = before.file == block.file and before.end == block.begin
+        if follows and block.end - first.begin <= window:
+            runs[-1].append(task)
+        else:
+            runs.append([task])
+    return runs
 
 
 class _Sources:

@@ -16,7 +16,8 @@ from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.files import File
 from ..plan.plan import Block, Plan, Task
-from ..storage.folder import Staging, Writer
+from ..storage.files import Writer
+from ..storage.folder import Staging
 from .exchange import Exchange, by_peer, rounds
 from .memory import Local, Pool
 from .ranks import Ranks
@@ -46,6 +47,11 @@ class Work:
     workers: Workers
     progress: Callable[[int], None]
 
+    @property
+    def block(self) -> int:
+        """Bytes of the largest block."""
+        return max((file.block for file in self.files), default=BLOCK)
+
 
 def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tuple[list[Crc], BaseException | None]:
     """Writes this rank's blocks and sends others their pieces.
@@ -64,7 +70,7 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
         RuntimeError: Another rank is gone.
     """
     writing = _Writing(work, snapshot, Counter(task.block.file for task in plan.mine))
-    blocks = max(1, work.budget // (BLOCK * (4 if snapshot is None else 2)))  # of a round; a copy is there already
+    blocks = max(1, work.budget // (work.block * (4 if snapshot is None else 2)))  # of a round; a copy is there already
     mine, others = rounds(plan.mine, plan.turns, blocks), rounds(plan.others, plan.turns, blocks)
     try:
         for tasks, of_others in zip(mine, others, strict=True):
@@ -93,7 +99,7 @@ class _Writing:
         self._error: BaseException | None = None
         self._free_bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._bounces = 0
-        self._scratches = Pool(BLOCK)  # one a thread at most
+        self._scratches = Pool(work.block)  # one a thread at most
         self._exchange = Exchange(work.ranks, work.local.packed_size)
         self._opening = threading.Lock()
 
@@ -148,9 +154,9 @@ class _Writing:
         """A block with this rank's pieces in it, and the bounce buffer that it lies in, if in one."""
         if self._snapshot is not None:
             return self._snapshot.blocks[task.turn], None
-        if self._bounces < max(2, self._work.budget // (2 * BLOCK)) and self._free_bounces.empty():
+        if self._bounces < max(2, self._work.budget // (2 * self._work.block)) and self._free_bounces.empty():
             self._bounces += 1  # up to half of the budget
-            bounce = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
+            bounce = torch.empty(self._work.block, dtype=torch.uint8, device="cpu")
         else:
             bounce = self._free_bounces.get()  # waits for one that is being written
         block = bounce[: task.block.size]

@@ -1,0 +1,36 @@
+"""A file that is read, and one that is written, wherever it lies."""
+
+from typing import Protocol
+
+REACH = 64 << 20
+"""Bytes of one request that reads from a store, at most."""
+
+
+class Source(Protocol):
+    """A file that is being read."""
+
+    size: int
+    stride: int
+    """Bytes to read at a time, where something is done with them right after."""
+
+    def ranged(self, begin: int, end: int) -> "Source":
+        """The same file, of which bytes begin .. end - 1 are read next, in order; to be closed by itself."""
+
+    def read_into(self, begin: int, view: memoryview) -> None:
+        """Fills the view with the bytes from `begin` on; raises CorruptError if the file ends before."""
+
+    def close(self) -> None:
+        """Ends it; again is harmless."""
+
+
+class Writer(Protocol):
+    """A file that is being written."""
+
+    def write_at(self, begin: int, view: memoryview) -> None:
+        """Writes all of the view at byte `begin`; where the staging is not positional, that must be the current end."""
+
+    def finish(self) -> None:
+        """Brings the bytes to the disk, and closes."""
+
+    def abort(self) -> None:
+        """Closes without caring for the bytes; after `finish` it does nothing."""

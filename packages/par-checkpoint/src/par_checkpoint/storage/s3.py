@@ -1,0 +1,373 @@
+"""S3, and stores that speak its language, through s3fs: objects that several ranks write together, in parts.
+
+An upload is begun by one rank and named to the others; each sends the parts that it is in charge of, in any order; then
+one rank joins them. Only then there is an object, whole. What was begun and never joined is no object, and takes room
+until it is given up, which the next save or `prune` does.
+"""
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fsspec.asyn import sync  # type: ignore[import-untyped]
+
+from .._errors import CheckpointError, StoreError
+from .store import IN_FLIGHT, ObjectSource, StreamWriter, missing, persist
+
+PART = 8 << 20
+"""Bytes of a part, and of the blocks of a file that is written in parts; the first part has the header, too."""
+
+MOST_PARTS = 10_000
+"""Parts of one object at most, on S3."""
+
+_PAGE = 1000  # objects in one answer, or one order to delete
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """How an object is cut into parts.
+
+    Args:
+        size: Bytes of the object.
+        head: Bytes at its beginning that belong to the first part beside its share.
+        part: Bytes of a part; the last may be shorter.
+    """
+
+    size: int
+    head: int
+    part: int
+
+    @property
+    def count(self) -> int:
+        """The number of parts."""
+        return max(1, -(-(self.size - self.head) // self.part))
+
+    def place(self, begin: int) -> tuple[int, int, int]:
+        """The part that byte `begin` is in: its number from 0 on, its first byte, and one past its last."""
+        number = max(begin - self.head, 0) // self.part
+        first = self.head + number * self.part if number else 0
+        return number, first, min(self.head + (number + 1) * self.part, self.size)
+
+
+class S3Store:
+    """A bucket.
+
+    Args:
+        fs: The file system of s3fs.
+        url: What the user called it, for messages.
+    """
+
+    joins = True
+
+    def __init__(self, fs: Any, url: str) -> None:
+        self.fs, self._url = fs, url
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of every object below a folder."""
+        bucket, prefix = _split(f"{folder}/")
+        pages = self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix)
+        listed = ((str(each["Key"]), int(each["Size"])) for page in pages for each in page.get("Contents", ()))
+        return {name.removeprefix(prefix): size for name, size in listed}
+
+    def folders(self, folder: str) -> list[str]:
+        """The names of the folders in a folder."""
+        bucket, prefix = _split(f"{folder}/")
+        pages = self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/")
+        found = (str(each["Prefix"]) for page in pages for each in page.get("CommonPrefixes", ()))
+        return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
+
+    def get(self, path: str) -> bytes:
+        """All bytes of an object."""
+
+        def fetch() -> bytes:
+            body, size = self._ask(path)
+            return cast("bytes", sync(self.fs.loop, _read_all, body, size))
+
+        return persist(fetch)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Writes an object in one request."""
+        bucket, key = _split(path)
+        self.call("put_object", Bucket=bucket, Key=key, Body=data)
+
+    def delete(self, folder: str, names: Iterable[str]) -> None:
+        """Removes objects, in this order as far as it takes several requests."""
+        bucket, prefix = _split(f"{folder}/")
+        keys = [{"Key": prefix + name} for name in names]
+        for first in range(0, len(keys), _PAGE):
+            order = {"Objects": keys[first : first + _PAGE], "Quiet": True}
+            failed = self.call("delete_objects", Bucket=bucket, Delete=order).get("Errors", ())
+            if failed:
+                raise StoreError(
+                    f"{self._url}: {failed[0]['Key']} cannot be removed ({failed[0].get('Message', 'no reason')}); "
+                    "allow s3:DeleteObject there"
+                )
+
+    def open(self, path: str, size: int | None) -> ObjectSource:
+        """An object to read from."""
+        if size is None:
+            bucket, key = _split(path)
+            try:
+                size = int(self.call("head_object", Bucket=bucket, Key=key)["ContentLength"])
+            except FileNotFoundError as error:
+                raise missing(path) from error
+        return ObjectSource(path, size, lambda begin, end: S3Range(self.fs.loop, *self._ask(path, begin, end)))
+
+    def stream(self, path: str) -> "S3StreamWriter":
+        """An object to write from beginning to end, by one rank."""
+        with self.told():
+            return S3StreamWriter(self, path)
+
+    def begin(self, path: str) -> str:
+        """Begins to upload an object in parts; the upload's name."""
+        bucket, key = _split(path)
+        with self.told("begin"):
+            return str(self.call("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"])
+
+    def send(self, path: str, upload: str, number: int, data: bytes) -> None:
+        """Sends one part of an upload, counted from 0 on."""
+        bucket, key = _split(path)
+        try:
+            self.call("upload_part", Bucket=bucket, Key=key, UploadId=upload, PartNumber=number + 1, Body=data)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path} is no longer being written: another save to the same place has given it up; save to another "
+                "path, or one after the other"
+            ) from error
+
+    def join(self, path: str, upload: str, parts: Parts) -> None:
+        """Makes an object of the parts of an upload.
+
+        Raises:
+            CheckpointError: A part is not there, or not as long as it was sent.
+        """
+        bucket, key = _split(path)
+        found: dict[int, tuple[int, str]] = {}
+        marker: dict[str, int] = {}
+        while True:
+            page = self.call("list_parts", Bucket=bucket, Key=key, UploadId=upload, **marker)
+            found |= {int(each["PartNumber"]): (int(each["Size"]), str(each["ETag"])) for each in page.get("Parts", ())}
+            if not page.get("IsTruncated"):
+                break
+            marker = {"PartNumberMarker": int(page["NextPartNumberMarker"])}
+        first = 0
+        for number in range(parts.count):
+            _, _, end = parts.place(first)
+            size = found[number + 1][0] if number + 1 in found else 0
+            if size != end - first:
+                raise CheckpointError(
+                    f"{path}: part {number + 1} has {size} bytes in the store, not {end - first}: save again"
+                )
+            first = end
+        joined = [{"PartNumber": number, "ETag": found[number][1]} for number in range(1, parts.count + 1)]
+        order = {"Parts": joined}
+        self.call("complete_multipart_upload", Bucket=bucket, Key=key, UploadId=upload, MultipartUpload=order)
+
+    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Uploads that were begun and never joined: path and name of each whose path begins like this."""
+        bucket, key = _split(prefix)
+        marker: dict[str, str] = {}
+        while True:
+            page = self.call("list_multipart_uploads", Bucket=bucket, Prefix=key, **marker)
+            for each in page.get("Uploads", ()):
+                if str(each["Key"]).startswith(key):
+                    yield f"{bucket}/{each['Key']}", str(each["UploadId"])
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def give_up(self, path: str, upload: str) -> None:
+        """Ends an upload whose parts are of no use."""
+        bucket, key = _split(path)
+        with contextlib.suppress(FileNotFoundError):
+            self.call("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """One request, made anew while it fails in a way that passes.
+
+        Raises:
+            StoreError: The store refuses.
+            FileNotFoundError: There is no such object, or upload.
+        """
+        with self.told():
+            return persist(lambda: self.fs.call_s3(method, **arguments))
+
+    @contextlib.contextmanager
+    def told(self, doing: str = "") -> Iterator[None]:
+        """Says in words what the store refuses, and what to do."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            if _code(error) == "NoSuchBucket":
+                raise StoreError(
+                    f"{self._url}: there is no such bucket; create it, or check its name and the endpoint"
+                ) from error
+            raise
+        except PermissionError as error:
+            raise StoreError(
+                f"{self._url}: the store refuses access ({_code(error)}: {error}); check the credentials, and that "
+                "they may list, read, write and delete there"
+            ) from error
+        except Exception as error:
+            if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+                raise StoreError(
+                    f"{self._url}: there are no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
+                    " a profile, or a role"
+                ) from error
+            if doing and isinstance(error, OSError) and error.errno in (errno.ENOSYS, errno.EPERM):
+                raise StoreError(
+                    f"{self._url}: the store cannot put files together from parts ({_code(error)}: {error}); allow "
+                    "multipart uploads there, or save with writer='owner' and max_shard_size='40MB', which writes each "
+                    "file in one request"
+                ) from error
+            raise
+
+    def _ask(self, path: str, begin: int | None = None, end: int | None = None) -> tuple[Any, int]:
+        """Asks for an object or a range of it: its body, which is yet to come, and how many bytes that has."""
+        bucket, key = _split(path)
+        asked = {} if begin is None or end is None else {"Range": f"bytes={begin}-{end - 1}"}
+        with self.told():
+            answer = self.fs.call_s3("get_object", Bucket=bucket, Key=key, **asked)
+        return answer["Body"], int(answer["ContentLength"])
+
+    def _pages(self, method: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
+        """All answers to a question that takes several."""
+        marker: dict[str, str] = {}
+        while True:
+            page = self.call(method, **arguments, **marker)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            marker = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+class S3Range:
+    """A range of an object that is being received, see `Range`.
+
+    Args:
+        loop: The event loop of s3fs.
+        body: What the store answers.
+        size: The bytes of it.
+    """
+
+    def __init__(self, loop: Any, body: Any, size: int) -> None:
+        del size  # what does not come shows in what was filled
+        self._loop, self._body = loop, body
+
+    def fill(self, view: memoryview) -> int:
+        """Receives as many bytes as the view has, or what there is."""
+        return cast("int", sync(self._loop, _fill, self._body, view))
+
+    def close(self) -> None:
+        """Drops the connection, unless all has come."""
+        self._loop.call_soon_threadsafe(self._body.close)
+
+
+class S3PartsWriter:
+    """An object of which this rank sends some parts, see `Writer`. Threads may write at once, each a part of its own.
+
+    Args:
+        store: The bucket.
+        path: The object.
+        upload: The upload's name; None: it has one part, and is put as a whole.
+        parts: How it is cut.
+    """
+
+    def __init__(self, store: S3Store, path: str, upload: str | None, parts: Parts) -> None:
+        self._store, self._path, self._upload, self._parts = store, path, upload, parts
+        self._begun: dict[int, bytearray] = {}
+        self._lock = threading.Lock()
+
+    def write_at(self, begin: int, view: memoryview) -> None:
+        """Adds to a part what follows in it; sends it when it is whole."""
+        number, first, end = self._parts.place(begin)
+        with self._lock:
+            data = self._begun.setdefault(number, bytearray())
+        if begin != first + len(data) or begin + len(view) > end:
+            raise ValueError(f"{self._path} is written part by part: bytes {begin} to {begin + len(view)} leave a gap")
+        data += view
+        if begin + len(view) < end:
+            return
+        with self._lock:
+            del self._begun[number]
+        if self._upload is None:
+            self._store.put(self._path, bytes(data))
+        else:
+            self._store.send(self._path, self._upload, number, bytes(data))
+
+    def finish(self) -> None:
+        """Checks that no part is left half."""
+        if self._begun:
+            raise RuntimeError(f"{self._path}: parts {sorted(self._begun)} are half written; a bug of par-checkpoint")
+
+    def abort(self) -> None:
+        """Drops what was not sent."""
+        self._begun.clear()
+
+
+class S3StreamWriter(StreamWriter):
+    """An object that one rank streams, see `StreamWriter`; what the store refuses is said in words.
+
+    Args:
+        store: The bucket.
+        path: The object.
+    """
+
+    def __init__(self, store: S3Store, path: str) -> None:
+        super().__init__(store.fs, path)
+        self._told = store.told
+
+    def write_at(self, begin: int, view: memoryview) -> None:
+        """Writes the view at byte `begin`, which must be the current end."""
+        with self._told("begin"):
+            super().write_at(begin, view)
+
+    def finish(self) -> None:
+        """Closes the file, which uploads what is left."""
+        with self._told("begin"):
+            super().finish()
+
+
+def in_parallel(act: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
+    """Calls something for each of some arguments, several at a time; the results in order."""
+    with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="par-checkpoint-store") as pool:
+        return list(pool.map(act, arguments))
+
+
+async def _read_all(body: Any, size: int) -> bytes:
+    data = bytearray(size)
+    came = await _fill(body, memoryview(data))
+    if came < size:
+        raise ConnectionError(f"{came} of {size} bytes came")
+    return bytes(data)
+
+
+async def _fill(body: Any, view: memoryview) -> int:
+    """Fills a view with what comes; how much that was."""
+    done = 0
+    while done < len(view):
+        chunk = await body.read(min(len(view) - done, _CHUNK))
+        if not chunk:
+            break
+        view[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    return done
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Bucket and key."""
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+def _code(error: BaseException) -> str:
+    """What S3 calls an error."""
+    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", type(error).__name__))

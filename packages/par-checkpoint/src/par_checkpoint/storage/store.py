@@ -1,0 +1,279 @@
+"""What a checkpoint needs of a store of objects, and how fsspec's file systems give it.
+
+An object is written once, appears whole, and is never changed. `s3` speaks to S3 itself, where ranks write one object
+together; everything else that fsspec opens is served here, where one rank writes an object from beginning to end.
+"""
+
+import contextlib
+import errno
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+from .._errors import CorruptError, StoreError
+from .files import Source, Writer
+
+Value = TypeVar("Value")
+
+IN_FLIGHT = 16
+"""Requests of one rank that are under way at a time, at most."""
+
+TRIES = 6
+"""Times that something is asked for before its failure counts; in between, a rank waits longer and longer."""
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds
+_PASSING = (errno.EIO, errno.EBUSY, errno.EAGAIN, getattr(errno, "EREMOTEIO", errno.EIO))
+
+
+class Store(Protocol):
+    """Objects by path. What the store refuses is raised as `StoreError`, what is not there as FileNotFoundError."""
+
+    joins: bool
+    """Whether ranks can write one object together, in parts."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of every object below a folder, by its name relative to that."""
+
+    def folders(self, folder: str) -> list[str]:
+        """The names of the folders in a folder."""
+
+    def get(self, path: str) -> bytes:
+        """All bytes of an object."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Writes an object in one request."""
+
+    def delete(self, folder: str, names: Iterable[str]) -> None:
+        """Removes objects below a folder, in this order; what is gone already does not matter."""
+
+    def open(self, path: str, size: int | None) -> Source:
+        """An object to read from; its size, where it is known."""
+
+    def stream(self, path: str) -> Writer:
+        """An object to write from beginning to end, by one rank."""
+
+
+class FsspecStore:
+    """A file system of fsspec.
+
+    Args:
+        fs: The file system.
+    """
+
+    joins = False
+
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of every object below a folder."""
+        self.fs.invalidate_cache()
+        listed = self.fs.find(folder, detail=True)
+        return {path.removeprefix(folder).lstrip("/"): int(info["size"]) for path, info in listed.items()}
+
+    def folders(self, folder: str) -> list[str]:
+        """The names of the folders in a folder."""
+        self.fs.invalidate_cache()
+        try:
+            entries = self.fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = (entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory")
+        return sorted(name.rpartition("/")[2] for name in names)
+
+    def get(self, path: str) -> bytes:
+        """All bytes of an object."""
+        self.fs.invalidate_cache()
+        return bytes(persist(lambda: self.fs.cat_file(path)))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Writes an object."""
+        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.fs.pipe_file(path, data)
+
+    def delete(self, folder: str, names: Iterable[str]) -> None:
+        """Removes objects, and folders that are left empty where there are such things."""
+        parents = {folder}
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(f"{folder}/{name}")
+            parents.update(f"{folder}/{name[:end]}" for end in range(len(name)) if name[end] == "/")
+        self.fs.invalidate_cache()
+        for path in sorted(parents, key=len, reverse=True):
+            with contextlib.suppress(OSError):  # it is not empty, or no such thing
+                if not self.fs.ls(path, detail=False):
+                    self.fs.rmdir(path)
+
+    def open(self, path: str, size: int | None) -> "ObjectSource":
+        """An object to read from."""
+        if size is None:
+            try:
+                size = int(self.fs.size(path))
+            except FileNotFoundError as error:
+                raise missing(path) from error
+        return ObjectSource(path, size, lambda begin, end: FsspecRange(self.fs, path, begin, end))
+
+    def stream(self, path: str) -> "StreamWriter":
+        """An object to write from beginning to end."""
+        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return StreamWriter(self.fs, path)
+
+
+class Range(Protocol):
+    """A range of an object that is being received."""
+
+    def fill(self, view: memoryview) -> int:
+        """Fills the view with what comes next; the bytes that have come, fewer if the rest never did."""
+
+    def close(self) -> None:
+        """Drops what has not come yet; again is harmless."""
+
+
+class FsspecRange:
+    """A range of an object on a file system of fsspec, which is asked for piece by piece, as it is wanted."""
+
+    def __init__(self, fs: Any, path: str, begin: int, end: int) -> None:
+        self._fs, self._path, self._at, self._end = fs, path, begin, end
+
+    def fill(self, view: memoryview) -> int:
+        """Asks for as many bytes as the view has."""
+        data = self._fs.cat_file(self._path, start=self._at, end=self._at + len(view))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ObjectSource:
+    """An object that is being read, or a range of it, which one request brings, see `Source`.
+
+    Bytes that come in order come from the request that is under way. What breaks, or ends too early, is asked for anew
+    from the first byte of the view that is being filled; whoever compares checksums does so after that.
+
+    Args:
+        path: The object.
+        size: Its bytes.
+        ask: Asks for a range: first byte, and one past the last.
+        begin: First byte of the range that one request is to bring.
+        end: One past its last byte; None: a request brings what is being read alone.
+    """
+
+    stride = 1 << 30  # a view is filled as a whole, or anew
+
+    def __init__(
+        self, path: str, size: int, ask: Callable[[int, int], Range], begin: int = 0, end: int | None = None
+    ) -> None:
+        self._path, self._ask = path, ask
+        self.size = size
+        self._range: Range | None = None
+        self._at, self._end = begin, end
+
+    def ranged(self, begin: int, end: int) -> "ObjectSource":
+        """The same object, of which one request brings bytes begin .. end - 1."""
+        return ObjectSource(self._path, self.size, self._ask, begin, end)
+
+    def read_into(self, begin: int, view: memoryview) -> None:
+        """Fills the view with the bytes from `begin` on."""
+        end = begin + len(view)
+        if end > self.size:
+            raise CorruptError(f"{self._path} ends at byte {self.size}, but bytes to {end} are asked for: truncated?")
+        if not len(view):
+            return
+
+        def fill() -> None:
+            if self._range is None or self._at != begin:
+                self.close()
+                self._range = self._ask(begin, end if self._end is None else max(self._end, end))
+            came = self._range.fill(view)
+            if came < len(view):
+                raise ConnectionError(f"{self._path}: {came} of {len(view)} bytes came from byte {begin} on")
+            self._at = end
+
+        def again() -> None:
+            self._at = -1  # what is under way is of no use any more
+
+        try:
+            persist(fill, again)
+        except FileNotFoundError as error:
+            raise missing(self._path) from error
+        if self._end is None or self._at >= self._end:
+            self.close()
+
+    def close(self) -> None:
+        """Drops a request that is under way; again is harmless."""
+        if self._range is not None:
+            self._range.close()
+            self._range = None
+
+
+class StreamWriter:
+    """An object that one rank streams from beginning to end, see `Writer`."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._path, self._end = path, 0
+        self._file: Any = fs.open(path, "wb")
+
+    def write_at(self, begin: int, view: memoryview) -> None:
+        """Writes the view at byte `begin`, which must be the current end."""
+        if begin != self._end:
+            raise ValueError(f"{self._path} is written from beginning to end: byte {begin} cannot follow {self._end}")
+        self._file.write(view)
+        self._end += len(view)
+
+    def finish(self) -> None:
+        """Closes the file, which uploads what is left."""
+        file, self._file = self._file, None
+        file.close()
+
+    def abort(self) -> None:
+        """Closes the file without caring for its bytes; after `finish` it does nothing."""
+        if self._file is not None:
+            with contextlib.suppress(Exception):  # what made the caller give up is the error to tell
+                self.finish()
+
+
+def persist(act: Callable[[], Value], again: Callable[[], None] = lambda: None) -> Value:
+    """Does something that may fail for a moment, a few times.
+
+    Args:
+        act: What to do.
+        again: Called before it is done once more.
+
+    Raises:
+        StoreError: It failed every time.
+    """
+    for number in range(TRIES):
+        try:
+            return act()
+        except Exception as error:
+            if not passes(error):
+                raise
+            if number == TRIES - 1:
+                raise StoreError(
+                    f"the store failed {TRIES} times one after the other, at last with: {error}; look whether it can "
+                    "be reached, and try again: nothing is lost"
+                ) from error
+            again()
+            wait = min(_FIRST_WAIT * 2**number, _LONGEST_WAIT)
+            time.sleep(wait * (0.5 + random.random() / 2))  # ranks that failed together do not come back together
+    raise AssertionError
+
+
+def passes(error: Exception) -> bool:
+    """Whether what failed may succeed a moment later: a broken connection, a server in trouble, or one that is busy."""
+    if isinstance(error, ConnectionError | TimeoutError | EOFError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    # What the libraries of HTTP raise of their own is no OSError.
+    return type(error).__module__.partition(".")[0] in ("aiohttp", "http", "urllib3") or any(
+        base.__name__ == "HTTPClientError" for base in type(error).__mro__
+    )
+
+
+def missing(path: str) -> CorruptError:
+    """The error for an object that is not there."""
+    return CorruptError(f"{path} is missing: restore it, or load another checkpoint")
