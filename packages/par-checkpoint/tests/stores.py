@@ -42,7 +42,8 @@ class Faults:
         refuse: Kinds of requests that the store does not know: answered with 501.
         die_before: Number of the request, from 1 on, whose client is killed in place of an answer; it is not passed on.
         die_after: The same, but it is passed on.
-        on_death: Called then; all later requests of this client are dropped.
+        forbid: Whether all requests are answered with 403.
+        seen: Called with each request before it is passed on.
     """
 
     fail: dict = field(default_factory=dict)
@@ -52,6 +53,8 @@ class Faults:
     refuse: tuple = ()
     die_before: int = 0
     die_after: int = 0
+    forbid: bool = False
+    seen: object = None
 
 
 def kind_of(method, path, headers):
@@ -126,6 +129,12 @@ class Proxy:
             request.status = 500
             answer(handler, 500, error_body("InternalError", "injected"))
             return
+        if faults.forbid and not dies:
+            request.status = 403
+            answer(handler, 403, error_body("InvalidAccessKeyId", "The key does not exist"))
+            return
+        if faults.seen is not None:
+            faults.seen(request)
         if request.kind in faults.refuse:
             request.status = 501
             answer(handler, 501, error_body("NotImplemented", "A header implies what is not implemented"))
@@ -226,6 +235,32 @@ def settings(url):
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
+
+
+def client(url):
+    """A client that goes past the proxy."""
+    import boto3
+
+    keys = {"aws_access_key_id": "me", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    return boto3.client("s3", endpoint_url=url, **keys)
+
+
+def make_bucket(url):
+    """Makes the bucket, empty."""
+    made = client(url)
+    made.create_bucket(Bucket=BUCKET)
+    for upload in made.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
+        made.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
+    while listed := made.list_objects_v2(Bucket=BUCKET).get("Contents"):
+        made.delete_objects(Bucket=BUCKET, Delete={"Objects": [{"Key": each["Key"]} for each in listed]})
+
+
+def has(url, path):
+    """Whether there is an object of this name."""
+    key = path.removeprefix(f"s3://{BUCKET}/")
+    return any(
+        each["Key"] == key for each in client(url).list_objects_v2(Bucket=BUCKET, Prefix=key).get("Contents", [])
+    )
 
 
 def serve():

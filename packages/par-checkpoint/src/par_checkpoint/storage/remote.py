@@ -37,7 +37,7 @@ from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_mani
 from .files import Source, Writer
 from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
 from .s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, in_parallel
-from .store import IN_FLIGHT, FsspecStore, Store
+from .store import IN_FLIGHT, FsspecStore, Store, missing
 
 
 class RemoteFolder:
@@ -98,7 +98,9 @@ class RemoteFolder:
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Bytes begin .. end - 1 of a file, by default all."""
-        if name == MANIFEST and self.look().manifest:
+        if name == MANIFEST:
+            if not self.look().manifest:
+                raise missing(f"{self.url}/{name}")
             return self.look().manifest[begin:end]
         with closing(self.open(name)) as source:
             data = bytearray((source.size if end is None else end) - begin)
@@ -216,7 +218,7 @@ class _Seen:
     """What is in a folder.
 
     Args:
-        manifest: The manifest's bytes; empty where there is none, or where another rank has read it.
+        manifest: The manifest's bytes; empty where there is none. Where another rank has read it, nobody asks for it.
         generation: The generation that it names; "" where it names none, as the files lie in the folder itself.
         root: The bytes of each file that is in no generation.
         generations: By generation: the bytes of each file in it.

@@ -25,6 +25,9 @@ TRIES = 6
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds
 _PASSING = (errno.EIO, errno.EBUSY, errno.EAGAIN, getattr(errno, "EREMOTEIO", errno.EIO))
 
+_PASSING_NAMES = ("HTTPClientError", "IncompleteReadError", "ResponseStreamingError", "FlexibleChecksumError")
+"""Errors of botocore: a connection in trouble, and bodies that are too short or not what the store says of them."""
+
 
 class Store(Protocol):
     """Objects by path. What the store refuses is raised as `StoreError`, what is not there as FileNotFoundError."""
@@ -148,59 +151,76 @@ class FsspecRange:
 
 
 class ObjectSource:
-    """An object that is being read, or a range of it, which one request brings, see `Source`.
+    """An object that is being read, see `Source`. Threads may read at once, each with requests of its own.
 
-    Bytes that come in order come from the request that is under way. What breaks, or ends too early, is asked for anew
-    from the first byte of the view that is being filled; whoever compares checksums does so after that.
+    What breaks, or ends too early, is asked for anew from the first byte of the view that is being filled; whoever
+    compares checksums does so after that.
 
     Args:
         path: The object.
         size: Its bytes.
         ask: Asks for a range: first byte, and one past the last.
-        begin: First byte of the range that one request is to bring.
-        end: One past its last byte; None: a request brings what is being read alone.
     """
 
     stride = 1 << 30  # a view is filled as a whole, or anew
 
-    def __init__(
-        self, path: str, size: int, ask: Callable[[int, int], Range], begin: int = 0, end: int | None = None
-    ) -> None:
-        self._path, self._ask = path, ask
-        self.size = size
-        self._range: Range | None = None
-        self._at, self._end = begin, end
+    def __init__(self, path: str, size: int, ask: Callable[[int, int], Range]) -> None:
+        self.path, self.size, self.ask = path, size, ask
 
-    def ranged(self, begin: int, end: int) -> "ObjectSource":
-        """The same object, of which one request brings bytes begin .. end - 1."""
-        return ObjectSource(self._path, self.size, self._ask, begin, end)
+    def ranged(self, begin: int, end: int) -> "RangedSource":
+        """The same object, of which one request brings bytes begin .. end - 1; for one thread."""
+        return RangedSource(self, begin, end)
 
     def read_into(self, begin: int, view: memoryview) -> None:
         """Fills the view with the bytes from `begin` on."""
-        end = begin + len(view)
+        with contextlib.closing(self.ranged(begin, begin + len(view))) as source:
+            source.read_into(begin, view)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class RangedSource:
+    """A range of an object, which is read in order from one request as long as that does not break, see `Source`.
+
+    Args:
+        whole: The object.
+        begin: First byte of the range.
+        end: One past its last byte.
+    """
+
+    stride = ObjectSource.stride
+
+    def __init__(self, whole: ObjectSource, begin: int, end: int) -> None:
+        self._whole, self._at, self._end = whole, begin, end
+        self._range: Range | None = None
+        self.size = whole.size
+
+    def ranged(self, begin: int, end: int) -> "RangedSource":
+        """A range of the same object."""
+        return self._whole.ranged(begin, end)
+
+    def read_into(self, begin: int, view: memoryview) -> None:
+        """Fills the view with the bytes from `begin` on."""
+        path, end = self._whole.path, begin + len(view)
         if end > self.size:
-            raise CorruptError(f"{self._path} ends at byte {self.size}, but bytes to {end} are asked for: truncated?")
+            raise CorruptError(f"{path} ends at byte {self.size}, but bytes to {end} are asked for: truncated?")
         if not len(view):
             return
 
         def fill() -> None:
             if self._range is None or self._at != begin:
                 self.close()
-                self._range = self._ask(begin, end if self._end is None else max(self._end, end))
+                self._range, self._at = self._whole.ask(begin, max(self._end, end)), begin
             came = self._range.fill(view)
             if came < len(view):
-                raise ConnectionError(f"{self._path}: {came} of {len(view)} bytes came from byte {begin} on")
-            self._at = end
-
-        def again() -> None:
-            self._at = -1  # what is under way is of no use any more
+                raise ConnectionError(f"{path}: {came} of {len(view)} bytes came from byte {begin} on")
 
         try:
-            persist(fill, again)
+            persist(fill, self.close)
         except FileNotFoundError as error:
-            raise missing(self._path) from error
-        if self._end is None or self._at >= self._end:
-            self.close()
+            raise missing(path) from error
+        self._at = end
 
     def close(self) -> None:
         """Drops a request that is under way; again is harmless."""
@@ -268,10 +288,9 @@ def passes(error: Exception) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno in _PASSING
-    # What the libraries of HTTP raise of their own is no OSError.
-    return type(error).__module__.partition(".")[0] in ("aiohttp", "http", "urllib3") or any(
-        base.__name__ == "HTTPClientError" for base in type(error).__mro__
-    )
+    # What the libraries of HTTP raise of their own is no OSError, and none of them need be installed.
+    names = {base.__name__ for base in type(error).__mro__}
+    return type(error).__module__.partition(".")[0] == "aiohttp" or not names.isdisjoint(_PASSING_NAMES)
 
 
 def missing(path: str) -> CorruptError:

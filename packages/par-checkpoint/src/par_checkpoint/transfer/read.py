@@ -201,7 +201,7 @@ class _Reader:
         """Reads blocks that lie in a row: each into the memory that is given for it, or to where this rank holds it."""
         name = self._reading.files[run[0].block.file].name
         source = self.sources[name]
-        ranged = source.ranged(run[0].block.begin, run[-1].block.end) if len(run) > 1 else source
+        ranged = source.ranged(run[0].block.begin, run[-1].block.end) if self._reading.window else source
         try:
             for task, memory in zip(run, memories, strict=True):
                 if memory is None:

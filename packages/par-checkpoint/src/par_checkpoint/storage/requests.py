@@ -1,0 +1,85 @@
+"""How many requests, and of which kinds, a save to S3 and a load from there make, and how many bytes they move."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..format.manifest import FileRecord
+from .files import REACH
+
+PAGE = 1000
+"""Objects or parts in one answer that lists them, and in one order to delete some."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a save or a load asks of a store, all ranks together.
+
+    Args:
+        by_kind: The number of requests of each kind, by S3's name for it.
+        data: Bytes of the files that are sent or received; headers, indexes and side files count, manifests do not.
+    """
+
+    by_kind: Mapping[str, int]
+    data: int
+
+
+def save_requests(
+    files: Mapping[str, FileRecord], *, beside: int = 0, model: bool = True, before: int = 0, replaced: int = 0
+) -> Requests:
+    """The requests of a save, by however many ranks.
+
+    Args:
+        files: The files of the checkpoint, as its manifest names them.
+        beside: The number of files that have no checksums: config, tokenizer and the like.
+        model: Whether there are files of a model, so that an index for transformers is put in the target.
+        before: The number of objects in the target when the save begins.
+        replaced: How many of them belong to the checkpoint that is replaced; 0: there is none.
+    """
+    parts = [part_count(record) for record in files.values()]
+    several = [count for count in parts if count > 1]
+    return Requests(
+        _without_zeros(
+            {
+                "ListObjectsV2": 2 * _pages(before) + _pages(before + len(files) + beside),
+                "GetObject": 3 if replaced else 0,  # the manifest, each time that the target is looked at
+                "ListMultipartUploads": 1,
+                "CreateMultipartUpload": len(several),
+                "UploadPart": sum(several),
+                "ListParts": sum(map(_pages, several)),
+                "CompleteMultipartUpload": len(several),
+                "PutObject": len(parts) - len(several) + 2 * (beside + model) + 1,
+                "DeleteObjects": -(-replaced // PAGE),
+            }
+        ),
+        sum(record.size for record in files.values()),
+    )
+
+
+def load_requests(files: Mapping[str, FileRecord], *, window: int = REACH, objects: int = 0) -> Requests:
+    """The requests of a load of everything, by ranks that all need all of it, or each some columns of all.
+
+    Args:
+        files: The files of the checkpoint, as its manifest names them.
+        window: Bytes of a range that is asked for at a time, see `transfer.read.window_of`.
+        objects: The number of objects in the target.
+    """
+    data = [record for record in files.values() if record.data_begin]
+    ranges = sum(-(-(record.size - record.data_begin) // window) for record in data)
+    small = len(files) - len(data)
+    return Requests(
+        {"GetObject": 2 + small + len(data) + ranges, "ListObjectsV2": _pages(objects)},
+        sum(record.size for record in files.values()),
+    )
+
+
+def part_count(record: FileRecord) -> int:
+    """In how many parts a file is written; one part is put as an object in one request."""
+    return max(1, -(-(record.size - record.data_begin) // record.block)) if record.data_begin else 1
+
+
+def _pages(count: int) -> int:
+    return max(1, -(-count // PAGE))
+
+
+def _without_zeros(counts: Mapping[str, int]) -> dict[str, int]:
+    return {kind: count for kind, count in counts.items() if count}

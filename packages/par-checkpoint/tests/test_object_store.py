@@ -1,0 +1,564 @@
+"""Checkpoints on S3: moto's server in a process of its own, and a proxy before it that counts, breaks and kills."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from par_checkpoint import CorruptError, StoreError, inspect, latest, load, prune, read, save, verify
+from par_checkpoint.storage.folder import open_folder
+from par_checkpoint.storage.requests import load_requests, save_requests
+from par_checkpoint.storage.steps import read_manifest
+from par_checkpoint.transfer.read import window_of
+from par_groups import Box, Sharding
+
+from . import stores
+
+pytest.importorskip("s3fs")
+boto3 = pytest.importorskip("boto3")
+pytest.importorskip("moto.server")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def server():
+    """One server for all tests of this process; each has a bucket of its own."""
+    running = stores.Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def store(server, monkeypatch):
+    """A proxy before the server, and an environment in which s3:// leads there."""
+    proxy = stores.Proxy(server.port)
+    for name, value in stores.settings(proxy.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # so that it is our own patience that is tested, and a short one
+    monkeypatch.setattr("par_checkpoint.storage.store._FIRST_WAIT", 0.01)
+    forget()
+    stores.make_bucket(server.url)
+    yield proxy
+    proxy.close()
+    forget()
+
+
+def forget():
+    """Lets go of clients of other endpoints."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+ROOT = f"s3://{stores.BUCKET}/run"
+
+
+def weights(seed=0, rows=640):
+    """Five tensors in two files of three and of two parts, if 20 MB is a file's limit."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{i}": torch.randn(rows, 2048, generator=generator) for i in range(5)}
+
+
+def zeros(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def objects(server):
+    """The bytes of every object, and the uploads that nobody has ended."""
+    client = stores.client(server.url)
+    listed = client.list_objects_v2(Bucket=stores.BUCKET).get("Contents", [])
+    uploads = client.list_multipart_uploads(Bucket=stores.BUCKET).get("Uploads", [])
+    return {each["Key"]: each["Size"] for each in listed}, [each["Key"] for each in uploads]
+
+
+def files_of(url):
+    """What the manifest says of each file, and the formulas ask for."""
+    return read_manifest(open_folder(url)).files
+
+
+SMALL = {"max_shard_size": "5MB", "progress": False}
+OPTIONS = {"max_shard_size": "20MB", "progress": False}
+
+
+def put_by(requests, name):
+    """The places in a list of requests of those that put an object of this name."""
+    return [n for n, each in enumerate(requests) if each.kind == "PutObject" and each.path.endswith(f"/{name}")]
+
+
+def test_a_save_and_a_load_make_the_requests_of_the_formula_and_move_its_bytes(store, server):
+    url, before = f"{ROOT}/step-00000001", {}
+    for overwrite in (False, True):
+        model = weights(int(overwrite))
+        store.start()
+        save(url, model=model, overwrite=overwrite, config={"a": 1}, extra={"x": torch.ones(3)}, **OPTIONS)
+        requests = list(store.requests)
+        replaced = sum("/generation-" in key for key in before)
+        expected = save_requests(files_of(url), beside=1, before=len(before), replaced=replaced)
+        assert counts_of(requests) == expected.by_kind
+        data = sum(
+            each.sent for each in requests if "/generation-" in each.path and each.kind in ("PutObject", "UploadPart")
+        )
+        assert expected.data <= data < expected.data + 4096, "the index for transformers and config.json are no data"
+        [manifest] = put_by(requests, "par_checkpoint.json")
+        assert not {each.kind for each in requests} & {"CopyObject", "DeleteObject"}
+        assert "DeleteObjects" not in {each.kind for each in requests[:manifest]}
+        assert overwrite or manifest == len(requests) - 1, "the manifest is the last of all"
+        before, uploads = objects(server)
+        assert not uploads
+        assert len({key.split("/")[2] for key in before if "/generation-" in key}) == 1
+    found, objects_there = zeros(model), len(before)
+    store.start()
+    report = load(url, model=found)
+    requests = list(store.requests)
+    assert_equal(found, model)
+    assert torch.equal(report.extra["x"], torch.ones(3))
+    expected = load_requests(files_of(url), objects=objects_there)
+    assert counts_of(requests) == expected.by_kind
+    received = sum(each.received for each in requests if "/generation-" in each.path)
+    assert received == expected.data
+
+
+def counts_of(requests):
+    counts = {}
+    for each in requests:
+        counts[each.kind] = counts.get(each.kind, 0) + 1
+    return counts
+
+
+def test_long_files_are_read_in_ranges_of_64_mib_and_sixteen_at_a_time(store):
+    model = {"w": torch.arange(36 * MIB, dtype=torch.float32)}  # 144 MiB
+    save(f"{ROOT}/c", model=model, **OPTIONS)
+    store.start(slow=0.05)
+    found = zeros(model)
+    load(f"{ROOT}/c", model=found)
+    assert_equal(found, model)
+    ranges = sorted(each.received for each in store.requests if each.received >= MIB)
+    assert ranges == [16 * MIB, 64 * MIB, 64 * MIB]
+
+
+def test_latest_looks_at_manifests_and_a_step_without_one_does_not_count(store):
+    for step in (1, 2, 3):
+        save(f"{ROOT}/step-{step:08}", model=weights(step, 8), step=step, **OPTIONS)
+    stores.client(os.environ["AWS_ENDPOINT_URL"]).delete_object(
+        Bucket=stores.BUCKET, Key="run/step-00000003/par_checkpoint.json"
+    )
+    store.start()
+    assert latest(ROOT) == f"{ROOT}/step-00000002"
+    assert store.count() == {"ListObjectsV2": 3, "GetObject": 5}, (
+        "the steps; of one a manifest twice; of one none, twice"
+    )
+    assert inspect(f"{ROOT}/step-00000002").step == 2
+    box = Box((2, 3), (4, 5), 0, (5, 1), (0,))
+    assert torch.equal(read(f"{ROOT}/step-00000002", "w1", box), weights(2, 8)["w1"][2:6, 3:8])
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {
+            "fail": {
+                "UploadPart": 2,
+                "CreateMultipartUpload": 1,
+                "CompleteMultipartUpload": 1,
+                "PutObject": 2,
+                "ListParts": 1,
+            }
+        },
+        {"fail": {"ListParts": 1, "ListObjectsV2": 1, "ListMultipartUploads": 1, "DeleteObjects": 1, "GetObject": 2}},
+        {"cut": 3},
+        {"short": 3},
+        {"cut": 1, "short": 1, "slow": 0.2},
+    ],
+)
+def test_a_store_in_trouble_for_a_moment_is_asked_again(store, faults):
+    url = f"{ROOT}/c"
+    save(url, model=weights(1), **OPTIONS)
+    store.start(**faults)
+    save(url, model=weights(2), overwrite=True, **OPTIONS)
+    found = zeros(weights())
+    load(url, model=found)
+    assert_equal(found, weights(2))
+    assert not store.faults.cut
+    assert not store.faults.short
+    assert not any(store.faults.fail.values())
+    store.start()
+    assert verify(url) == []
+
+
+def test_a_store_that_stays_in_trouble_is_a_typed_error_and_the_old_is_there(store, impatient):
+    url = f"{ROOT}/c"
+    save(url, model=weights(1), **OPTIONS)
+    for kind in ("UploadPart", "CompleteMultipartUpload", "PutObject"):
+        store.start(fail={kind: 1000})
+        with pytest.raises(StoreError, match=r"the store failed .* times"):
+            save(url, model=weights(2), overwrite=True, **OPTIONS)
+        store.start()
+        found = zeros(weights())
+        load(url, model=found)
+        assert_equal(found, weights(1))
+    store.start(cut=1000)
+    with pytest.raises(StoreError, match=r"the store failed .* times"):
+        load(url, model=zeros(weights()))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Nothing is tried for long: what is dropped stays dropped."""
+    import s3fs
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr("par_checkpoint.storage.store.TRIES", 1)
+    forget()
+
+
+def save_and_die(store, url, seed, number, *, passed_on, overwrite):
+    """Whether a save whose client dies at a request, as the store sees it, came so far."""
+    store.start(**{"die_after" if passed_on else "die_before": number})
+    try:
+        save(
+            url,
+            model=weights(seed, 300),
+            overwrite=overwrite,
+            config={"seed": seed},
+            max_shard_size="5MB",
+            progress=False,
+        )
+    except Exception:
+        assert store.dead
+    died = store.dead
+    store.start()
+    return died
+
+
+def seed_at(url):
+    """The seed of the checkpoint that is there whole, as par-checkpoint reads it; None if none is."""
+    if latest(url.rpartition("/")[0]) is None:
+        return None
+    assert verify(url) == []
+    found = zeros(weights(0, 300))
+    load(url, model=found)
+    [seed] = [seed for seed in (1, 2) if torch.equal(found["w0"], weights(seed, 300)["w0"])]
+    assert_equal(found, weights(seed, 300))
+    return seed
+
+
+def seed_shown(server, url):
+    """The seed of what transformers would open: the config's, if every file of the index is there; None without one."""
+    client, prefix = stores.client(server.url), url.removeprefix(f"s3://{stores.BUCKET}/")
+
+    def get(name):
+        return json.loads(client.get_object(Bucket=stores.BUCKET, Key=f"{prefix}/{name}")["Body"].read())
+
+    there = {key.removeprefix(f"{prefix}/") for key in objects(server)[0]}
+    if "model.safetensors.index.json" not in there:
+        return None
+    names = set(get("model.safetensors.index.json")["weight_map"].values())
+    if not names <= there or "config.json" not in there:
+        return None
+    return names
+
+
+KILLS = range(1, 60)
+SAMPLE = {"save": (2, 6, 11, 17, 19, 20, 21, 22), "overwrite": (4, 15, 24, 25, 26, 27, 28, 29)}
+
+
+@pytest.mark.parametrize("mode", ["save", "overwrite"])
+def test_killed_at_some_requests_of_a_save_the_old_or_the_new_is_whole(store, server, impatient, mode):
+    killed_at(store, server, mode, SAMPLE[mode])
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("mode", ["save", "overwrite"])
+def test_killed_at_every_request_of_a_save_the_old_or_the_new_is_whole(store, server, impatient, mode):
+    last = killed_at(store, server, mode, KILLS)
+    assert last < KILLS[-1], "the save needs no more requests"
+
+
+def killed_at(store, server, mode, numbers):
+    """Saves whose client dies at each of some requests, before or after the store has done what was asked."""
+    seen = []
+    for number in numbers:
+        for passed_on in (False, True):
+            root = f"{ROOT}/{mode}-{number}-{passed_on}"
+            url = f"{root}/step-00000001"
+            if mode == "overwrite":
+                save(url, model=weights(1, 300), config={"seed": 1}, **SMALL)
+            if not save_and_die(store, url, 2, number, passed_on=passed_on, overwrite=mode == "overwrite"):
+                assert seed_at(url) == 2
+                return number
+            old = 1 if mode == "overwrite" else None
+            found = seed_at(url)
+            assert found in (old, 2), number
+            if old is not None or found is not None:
+                assert seed_shown(server, url), "transformers finds all files that the index names"
+            seen.append(found)
+            save(url, model=weights(1, 300), overwrite=found is not None, **SMALL)
+            assert seed_at(url) == 1
+            there, uploads = objects(server)
+            assert not [key for key in uploads if key.startswith(root.removeprefix(f"s3://{stores.BUCKET}/"))]
+            mine = [key.split("/")[3] for key in there if f"/{mode}-{number}-{passed_on}/" in key]
+            assert len({name for name in mine if name.startswith("generation-")}) == 1, (
+                "what the dead save left is gone"
+            )
+    assert seen == sorted(seen, key=lambda seed: seed == 2), "the new one never goes again"
+    assert {1 if mode == "overwrite" else None, 2} == set(seen)
+    return numbers[-1]
+
+
+def test_killed_at_some_requests_of_a_prune_a_step_is_whole_or_gone(store, server, impatient):
+    killed_in_prune_at(store, server, (6, 9, 10, 11))
+
+
+@pytest.mark.storm
+def test_killed_at_every_request_of_a_prune_a_step_is_whole_or_gone(store, server, impatient):
+    assert 5 < killed_in_prune_at(store, server, range(1, 40)) < 39
+
+
+def killed_in_prune_at(store, server, numbers):
+    """Prunes whose client dies at each of some requests; the number of requests, if it is among them."""
+    for passed_on in (False, True):
+        for number in numbers:
+            root = f"{ROOT}/prune-{number}-{passed_on}"
+            for step in (1, 2):
+                save(f"{root}/step-{step:08}", model=weights(step, 8), config={}, progress=False)
+            store.start(**{"die_after" if passed_on else "die_before": number})
+            try:
+                prune(root, keep_last=1)
+            except Exception:
+                assert store.dead
+            done = not store.dead
+            store.start()
+            assert latest(root) == f"{root}/step-00000002"
+            assert verify(f"{root}/step-00000002") == []
+            if stores.has(server.url, f"{root}/step-00000001/par_checkpoint.json"):
+                assert verify(f"{root}/step-00000001") == []
+            prune(root, keep_last=1)
+            assert not [key for key in objects(server)[0] if f"{root.rpartition('/')[2]}/step-00000001" in key]
+            if done:
+                break
+    return number
+
+
+def test_a_first_save_that_dies_is_swept_by_prune(store, server, impatient):
+    save(f"{ROOT}/step-00000002", model=weights(2, 300), **SMALL)
+    assert save_and_die(store, f"{ROOT}/step-00000001", 1, 12, passed_on=True, overwrite=False)
+    assert prune(ROOT, keep_last=1)
+    there, uploads = objects(server)
+    assert not uploads
+    assert not [key for key in there if "/step-00000001/" in key]
+    assert seed_at(f"{ROOT}/step-00000002") == 2
+
+
+def test_what_the_store_refuses_is_said_in_words(store, monkeypatch):
+    save(f"{ROOT}/c", model=weights(1, 8), **OPTIONS)
+    with pytest.raises(StoreError, match=r"s3://nobody/c: there is no such bucket; create it, or check its name"):
+        save("s3://nobody/c", model=weights(1, 8), **OPTIONS)
+    with pytest.raises(StoreError, match="no such bucket"):
+        latest("s3://nobody/run")
+    store.start(refuse=("CreateMultipartUpload",))
+    with pytest.raises(
+        StoreError, match=r"cannot put files together from parts .* writer='owner' and max_shard_size='40MB'"
+    ):
+        save(f"{ROOT}/c", model=weights(2), overwrite=True, **OPTIONS)
+    save(f"{ROOT}/d", model=weights(2), writer="owner", max_shard_size="40MB", progress=False)
+    found = zeros(weights())
+    load(f"{ROOT}/d", model=found)
+    assert_equal(found, weights(2))
+    store.start(forbid=True)
+    for act in (lambda: save(f"{ROOT}/c", model=weights(2, 8), overwrite=True, **OPTIONS), lambda: latest(ROOT)):
+        with pytest.raises(StoreError, match=r"the store refuses access .*; check the credentials"):
+            act()
+    store.start()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    forget()
+    with pytest.raises(StoreError, match=r"there are no credentials .*; set AWS_ACCESS_KEY_ID"):
+        load(f"{ROOT}/c", model=zeros(weights(1, 8)))
+    for name, value in stores.settings(store.url).items():
+        monkeypatch.setenv(name, value)
+    forget()
+    assert verify(f"{ROOT}/c") == []
+
+
+def test_a_generation_that_disappears_while_it_is_read(store, server):
+    """By another save, whose checkpoint is then read; by hand, which is an error that names the file."""
+    url = f"{ROOT}/c"
+    save(url, model=weights(1), **OPTIONS)
+    replaced = []
+
+    def replace(request):
+        if request.kind == "GetObject" and request.path.endswith("model-00001-of-00002.safetensors") and not replaced:
+            replaced.append(1)
+            save_elsewhere(server, url, 2)
+
+    store.start(seen=replace)
+    found = zeros(weights())
+    load(url, model=found)
+    assert replaced
+    assert_equal(found, weights(2))
+    client = stores.client(server.url)
+    store.start()
+    for key in objects(server)[0]:
+        if key.endswith("model-00002-of-00002.safetensors"):
+            client.delete_object(Bucket=stores.BUCKET, Key=key)
+    found = zeros(weights())
+    with pytest.raises(
+        CorruptError, match=r"model-00002-of-00002\.safetensors is missing; bring it back, or take another"
+    ):
+        load(url, model=found)
+    assert_equal(found, zeros(weights()))
+    assert latest(ROOT) is None
+
+
+def save_elsewhere(server, url, seed):
+    """A save by another process."""
+    code = (
+        f"from tests.test_object_store import weights, OPTIONS; from par_checkpoint import save; "
+        f"save({url!r}, model=weights({seed}), overwrite=True, **OPTIONS)"
+    )
+    here = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(here), *sys.path])
+    environment = {**os.environ, **stores.settings(server.url), "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def sync(server, key, folder, skip=()):
+    """What a tool that knows nothing of checkpoints does: every object becomes a file."""
+    client = stores.client(server.url)
+    for name in objects(server)[0]:
+        path = folder / name.removeprefix(f"{key}/")
+        if name.startswith(f"{key}/") and path.name not in skip:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            client.download_file(stores.BUCKET, name, str(path))
+
+
+def test_a_folder_that_was_synced_is_a_checkpoint(store, server, tmp_path):
+    url = f"{ROOT}/step-00000001"
+    save(url, model=weights(1), config={"a": 1}, **OPTIONS)
+    sync(server, "run", tmp_path)
+    path = tmp_path / "step-00000001"
+    assert latest(tmp_path) == str(path)
+    assert verify(path) == []
+    found = zeros(weights())
+    load(path, model=found)
+    assert_equal(found, weights(1))
+    save(path, model=weights(2), overwrite=True, **OPTIONS)
+    load(path, model=found)
+    assert_equal(found, weights(2))
+    assert not list(path.glob("generation-*"))
+    half = tmp_path / "half"
+    sync(server, "run/step-00000001", half, skip=("model-00002-of-00002.safetensors",))
+    with pytest.raises(CorruptError, match=r"model-00002-of-00002\.safetensors is missing; bring it back"):
+        load(half, model=found)
+    assert_equal(found, weights(2))
+
+
+def test_transformers_opens_a_synced_folder(store, server, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    for size in ("1GB", "20KB"):
+        torch.manual_seed(len(size))
+        model = transformers.LlamaForCausalLM(config)
+        save(f"{ROOT}/c", model=model, optimizer=None, max_shard_size=size, overwrite=True, progress=False)
+        folder = tmp_path / size
+        sync(server, "run/c", folder)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert_equal(again.state_dict(), model.state_dict())
+        inside = transformers.AutoModelForCausalLM.from_pretrained(next(folder.glob("generation-*")))
+        assert_equal(inside.state_dict(), model.state_dict())
+
+
+def shared_store():
+    """On every rank: rank 0's proxy, its requests, and an environment that leads there. To be closed by `closing`."""
+    told = [None]
+    if dist.get_rank() == 0:
+        server = stores.Server()
+        stores.make_bucket(server.url)
+        proxy = stores.Proxy(server.port)
+        told = [proxy.url]
+    dist.broadcast_object_list(told)
+    os.environ.update(stores.settings(told[0]))
+    return (proxy, server) if dist.get_rank() == 0 else (None, None)
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_write_one_file_in_parts_and_each_error_reaches_both():
+    proxy, server = shared_store()
+    rank, whole = dist.get_rank(), weights(3, 2048)
+    half = 1024 * rank
+    local = {name: tensor[:, half : half + 1024].clone() for name, tensor in whole.items()}
+    layout = {name: Sharding((2048, 2048), (Box((0, half), (2048, 1024), 0, (1024, 1), (rank,)),)) for name in whole}
+    url = f"{ROOT}/c"
+    for async_ in (False, True):
+        if rank == 0:
+            proxy.start()
+        dist.barrier()
+        save(url, model=local, layout=layout, overwrite=async_, async_=async_, progress=False).wait()
+        if rank == 0:
+            expected = save_requests(files_of(url), before=0 if not async_ else 4, replaced=2 if async_ else 0)
+            counts = proxy.count()
+            counts["GetObject"] = counts.get("GetObject", 0) - 1  # for the files, here
+            counts["ListObjectsV2"] -= 1
+            assert {kind: n for kind, n in counts.items() if n} == expected.by_kind
+            assert verify(url) == []
+        dist.barrier()
+    found = zeros(local)
+    load(url, model=found, layout=layout)
+    assert_equal(found, local)
+    found = zeros(whole)
+    load(url, model=found)
+    assert_equal(found, whole)
+    if rank == 0:
+        proxy.start(refuse=("UploadPart",))
+    dist.barrier()
+    with pytest.raises(OSError, match="not implemented"):
+        save(url, model=local, layout=layout, overwrite=True, progress=False)
+    dist.barrier()
+    if rank == 0:
+        proxy.start()
+    dist.barrier()
+    load(url, model=found)
+    if rank == 0:
+        assert not objects(server)[1]
+        server.close()
+
+
+@pytest.mark.ranks(8)
+def test_eight_ranks_of_one_host_read_each_byte_once():
+    proxy, server = shared_store()
+    whole, url = weights(3, 2048), f"{ROOT}/c"
+    if dist.get_rank() == 0:
+        alone = dist.new_group([0], use_local_synchronization=True)
+        save(url, model=whole, group=alone, max_shard_size="40MB", progress=False)
+        proxy.start()
+    dist.barrier()
+    for budget in ("64MB", "256MB"):
+        found = zeros(whole)
+        load(url, model=found, budget=budget)
+        assert_equal(found, whole)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            requests, files = list(proxy.requests), files_of(url)
+            window = window_of(int(budget[:-2]) * 10**6, 8 * MIB, 8)
+            expected = load_requests(files, window=window)
+            assert sum(each.received for each in requests if "/generation-" in each.path) == expected.data
+            assert counts_of(requests) == expected.by_kind
+            proxy.start()
+        dist.barrier()
+    if dist.get_rank() == 0:
+        server.close()
