@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from par_layers import Balance, Router, RouterLosses, update_choice_bias_
-from par_recompute import Drop, Keep, Ops, ToHost, checkpoint_layers
+from par_recompute import Drop, Keep, Ops, ToHost, checkpoint_layers, saved
 
 WIDTH, EXPERTS = 16, 8
 POLICIES = {
@@ -59,6 +59,14 @@ def trained(model):
         numbers += [*losses.take().values(), *losses.load().values()]
         model.zero_grad()
     return numbers
+
+
+def test_a_budget_is_kept_though_layers_were_looked_at_on_tensors_without_numbers():
+    expected = trained(model())
+    layers = checkpoint_layers(model(), Keep(0.6), example=torch.randn(20, WIDTH))
+    for one, other in zip(expected, trained(layers), strict=True):
+        assert torch.equal(one, other)
+    assert all(line.predicted in {None, line.counted} for line in saved(layers).lines)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

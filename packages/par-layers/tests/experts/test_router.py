@@ -101,6 +101,31 @@ def test_a_copy_and_a_pickle_have_seen_no_tokens():
     assert RouterLosses(router).load()[""].sum() == TOKENS * TOP_K
 
 
+def test_tensors_without_numbers_are_routed_and_not_counted():
+    balance = Balance(aux=0.1, z=0.1, over="microbatch")
+    router = Router(HIDDEN, EXPERTS, TOP_K, choice_bias=True, score="sigmoid", balance=balance)
+    with torch.device("meta"):
+        abstract = copy.deepcopy(router).to("meta")
+        routing = abstract(torch.zeros(TOKENS, HIDDEN))
+    routing.gates.sum().backward()
+    assert routing.ids.shape == (TOKENS, TOP_K)
+    assert abstract.tally.counts is None
+    assert RouterLosses(abstract).take() == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the tracer does it itself
+def test_a_router_is_compiled_as_one_graph_and_counts_there():
+    router = Router(HIDDEN, EXPERTS, TOP_K, balance=Balance(aux=0.1, over="microbatch"))
+    compiled = torch.compile(lambda x: router(x).gates, backend="aot_eager", fullgraph=True)
+    x, upstream = (numbers(TOKENS, count, dtype=torch.float32) for count in (HIDDEN, TOP_K))
+    compiled(x).backward(upstream)
+    gradient, router.weight.grad = router.weight.grad, None
+    once = router.tally.counts
+    router(x).gates.backward(upstream)
+    torch.testing.assert_close(gradient, router.weight.grad, rtol=1e-6, atol=1e-7)  # fp32, other kernels
+    assert torch.equal(router.tally.counts, 2 * once)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

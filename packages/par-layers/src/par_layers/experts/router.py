@@ -17,7 +17,7 @@ from ..layers.dropout import draw_key
 from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import Init, Rows, make_parameter, uniform
 from ..modes.grid import Grid
-from .balance import Balance, Tally, TokenAxes, attach
+from .balance import Balance, Shares, Tally, TokenAxes, attach
 from .choose import check_choice, choose
 from .replay import Choice, Replay, in_backward, may_run_again, narrow
 
@@ -145,7 +145,8 @@ class Router(ParallelLayer):
         with _without_autocast(x.device.type):
             logits = _logits(x, self.weight, self.bias)
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-            key = int(draw_key()) if self.training and not torch.compiler.is_compiling() else None
+            drawn = draw_key() if self.training and not torch.compiler.is_compiling() else None
+            key = int(drawn) if drawn is not None and _has_numbers(drawn) else None
             choice = self.replay.take(key) if key is not None and in_backward() else None
             if choice is None:
                 bias = self.e_score_correction_bias
@@ -200,11 +201,12 @@ class Router(ParallelLayer):
             routing: What was chosen.
             mask: Whether each token counts.
             sequences: Which tokens are a sequence.
-            key: What the forward has drawn; None under torch.compile.
+            key: What the forward has drawn; None under torch.compile, and on tensors without numbers.
             again: What its first forward has decided, if this is a recompute.
         """
-        choice = Choice(narrow(routing.ids, self.experts)) if again is None else again
-        first = again is None and not in_backward()
+        choice = Choice(routing.ids) if again is None else again
+        has_numbers = _has_numbers(routing.ids)
+        first = again is None and has_numbers and not in_backward()
         if first:
             self.tally.count(routing.ids, mask)
         gates = routing.gates
@@ -213,10 +215,13 @@ class Router(ParallelLayer):
             if self.score == "sigmoid":
                 scores = scores / self._total(scores)
             weights = self.tally.weights(len(gates), mask, sequences, scores)
-            if choice.shares is None:
+            if choice.shares is None and has_numbers:
                 choice.shares = self.tally.shares(routing.ids, scores, logits, weights)
+            elif choice.shares is None:
+                choice.shares = Shares(weights.new_empty(len(weights), self.experts), weights.new_empty(len(weights)))
             gates = attach(gates, self.tally.loss(scores, logits, weights, choice.shares), self.tally)
         if first and key is not None and may_run_again():
+            choice.ids = narrow(choice.ids, self.experts)
             self.replay.keep(key, choice, routing.scores)
         return gates
 
@@ -248,13 +253,18 @@ _TINY = 1e-20
 """Added to sums of sigmoids, which may all be 0, as DeepSeek-V3 does."""
 
 
+def _has_numbers(x: Tensor) -> bool:
+    """Whether a tensor has elements: fake ones and those of the meta device, on which models are measured, have none."""
+    return type(x) is Tensor and not x.is_meta
+
+
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     """A context without autocast; entering one costs microseconds, so there is none where it is off anyway."""
     return torch.autocast(device_type, enabled=False) if is_any_autocast_enabled() else nullcontext()
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """X @ weight.T + bias in fp32 at least."""
+    """The product x @ weight.T + bias, in fp32 at least."""
     if x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64):
         return functional.linear(x, weight, bias)
     logits: Tensor = _Logits.apply(x, weight, bias)  # type: ignore[no-untyped-call]
