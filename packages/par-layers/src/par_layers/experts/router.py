@@ -254,7 +254,7 @@ _TINY = 1e-20
 
 
 def _has_numbers(x: Tensor) -> bool:
-    """Whether a tensor has elements: fake ones and those of the meta device, on which models are measured, have none."""
+    """Whether a tensor has elements; fake ones and those of the meta device, on which models are measured, do not."""
     return type(x) is Tensor and not x.is_meta
 
 
