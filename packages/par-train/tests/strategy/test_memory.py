@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from par_layers import initialize
 from par_recompute import saved
 from par_testing import for_each
 from par_train import Strategy
@@ -134,8 +135,10 @@ def at_the_fullest(make, memory, zero, steps=3):
 
 
 @pytest.mark.ranks(2, timeout=60)
-@for_each(units=(1, 2, 3, 5), stage=(3, 2, 1))
-def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(units, stage, tmp_path):
+@for_each(case=((1, 3), (2, 3), (3, 3), (5, 3), (3, 2), (3, 1)))
+def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(case, tmp_path):
+    units, stage = case
+
     def make():
         return Uneven(units)
 
@@ -151,15 +154,15 @@ def test_at_the_fullest_moment_the_device_holds_no_more_than_its_budget(units, s
     away = 0.4 * (kinds["parameters"] - 400) if stage == 3 else 0
     most += 100  # there is one more count of steps for each tier, and bytes are whole
     least = spent.state - moments + most + 100
-    for device in (spent.state + most, least, least - away):
-        for rooms in ({"host": 2**20}, {"disk": 2**20, "path": str(tmp_path)}):
-            memory = {"device": int(device), "activations": most, **rooms}
-            losses, less, held = at_the_fullest(make, memory, zero)
-            assert all(map(torch.equal, losses, expected))
-            assert all(each.total(fullest=True) <= less.state for each, _ in held), (held[-1][0], less.kinds)
-            assert all(each.total(fullest=True) + kept <= memory["device"] for each, kept in held)
-            assert less.shares.part("optimizer") == pytest.approx(1), "what can is away in the first step"
-            assert bool(less.shares.part("parameters")) == (device < least)
+    host, disk = {"host": 2**20}, {"disk": 2**20, "path": str(tmp_path)}
+    for device, rooms in ((spent.state + most, disk), (least, host), (least - away, host), (least - away, disk)):
+        memory = {"device": int(device), "activations": most, **rooms}
+        losses, less, held = at_the_fullest(make, memory, zero)
+        assert all(map(torch.equal, losses, expected))
+        assert all(each.total(fullest=True) <= less.state for each, _ in held), (held[-1][0], less.kinds)
+        assert all(each.total(fullest=True) + kept <= memory["device"] for each, kept in held)
+        assert less.shares.part("optimizer") == pytest.approx(1), "what can is away in the first step"
+        assert bool(less.shares.part("parameters")) == (device < least)
 
 
 @pytest.mark.ranks(2, timeout=60)
@@ -297,3 +300,58 @@ def test_a_model_without_layers_and_one_that_is_not_trained_are_left():
         for one in (model, teacher):
             with pytest.raises(ValueError, match="no layer"):
                 saved(one)
+
+
+def cut_model(strategy):
+    """Blocks of the strategy's layers, which are cut over its tensor ranks, where it has any."""
+    layers = strategy.layers
+
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = layers.LayerNorm(WIDTH), nn.GELU()
+            self.up, self.down = layers.ColumnLinear(WIDTH, 4 * WIDTH), layers.RowLinear(4 * WIDTH, WIDTH)
+
+        def forward(self, x):
+            return x + self.down(self.act(self.up(self.norm(x))))
+
+    return nn.Sequential(*(Cut() for _ in range(3)))
+
+
+def matrices_and_the_rest(model):
+    """Two optimizers, with as many slots or fewer, and two param groups in the first."""
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    rest = [each for each in model.parameters() if each.dim() == 1]
+    groups = [{"params": matrices[:2]}, {"params": matrices[2:], "lr": 1e-3}]
+    return [torch.optim.AdamW(groups, lr=1e-2, fused=True), torch.optim.SGD(rest, lr=1e-2, momentum=0.9)]
+
+
+@pytest.mark.ranks(4, timeout=60)
+@for_each(zero=(1, 3), several=(False, True))
+def test_a_budget_beside_tensor_ranks_and_with_several_optimizers(zero, several, tmp_path):
+    def run(memory):
+        parallel = {"tensor": {"size": 2, "mode": "1d"}}
+        with Strategy(parallel=parallel, memory=memory, zero={"stage": zero, "bucket": 1000}) as strategy:
+            model = cut_model(strategy)
+            initialize(model, 5)
+            given = matrices_and_the_rest(model) if several else adamw(model)
+            model, optimizer = strategy.initialize(model, given)
+            losses, held = [], []
+            for number in range(3):
+                losses.append(step(strategy, model, optimizer, number))
+                held.append((residency(model).total(fullest=True), 0 if memory is None else saved(model).counted))
+            return losses, strategy.spent, held
+
+    expected, _, _ = run(None)
+    _, spent, held = run({"device": 2**30})
+    most = held[0][1] + held[-1][1] + 200
+    away = 0.5 * spent.kinds["parameters"] if zero == 3 else 0
+    for rooms in ({"host": 2**20}, {"disk": 2**20, "path": str(tmp_path)}):
+        device = (
+            int(spent.state - spent.kinds["optimizer"] - away + most) + 200
+        )  # one more count of steps for each tier
+        losses, less, held = run({"device": device, "activations": most, **rooms})
+        assert all(map(torch.equal, losses, expected))
+        assert all(fullest <= less.state and fullest + kept <= device for fullest, kept in held)
+        assert less.shares.part("optimizer") == pytest.approx(1)
+        assert bool(less.shares.part("parameters")) == bool(away)

@@ -40,8 +40,8 @@ def read_recompute(text: str) -> tuple[str, float]:
     elif word == "keep" and value:
         try:
             return "bytes", int(parse_bytes(value))
-        except ValueError:
-            pass  # said below, with the other forms
+        except ValueError as error:
+            raise ValueError(f"recompute is {text!r}, and {error}; it can be {FORMS}") from None
     raise ValueError(f"recompute is {text!r}; it can be {FORMS}")
 
 

@@ -84,6 +84,7 @@ class Replicas:
         gathered: Number of elements that are whole at a time, at stage 3.
         stays: Number of those that are gathered once a pass, and not again for backward.
         reduced: Number of elements for which there are buffers that pieces are reduced in, one after the other.
+        waiting: Number of those for which there are more, in which pieces wait for their turn.
     """
 
     zero: int
@@ -96,6 +97,7 @@ class Replicas:
     gathered: int
     stays: int
     reduced: int
+    waiting: int = 0
 
 
 def replicas_of(
@@ -168,7 +170,7 @@ def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory
         received = reduced / ranks
     whole_gradients = gathered = 0
     if zero >= 2:
-        whole_gradients = elements if replicas.accumulates else reduced
+        whole_gradients = elements if replicas.accumulates else reduced + replicas.waiting
     if zero == 3:
         gathered = elements if replicas.accumulates else replicas.gathered
     copies = elements / (ranks if zero else 1) if numbers.copied else 0

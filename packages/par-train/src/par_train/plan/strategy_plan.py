@@ -1,5 +1,6 @@
 """What the models of a strategy take on this rank, by the formulas of the planner. No process is asked."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,8 @@ class Sizes:
         root: At stage 3, elements that are whole from the beginning of forward to the end of backward.
         units: At stage 3, elements of each other unit.
         inflight: Number of chunks that are reduced at a time.
+        waiting: At stage 3, number of chunks whose turn may be after that of another one of their unit, which is
+            complete later. Ranks learn the order in which that is in the first steps.
         tensors: For each tensor that the optimizer comes to have, the number of its param group.
         beside: Bytes of what is in no chunk, such as buffers of the model.
     """
@@ -39,6 +42,7 @@ class Sizes:
     root: int = 0
     units: tuple[int, ...] = ()
     inflight: int = 2
+    waiting: int = 0
     tensors: tuple[int, ...] = ()
     beside: int = 0
 
@@ -124,6 +128,9 @@ def sizes_of(
         root=units.pop(0),
         units=tuple(units.values()),
         inflight=options.inflight or 2,
+        waiting=max(Counter(chunk.unit for chunk in chunks if chunk.trained).values(), default=1) - 1
+        if stage == 3
+        else 0,
         tensors=tuple(group for chunk in chunks for group in chunk.groups),
         beside=sum(each.nbytes for each in model.buffers()),
     )
@@ -139,6 +146,7 @@ def replicas_of_sizes(sizes: Sizes, elements: int, *, ranks: int, job: Job, gloo
         job: The job, of which ZeRO stage, precision and microbatches matter here.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
+    reduced = elements_lent(sizes.trained, sizes.inflight)
     return Replicas(
         zero=job.zero,
         ranks=ranks,
@@ -149,7 +157,8 @@ def replicas_of_sizes(sizes: Sizes, elements: int, *, ranks: int, job: Job, gloo
         chunks=len(sizes.trained),
         gathered=sizes.root + sizes.at_once,
         stays=0,
-        reduced=elements_lent(sizes.trained, sizes.inflight),
+        reduced=reduced,
+        waiting=elements_lent(sizes.trained, sizes.inflight + sizes.waiting) - reduced,
     )
 
 
