@@ -118,7 +118,8 @@ def test_package(session: nox.Session, package: str, *, lowest: bool) -> None:
     proven = [each for each in group("integration") if each.startswith("transformers==")]
     pins = proven if "transformers" in extras and not lowest else []
     session.install(*CONSTRAINTS, *constraints, f"{first}[{extras}]" if extras else first, *others, *pins)
-    session.install(*CONSTRAINTS, *constraints, *group("test"), TEST_TOOLS, *others)
+    servers = group("store") if package == "par-checkpoint" else []
+    session.install(*CONSTRAINTS, *constraints, *group("test"), *servers, TEST_TOOLS, *others)
     # In an environment that is used again, pip keeps a wheel of the same version.
     session.install("--no-deps", "--force-reinstall", *wheels)
     # Old releases call what newer ones of their own dependencies deprecate; that is not ours to fail on.

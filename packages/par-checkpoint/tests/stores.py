@@ -42,6 +42,7 @@ class Faults:
         refuse: Kinds of requests that the store does not know: answered with 501.
         die_before: Number of the request, from 1 on, whose client is killed in place of an answer; it is not passed on.
         die_after: The same, but it is passed on.
+        pace: Bytes a second that one request's body takes; 0: as fast as it goes.
         forbid: Whether all requests are answered with 403.
         seen: Called with each request before it is passed on.
     """
@@ -53,6 +54,7 @@ class Faults:
     refuse: tuple = ()
     die_before: int = 0
     die_after: int = 0
+    pace: float = 0.0
     forbid: bool = False
     seen: object = None
 
@@ -150,7 +152,7 @@ class Proxy:
             handler.close_connection = True
             handler.connection.close()
             return
-        time.sleep(faults.slow)
+        time.sleep(faults.slow + ((len(body) + len(data)) / faults.pace if faults.pace else 0))
         if short:
             data = data[: len(data) // 2]
         request.status, request.received = response.status, len(data)

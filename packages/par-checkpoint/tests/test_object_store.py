@@ -156,9 +156,7 @@ def test_latest_looks_at_manifests_and_a_step_without_one_does_not_count(store):
     )
     store.start()
     assert latest(ROOT) == f"{ROOT}/step-00000002"
-    assert store.count() == {"ListObjectsV2": 3, "GetObject": 5}, (
-        "the steps; of one a manifest twice; of one none, twice"
-    )
+    assert store.count() == {"ListObjectsV2": 3, "GetObject": 5}, "the steps; two manifests, each twice, and an index"
     assert inspect(f"{ROOT}/step-00000002").step == 2
     box = Box((2, 3), (4, 5), 0, (5, 1), (0,))
     assert torch.equal(read(f"{ROOT}/step-00000002", "w1", box), weights(2, 8)["w1"][2:6, 3:8])

@@ -16,6 +16,7 @@ from typing import Any, cast
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from .._errors import CheckpointError, StoreError
+from .requests import PAGE
 from .store import IN_FLIGHT, ObjectSource, StreamWriter, missing, persist
 
 PART = 8 << 20
@@ -24,7 +25,6 @@ PART = 8 << 20
 MOST_PARTS = 10_000
 """Parts of one object at most, on S3."""
 
-_PAGE = 1000  # objects in one answer, or one order to delete
 _CHUNK = 1 << 20
 
 
@@ -99,8 +99,8 @@ class S3Store:
         """Removes objects, in this order as far as it takes several requests."""
         bucket, prefix = _split(f"{folder}/")
         keys = [{"Key": prefix + name} for name in names]
-        for first in range(0, len(keys), _PAGE):
-            order = {"Objects": keys[first : first + _PAGE], "Quiet": True}
+        for first in range(0, len(keys), PAGE):
+            order = {"Objects": keys[first : first + PAGE], "Quiet": True}
             failed = self.call("delete_objects", Bucket=bucket, Delete=order).get("Errors", ())
             if failed:
                 raise StoreError(
