@@ -55,8 +55,8 @@ class SaveOptions:
             `wait_for_copy` first. Buffers and frozen parameters are still copied before `save` returns.
         pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
         writer: Which ranks write a file. "pwrite": every rank writes its ranges of common files, on one node or a
-            coherent file system. "owner": one rank writes a file from beginning to end, for NFS and object stores.
-            "auto": "owner" where the path is remote, else "pwrite".
+            coherent file system, or its parts, on S3. "owner": one rank writes a file from beginning to end, for NFS
+            and other stores. "auto": "pwrite" where the path allows it, else "owner".
         layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
         names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
             function.

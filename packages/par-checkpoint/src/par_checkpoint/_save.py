@@ -92,8 +92,8 @@ def save(
         copy: When a save with `async_` copies. "blocking": before `save` returns. "background": while the next forward
             and backward pass run; every torch optimizer waits for the copy before it steps. See `SaveOptions`.
         pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
-        writer: Which ranks write a file. "pwrite": every rank writes its ranges of common files. "owner": one rank
-            writes a file from beginning to end. "auto": "owner" where the path is remote, else "pwrite".
+        writer: Which ranks write a file. "pwrite": every rank writes its ranges of common files, on S3 its parts.
+            "owner": one rank writes a file from beginning to end. "auto": "pwrite" where that goes, else "owner".
         layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
         names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
             function.
