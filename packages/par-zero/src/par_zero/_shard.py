@@ -162,11 +162,11 @@ def shard(
             reduce=reduce,
             atomic=atomic,
         )
-        check_others(others, shares[0], module, options)
         optimizers = in_a_row(optimizer)
         stepped = param_groups(optimizers, options.atomic)
         tiers = offload_of(offload)
         check(module, stepped, stage, tensor, in_pieces=tiers.uses_disk)
+        check_others(others, shares[0], module, options)
         check_offload(tiers, module, stepped, stage, device, shared_by_others=bool(others))
         check_groups(group, replicas, gathers, tensor)
         check_abstract(module, fill, device, sharers)
