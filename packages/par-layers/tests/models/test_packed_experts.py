@@ -135,6 +135,14 @@ def test_each_expert_is_cut_where_no_axis_deals_them_out():
 
 
 @pytest.mark.ranks(2)
+def test_a_norm_after_each_expert_would_see_parts_of_sums():
+    with ProcessGroups(Topology.from_config({"tensor": {"size": 2, "mode": "1d"}}, 2)) as groups:
+        plan = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
+        with pytest.raises(ValueError, match=r"'experts' has a norm after each expert, .* cannot be cut over 2 ranks"):
+            parallelize(block(norm=True), groups, plan)
+
+
+@pytest.mark.ranks(2)
 def test_a_copy_is_a_model_of_its_own():
     with live("own axis") as groups:
         whole, cut = block(), parallelize(block(), groups, DEALT)

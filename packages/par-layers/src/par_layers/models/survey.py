@@ -194,9 +194,20 @@ class _Surveyor:
         return Survey(self.resolved, self.rules, self.wrappers, parts, regions, layers, head_name, blocks, self.experts)
 
     def _is_like_dealt(self, name: str, style: Style) -> bool:
-        """Whether experts that are each cut are those of one part, of which it is known what they compute."""
-        is_cut = isinstance(style, SplitExperts) and bool(self.axes) and not deals_experts(self.grid)
-        return is_cut and is_packed(self.modules[name])
+        """Whether experts that are each cut are those of one part, of which it is known what they compute.
+
+        Raises:
+            ValueError: There is a norm after each expert, which would see parts of sums.
+        """
+        if not isinstance(style, SplitExperts) or not self.axes or deals_experts(self.grid):
+            return False
+        ranks = self.grid.size(self.axes)
+        if ranks > 1 and getattr(self.modules[name], "has_post_expert_norm", False) is True:
+            raise ValueError(
+                f"{name!r} has a norm after each expert, which needs whole outputs: an expert cannot be cut over "
+                f"{ranks} ranks; give it the rule 'ep_dispatch_experts' and the config expert=dict(size=..., tensor=1)"
+            )
+        return is_packed(self.modules[name])
 
     def _linear(self, name: str) -> nn.Module:
         """The linear of that name, which adapters may be around."""
