@@ -10,7 +10,7 @@ COUNT, GATE, PADDING = 8, 4, 16
 """Bytes of a number of rows, of a gate at least, and of what travels beside a row on its way to an expert."""
 
 Routing = Sequence[Sequence[int]]
-"""Number of rows of each rank for each expert, [p][E]."""
+"""Number of rows of each rank for each expert, p lists of E."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def moe_cost(
     Args:
         shape: The layer.
         split: How its experts lie on ranks.
-        routing: "uniform", or the number of rows of each rank for each expert, [p][E]. With a capacity all experts have
+        routing: "uniform", or the number of rows of each rank for each expert, p lists of E. With a capacity all experts have
             the same number of rows, and it says nothing.
         imbalance: Where the routing is uniform, how many times the mean the counted rank has.
         rank: Which rank's numbers, 0 .. p - 1; default: those of the rank that has the most rows.
@@ -160,7 +160,7 @@ def moe_cost(
 
 
 def _between(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbalance: float) -> list[list[Fraction]]:
-    """Number of rows from each rank to each, [p][p]."""
+    """Number of rows from each rank to each, p lists of p."""
     if shape.slots is not None:
         return [[Fraction(shape.experts // p * shape.slots)] * p] * p
     if isinstance(routing, str):
