@@ -78,6 +78,19 @@ class ProductOfOperands(Product):
         return g @ weight, None, None
 
 
+class Packed(nn.Module):
+    """A layer that offers a `weight_grad_hook`, and calls its weight otherwise, as experts do."""
+
+    weight_grad_hook = None
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(5, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        return Product.apply(x, self.up_proj, self.weight_grad_hook)
+
+
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 5).double(), nn.Tanh(), Hooked(), Fused(), nn.Linear(5, 5, bias=False).double())
@@ -115,6 +128,24 @@ def test_the_two_halves_give_the_gradients_of_a_whole_backward(listened):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
             assert calls.count(name) == (1 if listened else 0)  # with the sum
     assert not calls or "3.unused" not in calls
+
+
+def test_weights_of_other_names_are_put_off_where_there_is_a_hook():
+    torch.manual_seed(0)
+    split, x = nn.Sequential(nn.Linear(5, 5, bias=False).double(), Packed()), torch.randn(4, 5, dtype=torch.float64)
+    whole = copy.deepcopy(split)
+    both = SplitBackward({0: split})
+    with both.active():
+        loss = split(x).square().sum()
+        both.begin()
+        loss.backward()
+        both.keep(0, 0)
+        assert len(both._later[0, 0]) == 2
+        both.finish(0, 0, last=True)
+    whole(x).square().sum().backward()
+    for one, other in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+    assert split[1].weight_grad_hook is None
 
 
 def test_the_first_half_computes_no_weight_gradient_and_the_module_is_as_before_afterwards():

@@ -84,12 +84,12 @@ class SplitBackward:
         for name, parameter in replaced.items():
             own[name] = stand_ins[parameter]
             undo.append(partial(_put_back, own, name, stand_ins[parameter], parameter))
-        if "weight" not in replaced or replaced["weight"].is_complex():  # whose products need conjugates
-            return
-        if hasattr(layer, "weight_grad_hook"):
+        if replaced and hasattr(layer, "weight_grad_hook"):  # which also has weights of other names
             before = layer.__dict__.get("weight_grad_hook")
             layer.__dict__["weight_grad_hook"] = self._put_off
             undo.append(lambda: _restore(layer, "weight_grad_hook", before))
+            return
+        if "weight" not in replaced or replaced["weight"].is_complex():  # whose products need conjugates
             return
         forward = deferring_forward(layer, self._put_off)
         if forward is not None:
