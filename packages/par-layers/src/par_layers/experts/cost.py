@@ -120,7 +120,7 @@ def moe_cost(
     Args:
         shape: The layer.
         split: How its experts lie on ranks.
-        routing: "uniform", or the number of rows of each rank for each expert, p lists of E. With a capacity all experts
+        routing: "uniform", or rows of each rank for each expert, p lists of E. With a capacity all experts
             have the same number of rows, and it says nothing.
         imbalance: Where the routing is uniform, how many times the mean the counted rank has.
         rank: Which rank's numbers, 0 .. p - 1; default: those of the rank that has the most rows.
