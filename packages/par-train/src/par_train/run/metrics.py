@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from .files import write_file, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 Line = Mapping[str, Any]
 """What is written at once: `step`, and values by name; None is left out of the file.
@@ -60,7 +59,7 @@ def texts_of(line: Line) -> list[dict[str, str]]:
     return texts if isinstance(texts, list) else []
 
 
-def load_of(counts: Mapping[str, Tensor]) -> dict[str, list[float]]:
+def load_of(counts: "Mapping[str, Tensor]") -> dict[str, list[float]]:
     """How busy experts were, as a line has it under `expert_load`. It waits for the device.
 
     Args:
