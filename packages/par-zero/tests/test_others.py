@@ -8,6 +8,7 @@ from torch import nn
 from par_groups import check_owned, segments_of, set_sharding, sharding_of, whole
 from par_testing import for_each, once
 from par_zero import Share, no_sync, shard, summon
+from par_zero._collectives import same_ranks
 
 from .helpers import adamw, for_each_stage
 from .routed import Routed, holding, loss_of, norm_of, part_of, subgroup
@@ -267,3 +268,16 @@ def test_ranks_with_other_parameters_are_named():
         module.blocks[4].experts.extra = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"rank 1 has other parameters, shapes, .* than rank 0"):
         shard(module, adamw(module.parameters()), stage=3, group=dist.group.WORLD, others=[Share(holding(2))])
+
+
+@pytest.mark.ranks(2)
+def test_communicators_of_the_same_ranks_are_made_while_groups_come_and_go():
+    """torch would name them by the number of groups that there are."""
+    between = dist.new_group()
+    first = same_ranks(dist.group.WORLD, "shards")
+    dist.destroy_process_group(between)
+    made = [first, same_ranks(dist.group.WORLD, "gathers")]
+    for group in made:
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == 2
