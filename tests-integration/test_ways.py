@@ -12,9 +12,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 MOST = {
     "save": (12, 35),  # one of them asks who has work on the state under way
     "load": (10, 37),
-    "zero-step": (13, 13),  # one of them counts bytes
+    "zero-step": (14, 14),  # one of them counts bytes, one says who shares a chunk
     "pipeline-step": (17, 17),
-    "strategy-step": (33, 33),
+    "strategy-step": (34, 34),
 }
 
 
