@@ -5,6 +5,9 @@ from typing import Protocol
 REACH = 64 << 20
 """Bytes of one request that reads from a store, at most."""
 
+IN_FLIGHT = 16
+"""Requests of one rank to a store that are under way at a time, at most."""
+
 
 class Source(Protocol):
     """A file that is being read."""

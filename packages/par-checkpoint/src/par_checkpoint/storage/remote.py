@@ -34,10 +34,10 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from .._errors import CheckpointError, StoreError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_manifest, generation_in
-from .files import Source, Writer
+from .files import IN_FLIGHT, Source, Writer
 from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
 from .s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, in_parallel
-from .store import IN_FLIGHT, FsspecStore, Store, missing
+from .store import FsspecStore, Store, missing
 
 
 class RemoteFolder:

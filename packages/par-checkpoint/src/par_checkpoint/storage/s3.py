@@ -16,8 +16,9 @@ from typing import Any, cast
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from .._errors import CheckpointError, StoreError
+from .files import IN_FLIGHT
 from .requests import PAGE
-from .store import IN_FLIGHT, ObjectSource, StreamWriter, missing, persist
+from .store import ObjectSource, StreamWriter, missing, persist
 
 PART = 8 << 20
 """Bytes of a part, and of the blocks of a file that is written in parts; the first part has the header, too."""

@@ -16,9 +16,6 @@ from .files import Source, Writer
 
 Value = TypeVar("Value")
 
-IN_FLIGHT = 16
-"""Requests of one rank that are under way at a time, at most."""
-
 TRIES = 6
 """Times that something is asked for before its failure counts; in between, a rank waits longer and longer."""
 

@@ -69,11 +69,8 @@ def fill_(targets: Targets, filling: Filling) -> None:
     increment_version([entry.local for entry in made])  # bytes go there unseen by autograd, and by a save that copies
     files = _files(outline, tensors)
     blocks = (tensor_blocks if outline.manifest is None else data_blocks)(files, tensors)
-    window = (
-        0
-        if filling.folder.cached
-        else window_of(filling.budget, max((file.block for file in files), default=BLOCK), ranks.size)
-    )
+    total, block = sum(file.size for file in files), max((file.block for file in files), default=BLOCK)
+    window = 0 if filling.folder.cached else window_of(total, filling.budget, block, ranks.size)
     plan = Planner(tensors, ranks.rank, ranks.size, window=window).load(blocks, near=filling.near)
     records = {} if outline.manifest is None or not filling.verify else outline.manifest.files
     reading = Reading(
@@ -86,7 +83,6 @@ def fill_(targets: Targets, filling: Filling) -> None:
         threads=max(filling.threads, filling.folder.in_flight),
         window=window,
     )
-    total = sum(file.size for file in files)
     with Bar("load", total, ranks.rank, ranks.size, filling.progress) as bar:
         parts, error = read_blocks(plan, reading, bar.add)
     if error is None:

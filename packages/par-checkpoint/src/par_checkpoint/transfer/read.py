@@ -15,7 +15,7 @@ from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.files import File, join_crcs
 from ..plan.plan import Block, Plan, Task
-from ..storage.files import REACH, Source
+from ..storage.files import IN_FLIGHT, REACH, Source
 from ..storage.folder import Folder
 from .exchange import Exchange, by_peer, rounds
 from .memory import Local, Pool
@@ -54,19 +54,23 @@ class Reading:
         return max((file.block for file in self.files), default=BLOCK)
 
 
-def window_of(budget: int, block: int, ranks: int) -> int:
+def window_of(total: int, budget: int, block: int, ranks: int) -> int:
     """Bytes in a row that one request to a store brings, a multiple of a block.
 
-    One rank receives straight into its tensors, or through a block. Ranks that read for each other keep all that they
-    read in a round until it is sent: so many requests must fit together.
+    They are few enough that every rank has enough to ask for at a time. One rank receives straight into its tensors, or
+    through a block. Ranks that read for each other keep all that they read in a round until it is sent: so several
+    requests must fit together.
 
     Args:
+        total: Bytes of all files.
         budget: Bytes that a rank may hold beside its state.
         block: Bytes of a block.
         ranks: How many ranks read together.
     """
-    most = max(REACH // block, 1)
-    return block * (most if ranks == 1 else min(most, max(round_of(budget, block) // _AT_ONCE, 1)))
+    blocks = min(REACH // block, -(-total // (block * ranks * IN_FLIGHT)))
+    if ranks > 1:
+        blocks = min(blocks, round_of(budget, block) // _AT_ONCE)
+    return block * max(blocks, 1)
 
 
 def round_of(budget: int, block: int) -> int:
