@@ -122,3 +122,45 @@ def test_an_error_on_one_rank_is_everyones(tmp_path):
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "c", model=model, async_=True).wait()
     assert saved(tmp_path / "c").sum() == 3 << 20
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("heard", [0, 1])
+def test_an_error_that_one_rank_has_heard_alone_is_raised_on_all_by_the_next_save(tmp_path, heard):
+    """Else that rank would go on into a collective, and wait there for those that raise."""
+    model, crc = {"w": torch.ones(3 << 20)}, writing.crc32c
+
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    writing.crc32c = broken
+    handle = save(tmp_path / "c", model=model, async_=True)
+    if dist.get_rank() == heard:
+        with pytest.raises(OSError, match="No space left"):
+            handle.wait()
+    while not handle.done():
+        pass
+    writing.crc32c = crc
+    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device$") as raised:
+        save(tmp_path / "d", model=model)
+    assert raised.value.errno == 28
+    assert not (tmp_path / "d").exists()
+    save(tmp_path / "d", model=model)
+    assert saved(tmp_path / "d").sum() == 3 << 20
+
+
+@pytest.mark.ranks(2)
+def test_an_error_that_all_ranks_have_heard_is_not_raised_again(tmp_path):
+    model, crc = {"w": torch.ones(3 << 20)}, writing.crc32c
+
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    writing.crc32c = broken
+    handle = save(tmp_path / "c", model=model, async_=True)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            handle.wait()
+    writing.crc32c = crc
+    load_from = save(tmp_path / "d", model=model).path
+    load(load_from, model=model)

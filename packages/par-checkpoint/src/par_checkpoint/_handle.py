@@ -35,6 +35,7 @@ class Save:
         self._copied: threading.Event | None = None
         self._hook: RemovableHandle | None = None
         self._error: BaseException | None = None
+        self._heard = False
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -50,18 +51,28 @@ class Save:
         self._unhook()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete.
+        """Waits until the checkpoint is complete. Not collective: every rank may call it, or only some.
 
         Raises:
-            CheckpointError, OSError: It could not be written; what was there before is still there.
+            CheckpointError, OSError: It could not be written; what was there before is still there. Each call raises
+                it, and so does the next save or load, on all ranks, if any rank has not called this by then.
+        """
+        self.join()
+        self._heard = True
+        if self._error is not None:
+            raise self._error
+
+    def join(self) -> tuple[BaseException | None, bool]:
+        """Waits for the end, and raises nothing.
+
+        Returns:
+            What went wrong, and whether the trainer has heard of all that did, here.
         """
         if self._thread is not None:
             self._thread.join()
         atexit.unregister(self._write_error)
         self._unhook()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return self._error, self._heard or self._error is None
 
     def _start(self, work: Callable[[threading.Event], None], *, copied: bool) -> None:
         """Goes on in a thread; the interpreter waits for it at exit.
@@ -104,5 +115,5 @@ class Save:
 
     def _write_error(self) -> None:
         """Writes an error that nobody has asked for to stderr, at exit."""
-        if self._error is not None:
+        if self._error is not None and not self._heard:
             sys.stderr.write(f"par-checkpoint: the save to {self.path!r} failed: {self._error}\n")

@@ -256,8 +256,8 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Whether it has ended."""
 
-    def wait(self) -> None:
-        """Waits for its end; raises what went wrong."""
+    def join(self) -> tuple[BaseException | None, bool]:
+        """Waits for its end: what went wrong, and whether the trainer has heard of that on this rank."""
 
 
 class Session:
@@ -292,7 +292,8 @@ class Session:
     def settle(self, how: str) -> None:
         """Deals with a save that still runs: waits for it, or raises. What went wrong in it is raised now.
 
-        Whether it still runs is decided together, for ranks finish at different moments.
+        Whether it still runs is decided together, for ranks finish at different moments. So is whether to raise what
+        went wrong: some ranks may have waited for it by themselves, and know, while others do not.
 
         Args:
             how: "wait" or "raise".
@@ -305,7 +306,9 @@ class Session:
                 "pass pending='wait'"
             )
         pending, self.pending = self.pending, None
-        pending.wait()
+        error, heard = pending.join()
+        if not all(self.ranks.gather(heard)):
+            self.ranks.raise_first(error)
 
     def planned(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The plan that is known by a key, made now if it is not known yet. The one unused for longest goes."""
