@@ -90,3 +90,20 @@ def test_a_change_before_the_copy_is_refused(tmp_path):
         weight.zero_()  # a gigabyte takes longer to copy than this takes to be told
     with pytest.raises(CheckpointError, match="'w' was changed while the save copied it"):
         handle.wait()
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_save_and_a_load_inside_a_stream_wait_for_what_it_has_still_to_compute(tmp_path, async_):
+    """Threads write and read: their streams know nothing of the trainer's."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        weight = torch.zeros(4096, 4096, device="cuda")
+        for step in range(3):
+            torch.cuda._sleep(200_000_000)
+            weight.fill_(step + 1)
+            save(tmp_path / f"{step}", model={"w": weight}, async_=async_).wait()
+        other = torch.zeros(4096, 4096, device="cuda")
+        for step in range(3):
+            torch.cuda._sleep(200_000_000)
+            other.fill_(-1)  # still to come when `load` is called
+            load(tmp_path / f"{step}", model={"w": other})
+            assert bool((other == step + 1).all())

@@ -1,9 +1,14 @@
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
+from par_checkpoint import load, save
 from par_checkpoint.plan.claims import Claims, Entry, merge
 from par_checkpoint.plan.plan import Piece
-from par_checkpoint.transfer.memory import Local, Pool
+from par_checkpoint.transfer.memory import Local, Part, Pool
 from par_groups import Box, Sharding
 
 
@@ -78,3 +83,36 @@ def test_what_is_lent_comes_back_after_an_error():
     with pytest.raises(ValueError, match="inside"), pool.lent() as lent:
         raise ValueError("inside")
     assert pool.take() is lent
+
+
+def test_threads_wait_for_the_stream_of_the_caller_on_each_gpu():
+    """Without it they copy what a stream of the trainer's own has not computed yet; see the GPU tests."""
+    seen = []
+
+    def stream(device):
+        return SimpleNamespace(synchronize=lambda: seen.append(device))
+
+    def on(device):
+        local = SimpleNamespace(device=torch.device(device))
+        return Part(box=Box((), (), 0, (), (0,)), local=local, flat=None, steady=None)
+
+    local = Local(tensors=(), parts={0: [on("cuda:1"), on("cpu")], 1: [on("cuda:0")], 2: [on("cuda:1")]})
+    with mock.patch.object(torch.cuda, "current_stream", stream):
+        local.wait_for_streams()
+    assert seen == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_save_and_a_load_wait_before_threads_copy(tmp_path, copied):
+    """A copy is made by the caller's own thread, in its stream."""
+    begun = []
+
+    def waits(_):
+        begun.append([each.name for each in threading.enumerate() if each.name.startswith("par-checkpoint-read")])
+
+    model = {"w": torch.ones(3)}
+    with mock.patch.object(Local, "wait_for_streams", waits):
+        save(tmp_path / "c", model=model, async_=copied).wait()
+        assert len(begun) == (not copied)
+        load(tmp_path / "c", model=model)
+    assert begun == [[]] * (1 + (not copied))

@@ -102,6 +102,15 @@ class Local:
                 )
         return cls(tensors=tensors, parts=parts)
 
+    def wait_for_streams(self) -> None:
+        """Waits for all that the calling thread has enqueued on the GPUs that hold something.
+
+        Threads that copy have streams of their own, which would not: a trainer may have others than the usual one.
+        """
+        for device in sorted({str(part.local.device) for parts in self.parts.values() for part in parts}):
+            if device.startswith("cuda"):
+                torch.cuda.current_stream(device).synchronize()
+
     def view(self, piece: Piece) -> torch.Tensor:
         """A piece as a view of the local tensor that holds it."""
         part = self._part(piece)

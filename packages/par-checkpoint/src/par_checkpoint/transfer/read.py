@@ -96,6 +96,7 @@ def read_blocks(
     Raises:
         RuntimeError: Another rank is gone.
     """
+    reading.local.wait_for_streams()  # what is still to be written there must not come after what is read
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
         reader = _Reader(reading, pool, progress, Counter(task.block.file for task in plan.mine))
         blocks = max(1, plan.turns)  # of a round

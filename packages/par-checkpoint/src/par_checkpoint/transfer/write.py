@@ -69,6 +69,8 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
     Raises:
         RuntimeError: Another rank is gone.
     """
+    if snapshot is None:
+        work.local.wait_for_streams()
     writing = _Writing(work, snapshot, Counter(task.block.file for task in plan.mine))
     blocks = max(1, work.budget // (work.block * (4 if snapshot is None else 2)))  # of a round; a copy is there already
     mine, others = rounds(plan.mine, plan.turns, blocks), rounds(plan.others, plan.turns, blocks)
