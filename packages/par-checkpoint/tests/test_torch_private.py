@@ -23,6 +23,17 @@ def test_communicators_of_gloo():
     assert every.tolist() == [1, 1, 2, 2]
 
 
+@pytest.mark.ranks(2, backend="gloo")
+def test_collectives_of_a_communicator_wait_as_long_as_they_are_told():
+    rank = dist.get_rank()
+    gloo = private.gloo_among("another name", rank, 2, TIMEOUT)
+    private.set_timeout_of(gloo, timedelta(milliseconds=200))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out|timed out|timeout"):
+            gloo.allreduce([torch.ones(1)]).wait()
+    dist.barrier()
+
+
 @pytest.mark.ranks(2)
 def test_a_dtensor_keeps_its_part_inside():
     whole = torch.arange(4.0)

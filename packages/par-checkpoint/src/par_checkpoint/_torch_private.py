@@ -27,6 +27,14 @@ def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
+def set_timeout_of(gloo: Any, timeout: timedelta) -> None:
+    """Sets how long the collectives of a communicator that `gloo_among` has made wait for a rank.
+
+    Since torch 2.5 or before. What is public sets it for groups that `torch.distributed` has registered.
+    """
+    gloo._set_default_timeout(timeout)
+
+
 def gloo_of(group: dist.ProcessGroup) -> Any:
     """The gloo communicator that a group has for the CPU, or None.
 

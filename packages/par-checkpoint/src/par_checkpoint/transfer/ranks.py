@@ -19,7 +19,7 @@ import torch.distributed as dist
 from crc32c import crc32c
 
 from .._errors import CheckpointError
-from .._torch_private import all_gather_into, gloo_among, gloo_of
+from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from ..format.bytes import bytes_of
 
 Value = TypeVar("Value")
@@ -65,8 +65,21 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout)
         self._gloo: Any = None
+        self._is_own = False
         if group is not None and self.size > 1:
-            self._gloo = (None if private else gloo_of(group)) or self._make(group)
+            self._gloo = None if private else gloo_of(group)
+            if self._gloo is None:
+                self._gloo, self._is_own = self._make(group), True
+
+    def set_timeout(self, timeout: float) -> None:
+        """Has all calls from now on wait so many seconds for a rank that does not answer.
+
+        On the group's own communicator a collective never waits longer than that was made for, as ever.
+        """
+        if self._timeout != timedelta(seconds=timeout):
+            self._timeout = timedelta(seconds=timeout)
+            if self._is_own:
+                set_timeout_of(self._gloo, self._timeout)
 
     def _make(self, group: dist.ProcessGroup) -> Any:
         """A communicator of the group's ranks alone; torch's `new_group` would have to be called by all others, too."""
@@ -265,9 +278,10 @@ class Session:
 
     Args:
         group: The ranks; None: this process alone.
-        timeout: Seconds to wait for a rank that does not answer.
+        timeout: Seconds that the first call waits for a rank that does not answer.
 
     Attributes:
+        timeout: Seconds that the present call waits.
         ranks: The communicator of saves and loads.
         pending: The save that runs in the background, or the last one that did, until somebody has asked for its error.
         memory: Bytes of the last copy of a save in the background, used again for the next one.
@@ -284,9 +298,13 @@ class Session:
 
     @property
     def background(self) -> Ranks:
-        """A second communicator, for what runs beside the trainer. Collective the first time."""
+        """A second communicator, for what runs beside the trainer. Collective the first time.
+
+        It waits as long as the call that asks for it; nothing else uses it then.
+        """
         if self._background is None:
             self._background = Ranks(self._group(), self.timeout, private=True)
+        self._background.set_timeout(self.timeout)
         return self._background
 
     def settle(self, how: str) -> None:
@@ -326,13 +344,13 @@ _alone: dict[None, Session] = {}
 
 
 def session_of(group: dist.ProcessGroup | None, timeout: float) -> Session:
-    """The session of the ranks that take part. Collective over the group the first time, and when the timeout changes.
+    """The session of the ranks that take part. Collective over the group the first time.
 
     It is kept by process group, weakly: with the group goes its session.
 
     Args:
         group: The ranks; None: the world, if torch.distributed runs, else this process alone.
-        timeout: Seconds to wait for a rank that does not answer.
+        timeout: Seconds that the call waits for a rank that does not answer. What is under way keeps its own.
 
     Raises:
         TypeError: Not a process group.
@@ -345,12 +363,12 @@ def session_of(group: dist.ProcessGroup | None, timeout: float) -> Session:
     elif group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is {group!r}; give a torch.distributed.ProcessGroup, or None for the world")
     session = _alone.get(None) if group is None else _sessions.get(group)
-    if session is None or session.timeout != timeout:
-        if session is not None:
-            session.settle("wait")
+    if session is None:
         session = Session(group, timeout)
         if group is None:
             _alone[None] = session
         else:
             _sessions[group] = session
+    session.timeout = timeout
+    session.ranks.set_timeout(timeout)
     return session
