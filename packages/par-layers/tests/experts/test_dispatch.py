@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from par_layers import Activation, Dispatch, Experts, grouped_linear, grouped_weight_gradient, initialize
 from par_layers.experts.capacity import assigned
@@ -160,6 +161,22 @@ def test_weight_gradients_can_be_put_off(options, tokens):
         gradient()
     for (name, here), there in zip(now.named_parameters(), later.parameters(), strict=True):
         assert (here.grad - there.grad).abs().max() <= 1e-12 * here.grad.abs().max(), name  # other products: order
+
+
+@pytest.mark.parametrize("tokens", [9, 600], ids=["few rows", "many rows"])
+def test_a_checkpoint_changes_no_gradient(tokens):
+    """Saved tensors of a checkpoint can be asked for once."""
+    found = []
+    for again in (False, True):
+        experts, (x, ids, gates) = made(bias=True), routed(tokens)
+        dispatch = Dispatch(E, None)
+        y = (
+            checkpoint(mixed, dispatch, experts, x, ids, gates, use_reentrant=False)
+            if again
+            else mixed(dispatch, experts, x, ids, gates)
+        )
+        found.append(gradients(y, x, gates, *experts.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_gelu_without_a_gate_equals_the_loop():

@@ -303,7 +303,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, wide, gates, up, down, _, down_bias = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        rows, wide, gates, up, down, _, down_bias = saved
         told: _Computation = ctx.told
         segments = told.segments
         gradient = gradient.contiguous()
@@ -315,7 +316,7 @@ class _Experts(torch.autograd.Function):
             of_down = told.weight_gradient(told.down_hook, down, gradient, act) if ctx.needs_input_grad[4] else None
             of_up_bias = sums_of_rows(of_wide, segments) if ctx.needs_input_grad[5] else None
         else:
-            of_rows, of_gates, of_up, of_down, of_up_bias = _one_by_one(ctx, gradient)
+            of_rows, of_gates, of_up, of_down, of_up_bias = _one_by_one(told, saved, ctx.needs_input_grad, gradient)
         of_down_bias = None
         if down_bias is not None:
             of_down_bias = sums_of_rows(scaled(gradient, gates), segments)
@@ -325,12 +326,18 @@ class _Experts(torch.autograd.Function):
 
 
 def _one_by_one(
-    ctx: Any, gradient: Tensor
+    told: _Computation, saved: Sequence[Tensor], needs: Sequence[bool], gradient: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of rows, gates, weights and the first bias, expert by expert."""
-    rows, wide, gates, up, down, up_bias, _ = ctx.saved_tensors
-    told: _Computation = ctx.told
-    needs_rows, _, _, needs_up, needs_down = ctx.needs_input_grad[:5]
+    """The gradients of rows, gates, weights and the first bias, expert by expert.
+
+    Args:
+        told: What forward was told.
+        saved: What it saved.
+        needs: Which of its arguments need a gradient.
+        gradient: The gradient of its result, [R, h].
+    """
+    rows, wide, gates, up, down, up_bias, _ = saved
+    needs_rows, _, _, needs_up, needs_down = needs[:5]
     of_rows = torch.empty_like(rows) if needs_rows else None
     of_gates = torch.empty_like(gates)
     of_up, of_down = torch.empty_like(up) if needs_up else None, torch.empty_like(down) if needs_down else None
