@@ -29,7 +29,7 @@ import par_checkpoint
 from par_groups import Box, Sharding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "par-checkpoint" / "tests"))
-import stores
+import stores  # type: ignore[import-not-found]
 
 TENSORS, SHAPE = 4, (2048, 2048)  # 16 MiB each
 REPETITIONS = 2
