@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _table import write
-from torch.distributed.checkpoint import load, save
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -48,7 +48,7 @@ def main() -> None:
             found = measured(proxy.url, ranks)
             proxy.close()
             for call in ("save", "load"):
-                ours, dcp = found[f"par {call}"], found[f"dcp {call}"]
+                ours, theirs = found[f"par {call}"], found[f"dcp {call}"]
                 mib = TENSORS * SHAPE[0] * SHAPE[1] * 4 / 2**20
                 rows.append(
                     {
@@ -56,8 +56,8 @@ def main() -> None:
                         "ranks": ranks,
                         "call": call,
                         "par-checkpoint MiB/s": f"{mib / ours:.0f}",
-                        "DCP MiB/s": f"{mib / dcp:.0f}",
-                        "ratio": f"{dcp / ours:.2f}",
+                        "DCP MiB/s": f"{mib / theirs:.0f}",
+                        "ratio": f"{theirs / ours:.2f}",
                     }
                 )
     server.close()
@@ -95,9 +95,9 @@ def run(rank: int, ranks: int, folder: str) -> dict[str, float]:
     cut: dict[str, Any] = {name: DTensor.from_local(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
     calls: dict[str, Callable[[int], object]] = {
         "par save": lambda i: par_checkpoint.save(f"s3://bucket/par-{i}", model=state, layout=layout, overwrite=True),
-        "dcp save": lambda i: save(cut, storage_writer=FsspecWriter(f"s3://bucket/dcp-{i}")),
+        "dcp save": lambda i: dcp.save(cut, storage_writer=FsspecWriter(f"s3://bucket/dcp-{i}")),
         "par load": lambda i: par_checkpoint.load(f"s3://bucket/par-{i}", model=state, layout=layout),
-        "dcp load": lambda i: load(cut, storage_reader=FsspecReader(f"s3://bucket/dcp-{i}")),
+        "dcp load": lambda i: dcp.load(cut, storage_reader=FsspecReader(f"s3://bucket/dcp-{i}")),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(REPETITIONS + 1):
