@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _table import write
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -95,9 +96,9 @@ def run(rank: int, ranks: int, folder: str) -> dict[str, float]:
     cut: dict[str, Any] = {name: DTensor.from_local(tensor, mesh, [Shard(1)]) for name, tensor in state.items()}
     calls: dict[str, Callable[[int], object]] = {
         "par save": lambda i: par_checkpoint.save(f"s3://bucket/par-{i}", model=state, layout=layout, overwrite=True),
-        "dcp save": lambda i: dcp.save(cut, storage_writer=FsspecWriter(f"s3://bucket/dcp-{i}")),
+        "dcp save": lambda i: dcp_save(cut, storage_writer=FsspecWriter(f"s3://bucket/dcp-{i}")),
         "par load": lambda i: par_checkpoint.load(f"s3://bucket/par-{i}", model=state, layout=layout),
-        "dcp load": lambda i: dcp.load(cut, storage_reader=FsspecReader(f"s3://bucket/dcp-{i}")),
+        "dcp load": lambda i: dcp_load(cut, storage_reader=FsspecReader(f"s3://bucket/dcp-{i}")),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(REPETITIONS + 1):
