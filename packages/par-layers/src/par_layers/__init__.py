@@ -31,6 +31,7 @@ from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradients
 from .models.compare import Comparison, compare
 from .models.costs import Traffic, costs
+from .models.packed.found import experts_in
 from .models.packed.pack import PackedExperts, pack_
 from .models.parallel import Parallel, parallel_of
 from .models.parallelize import cuts, parallelize
@@ -109,6 +110,7 @@ __all__ = [
     "costs",
     "cuts",
     "exchange",
+    "experts_in",
     "fetch_parts",
     "gather_from",
     "grouped_linear",

@@ -35,9 +35,8 @@ def test_options_that_make_no_sense():
     raises("zero is 3 with precision 'bf16-amp', .* use precision 'bf16'", Strategy, zero=3, precision="bf16-amp")
     raises("unknown key 'tensr'", Strategy, parallel={"tensr": 2})
     raises("unexpected keyword argument 'zeros'", Strategy, zeros=1)
-    raises("no layers for expert=2 yet: .* give these ranks to data, tensor or", Strategy, parallel={"expert": 2})
-    with ProcessGroups(Topology({"expert": 2})) as groups:
-        raises("no layers for expert=2 yet", Strategy, groups=groups)
+    with ProcessGroups(Topology({"data": 1, "expert": 2})) as groups:
+        raises("has expert=2 and no view 'experts', .* with Topology.from_config", Strategy, groups=groups)
     raises("no gradient handler is called 'mine'", Strategy, gradient_handlers=[{"type": "mine"}])
     raises("give dict\\(type=NAME", Strategy, gradient_handlers=[{"kind": "mine"}])
     raises("zero is 1, .* leave out 'data_parallel'", Strategy, zero=1, gradient_handlers=[{"type": "partial"}])
@@ -54,7 +53,7 @@ def test_what_cannot_be_made_leaves_nothing_running(monkeypatch):
     """Neither torch.distributed nor groups, whatever it is that fails."""
     raises("no schedule is called 'x'", Strategy, parallel={"pipeline": 2}, pipeline={"schedule": "x"})
     assert not dist.is_initialized()
-    raises("no layers for expert=2", Strategy, parallel={"expert": 2})
+    raises("experts need tensor mode '1d'", Strategy, parallel={"expert": 2, "tensor": {"size": 1, "mode": "2d"}})
     assert not dist.is_initialized()
     monkeypatch.setattr(ProcessGroups, "_meet", lambda _: int("no connection"))
     with pytest.raises(ValueError, match="invalid literal"):

@@ -130,12 +130,12 @@ class OverDataRanks:
     @property
     def num_processes(self) -> int:
         """The number of data ranks."""
-        return self.strategy.groups.size("data")
+        return self.strategy.groups.size(self.strategy.data_axes)
 
     @property
     def process_index(self) -> int:
         """This rank's place among the data ranks."""
-        return self.strategy.groups.rank("data")
+        return self.strategy.groups.rank(self.strategy.data_axes)
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all data ranks, one after another along the first dimension, as `Accelerator.gather`."""
@@ -146,7 +146,7 @@ class OverDataRanks:
             return tensor
         mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.num_processes)]
-        dist.all_gather(parts, mine, group=self.strategy.groups["data"])
+        dist.all_gather(parts, mine, group=self.strategy.groups[self.strategy.data_axes])
         return torch.cat(parts)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -158,7 +158,7 @@ class OverDataRanks:
         if not use_gather_object:
             return super().gather_for_metrics(input_data)  # type: ignore[misc]
         parts: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(parts, input_data, group=self.strategy.groups["data"])
+        dist.all_gather_object(parts, input_data, group=self.strategy.groups[self.strategy.data_axes])
         every, state = [each for part in parts for each in part], self.gradient_state
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
 
@@ -167,7 +167,7 @@ class OverDataRanks:
 
         def reduced(one: Tensor) -> Tensor:
             total = one.detach().clone()
-            dist.all_reduce(total, group=self.strategy.groups["data"])
+            dist.all_reduce(total, group=self.strategy.groups[self.strategy.data_axes])
             return total / self.num_processes * scale if reduction == "mean" else total * scale
 
         return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)

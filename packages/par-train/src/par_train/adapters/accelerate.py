@@ -184,8 +184,8 @@ class ParAccelerator(OverDataRanks, Refusing, Accelerator):  # type: ignore[misc
                 f"{len(self._optimizers)} optimizers are prepared, and backward() must know which is meant; prepare "
                 "a model with its own, and give optimizer= where there are several"
             )
-        loss = loss if weight is not None else loss / self.gradient_accumulation_steps
-        self.strategy.backward(loss, meant[0].optimizer, weight)
+        factor = 1.0 if weight is not None else 1.0 / self.gradient_accumulation_steps
+        self.strategy.backward(loss, meant[0].optimizer, weight, factor=factor)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -92,7 +92,8 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Samples are shared out over the data ranks."""
-        return {"num_replicas": self.strategy.groups.size("data"), "rank": self.strategy.groups.rank("data")}
+        groups, apart = self.strategy.groups, self.strategy.data_axes
+        return {"num_replicas": groups.size(apart), "rank": groups.rank(apart)}
 
     # What is done once
 
@@ -188,14 +189,14 @@ class ParStrategy(DDPStrategy):  # type: ignore[misc]  # lightning may be absent
         """As Fabric's, over the data ranks unless a group is given; no gradients go through it."""
         if sync_grads:
             raise ValueError("fabric.all_gather was given sync_grads=True; gather what needs no gradient")
-        group = group or self.strategy.groups["data"]
+        group = group or self.strategy.groups[self.strategy.data_axes]
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, tensor.detach().contiguous(), group=group)
         return torch.stack(parts)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As Fabric's, over the data ranks unless a group is given."""
-        return super().all_reduce(tensor, group or self.strategy.groups["data"], reduce_op)
+        return super().all_reduce(tensor, group or self.strategy.groups[self.strategy.data_axes], reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - as Fabric has it
         """As Fabric's, over all ranks."""

@@ -136,7 +136,7 @@ class ParTrainerMixin:
     @property
     def _runs_batches(self) -> bool:
         """Whether batches go through `Strategy.execute_pipeline`, for no rank can call the model."""
-        return self.strategy.schedule is not None or self.strategy.averaged_over != "data"
+        return self.strategy.schedule is not None or self.strategy.cuts_sequence
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward of a batch. Returns what it adds to the mean loss of the step."""
@@ -174,7 +174,7 @@ class ParTrainerMixin:
         """Loss, logits and labels of a batch, on every rank."""
         if not self._runs_batches:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc, no-any-return]
-        if not prediction_loss_only and self.strategy.averaged_over != "data":
+        if not prediction_loss_only and self.strategy.cuts_sequence:
             raise ValueError(
                 "predictions were asked for, of sequences that are cut over ranks; give prediction_loss_only=True, or "
                 "save the model and predict without the axis"

@@ -135,7 +135,7 @@ class Run:
         self._began = self._written = 0.0  # seconds of the clock: of the run's beginning, of the line before
         self._totals: dict[str, int] = {}
         self._vote = Vote(strategy.device)
-        self._gathered = Gathered(strategy.device, strategy.groups["data"])
+        self._gathered = Gathered(strategy.device, strategy.groups[strategy.data_axes])
         self._place = Place({"options": strategy.options.described(), "arguments": sys.argv[1:]})
         self._clock = Clock(self._place)
         self._profile = None if profile is None else Profile(profile, self.files)

@@ -13,8 +13,9 @@ from par_pipeline import Batch, Pipeline, Schedule
 from par_precision import MixedOptimizer
 
 from .._torch_private import tree_leaves
-from ..data.shares import averaged_over
+from ..data.shares import cuts_sequence
 from .existing import CausalModel, pretrained_of
+from .mixture.factor import LossFactor
 from .stages import Stages
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -30,6 +31,7 @@ class Execution:
         groups: The groups of the strategy.
         optimizer: The model's optimizer; a MixedOptimizer scales losses, any other one, or None, leaves them.
         options: Further keywords of `par_pipeline.Pipeline`.
+        factor: What tells the model's routers what the loss is multiplied by.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class Execution:
         groups: ProcessGroups,
         optimizer: torch.optim.Optimizer | None,
         options: dict[str, Any],
+        factor: LossFactor,
     ) -> None:
-        self._schedule, self._groups = schedule, groups
+        self._schedule, self._groups, self._factor = schedule, groups, factor
         self._kind = type(model).__name__
         self._causal = None if pretrained_of(model) is None else CausalModel(model)
         self._optimizer = optimizer if isinstance(optimizer, MixedOptimizer) else None
@@ -49,7 +52,7 @@ class Execution:
         self._sum: Tensor | float = 0.0
         self._count: Tensor | float = 0.0
         self.pipeline = Pipeline(
-            model.runners() if isinstance(model, Stages) else [model],
+            model.runners(schedule.stages - 1, factor) if isinstance(model, Stages) else [model],
             schedule,
             groups["pipeline"],
             loss_fn=self._loss,
@@ -128,10 +131,10 @@ class Execution:
         total, count = given if isinstance(given, tuple) else (given * rows, rows)
         self._sum, self._count = self._sum + total.detach().double(), self._count + count
         if not isinstance(given, tuple):
-            return self._scaled(given, None)
+            return self._scaled(self._factor.of(given), None)
         weight = torch.as_tensor(count, dtype=torch.float64, device=total.device)
         mean = total / torch.where(weight > 0, weight, 1.0).to(total.dtype)  # a sum of nothing is 0
-        return self._scaled(mean * (sum(self._weights) / rows), weight)
+        return self._scaled(self._factor.of(mean) * (sum(self._weights) / rows), weight)
 
     def _scaled(self, loss: Tensor, weight: Tensor | None) -> Tensor:
         if not torch.is_grad_enabled():
@@ -153,7 +156,7 @@ class Execution:
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if self.pipeline.is_last:
             mean = torch.as_tensor(self._sum / self._count, dtype=torch.float64, device=device)
-        if self.pipeline.is_last and averaged_over(self._groups.topology) != "data":
+        if self.pipeline.is_last and cuts_sequence(self._groups.topology):
             count = torch.as_tensor(self._count, dtype=torch.float64, device=device)
             both = torch.stack([torch.as_tensor(self._sum, dtype=torch.float64, device=device), count])
             dist.all_reduce(both, group=self._groups["sequence"])

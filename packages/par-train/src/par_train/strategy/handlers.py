@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import ProcessGroups, Registry
-from par_layers import PartialGradients
+from par_layers import PartialGradients, Router, update_choice_bias_
 
 from .stages import Stages
 
@@ -26,7 +27,12 @@ F = TypeVar("F", bound=Make)
 HANDLERS: Registry[Make] = Registry("gradient handler", "par_train.gradient_handlers")
 
 DATA_PARALLEL = "data_parallel"
-DEFAULT: Sequence[Mapping[str, Any]] = ({"type": DATA_PARALLEL}, {"type": "partial"}, {"type": "pipeline_shared"})
+DEFAULT: Sequence[Mapping[str, Any]] = (
+    {"type": DATA_PARALLEL},
+    {"type": "partial"},
+    {"type": "pipeline_shared"},
+    {"type": "choice_bias"},
+)
 """What a strategy uses unless it is told otherwise."""
 
 
@@ -125,3 +131,22 @@ class PipelineShared:
         """Makes the copies' gradients their sum."""
         for each in self._shared:
             each.handle_gradient()
+
+
+@register_gradient_handler("choice_bias")
+class ChoiceBias:
+    """Ends the step of all routers: counts of tokens begin anew, and the bias of the choice moves where there is one.
+
+    It runs once a step, however many microbatches there were, and also where fp16 skips the step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> None:
+        del optimizer
+        # The optimizer holds its handlers, and the model the optimizer: nothing but the garbage collector would end it.
+        self._routers = [ref(module) for module in model.modules() if isinstance(module, Router)]
+        self._groups = groups
+
+    def handle_gradient(self) -> None:
+        """One all-reduce of the counts of all layers, where there are routers."""
+        routers = (router() for router in self._routers)
+        update_choice_bias_(nn.ModuleList(router for router in routers if router is not None), self._groups)

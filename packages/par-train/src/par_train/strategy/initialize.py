@@ -7,10 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from par_groups import together
+from par_groups import agree, together
 from par_precision import MixedOptimizer
 
 from .handlers import DEFAULT, GradientHandler, kinds_of, make_handlers
+from .mixture.factor import LossFactor, adds_losses
 from .pairs import Pair, find_pairs
 from .plugin import Plugin
 from .setup import Setup
@@ -71,6 +72,10 @@ def wire(
             model = plugin.setup_model(model, pair.optimizer, strategy)
             if pair.optimizer is not None:
                 pair.optimizer = plugin.setup_optimizer(pair.optimizer, model, strategy)
+    with together("routers", None):
+        pipeline = strategy.groups["pipeline"] if strategy.schedule is not None else None
+        travels = pipeline is not None and any(agree(None, adds_losses(model), pipeline).values())
+        pair.factor = LossFactor(model, travels=travels, device=strategy.device)
     pair.models = list(model) if isinstance(model, nn.ModuleList) and len(pair.models) > 1 else [model]
     for one in pair.models:
         if "no_sync" in model.__dict__:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..plan.strategy_plan import Sizes
+from .mixture.factor import LossFactor
 
 
 @dataclass(kw_only=True)
@@ -19,12 +20,14 @@ class Pair:
         optimizer: None: the model is only run.
         schedulers: The lr schedulers of the optimizer.
         sizes: What this rank has of the models, once that is known.
+        factor: What tells routers of the models what the main loss is multiplied by, once they are initialized.
     """
 
     models: list[nn.Module]
     optimizer: Optimizer | None = None
     schedulers: list[Any] = field(default_factory=list)
     sizes: Sizes | None = None
+    factor: LossFactor | None = None
 
     @property
     def module(self) -> nn.Module:

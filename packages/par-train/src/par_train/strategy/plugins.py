@@ -24,6 +24,7 @@ from ..plan.inputs import Job
 from ..plan.pipeline import pipe
 from ..plan.strategy_plan import spent_on
 from .existing import pretrained_of
+from .mixture.share import share_of_experts
 from .optimizers import check_partial_sums, check_sees_enough
 from .plugin import Plugin
 from .setup import Setup
@@ -31,13 +32,16 @@ from .stages import Stages, build_model_stages, build_stages, leave_foreign_
 
 
 class Adopted(Plugin):
-    """Cuts models that know nothing of ranks over the tensor group: those of transformers, and those with a plan."""
+    """Cuts models that know nothing of ranks over the tensor group, and deals their experts out over ranks.
+
+    Those are models of transformers, and those with a plan.
+    """
 
     name = "tensor"
 
     def setup_model(self, model: nn.Module, optimizer: Optimizer | None, strategy: Setup) -> nn.Module:
         """Parameters stay the objects that they are. A model that was cut already stays as it is."""
-        if strategy.groups.size("tensor") == 1:
+        if strategy.groups.size("tensor") == 1 and not strategy.deals_experts:
             return model
         for each in model.children() if isinstance(model, nn.ModuleList) else [model]:
             plan = strategy.plans.get(each)
@@ -149,6 +153,11 @@ def _spent(model: nn.Module, optimizer: Optimizer, strategy: Setup, budget: Budg
     Raises:
         ValueError: A tier is too small, or the budget was spent on another model.
     """
+    if strategy.deals_experts:
+        raise ValueError(
+            "memory is a budget for what all data ranks share alike, and the topology deals experts out, whose shares "
+            "are larger; leave memory out, and use zero=3 or recompute"
+        )
     if strategy.spent is not None:
         raise ValueError(
             "memory is one budget, and was spent on another optimizer; give each a Strategy of its own, or say what "
@@ -271,6 +280,8 @@ class Zero(Plugin):
             if any(parts.values()):
                 optimizer_parts, parameter_parts = (parts.get(name, 0.0) for name in ("optimizer", "parameters"))
                 keywords["offload"] = Offload(optimizer=optimizer_parts, parameters=parameter_parts, path=path)
+        if others := share_of_experts(model, strategy.groups):
+            keywords = {"others": others, **keywords}
         if _is_abstract(model):
             keywords = {"fill": partial(_fill, strategy), "device": strategy.device, **keywords}
         if keywords.get("atomic") and strategy.groups.size("tensor") > 1:

@@ -15,7 +15,7 @@ from par_layers import Context, LayerSet, layer_set
 from par_pipeline import Schedule, schedule
 from par_zero import ShardOptions
 
-from ..data.shares import averaged_over
+from ..data.shares import EXPERTS, averaged_over, cuts_sequence, data_axes
 from ..memory.budget import Spent
 from ..plan.inputs import NUMBERS
 from ..plan.schedules import make_schedule, microbatches_of
@@ -25,23 +25,26 @@ from .plugin import Plugin
 
 
 def check_axes(topology: Topology, groups: ProcessGroups | None) -> None:
-    """Checks that a strategy has a use for every axis, and the groups that it needs.
+    """Checks that there are the groups that a strategy needs.
 
     Args:
         topology: The axes.
         groups: Live groups that were given; None: they are made as the topology says.
 
     Raises:
-        ValueError: Ranks lie on an axis for which there are no layers: all of them would do the same work. Or gradients
-            are averaged over axes over which there is no group.
+        ValueError: Gradients are averaged over axes over which there is no group, or an axis "expert" says nothing of
+            who has which experts.
     """
-    if "expert" in (*topology.axes, *topology.products) and topology.size("expert") > 1:
+    apart = data_axes(topology)
+    if apart != "data" and EXPERTS not in topology.views:
         raise ValueError(
-            f"no layers for expert={topology.size('expert')} yet: all its ranks would do the same work; give these "
-            "ranks to data, tensor or pipeline"
+            f"the topology has expert={topology.size('expert')} and no view {EXPERTS!r}, which says who has which "
+            "experts; make it with Topology.from_config"
         )
     if groups is not None:
         groups[averaged_over(topology)]
+        if EXPERTS in topology.views:
+            groups["data", "expert_data"]
 
 
 class Setup:
@@ -72,9 +75,24 @@ class Setup:
         return self.layers.context
 
     @property
+    def data_axes(self) -> Axes:
+        """The axes whose ranks see other samples: "data", and "expert" where experts have ranks of their own."""
+        return data_axes(self.groups.topology)
+
+    @property
     def averaged_over(self) -> Axes:
-        """The axes over which gradients are averaged: "data", and "sequence" with it where a sequence is cut."""
+        """The axes over which gradients are averaged: those of the data, and "sequence" where a sequence is cut."""
         return averaged_over(self.groups.topology)
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether each sequence is cut over several ranks."""
+        return cuts_sequence(self.groups.topology)
+
+    @property
+    def deals_experts(self) -> bool:
+        """Whether experts are dealt out over ranks, which the topology's view "experts" tells."""
+        return EXPERTS in self.groups.topology.views
 
     def private_group(self, axes: Axes) -> dist.ProcessGroup | None:
         """Another communicator over `axes`, which nothing else uses and which ends with the strategy. Collective.

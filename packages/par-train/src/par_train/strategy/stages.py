@@ -11,6 +11,7 @@ from par_groups import ProcessGroups
 from par_pipeline import Lazy, Schedule, Shared, build_stage
 
 from ..data.shares import averaged_over
+from .mixture.factor import LossFactor
 
 Layers = nn.Sequential | Sequence[nn.Module | Lazy | Mapping[str, Any]]
 """Layers one after the other, there or only described."""
@@ -67,9 +68,15 @@ class Stages(nn.Module):
         named = [{prefix + name: parameter for name, parameter in each.items()} for each in self.tied]
         self.shared = tuple(Shared(each, group, replicas=replicas, optimizer=optimizer) for each in named)
 
-    def runners(self) -> list["Stage"]:
-        """What a `par_pipeline.Pipeline` is made of."""
-        return [Stage(self, number) for number in self.__dict__["parts"]]
+    def runners(self, last: int, factor: LossFactor | None = None) -> list["Stage"]:
+        """What a `par_pipeline.Pipeline` is made of.
+
+        Args:
+            last: Number of the pipeline's last stage.
+            factor: What brings routers the factor of the loss, where it travels between stages.
+        """
+        travelling = factor if factor is not None and factor.travels else None
+        return [Stage(self, number, last, travelling) for number in self.__dict__["parts"]]
 
 
 class Stage(nn.Module):
@@ -78,12 +85,15 @@ class Stage(nn.Module):
     Args:
         whole: The rank's part; not a child, so that its other stages are not this one's.
         number: Number of the stage.
+        last: Number of the pipeline's last stage.
+        factor: What brings routers the factor of the loss, in a number that travels with the activations; or None.
     """
 
-    def __init__(self, whole: Stages, number: int) -> None:
+    def __init__(self, whole: Stages, number: int, last: int, factor: LossFactor | None = None) -> None:
         super().__init__()
         self.own = whole.__dict__["parts"][number]
-        self.number = number
+        self.number, self.last = number, last
+        self.__dict__["factor"] = factor
         self.__dict__["whole"] = whole
         trained = any(parameter.requires_grad for parameter in self.own.parameters())
         if "no_sync" in whole.__dict__ and trained:  # else its last backward would bring no gradient to reduce with
@@ -91,7 +101,12 @@ class Stage(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """As the stage's."""
-        return self.__dict__["whole"](*inputs, stage=self.number, **keywords)
+        whole, factor = self.__dict__["whole"], self.__dict__["factor"]
+        if factor is None:
+            return whole(*inputs, stage=self.number, **keywords)
+        inputs, travelling = factor.into(inputs, is_first=self.number == 0)
+        output = whole(*inputs, stage=self.number, **keywords)
+        return factor.out_of(output, travelling, is_last=self.number == self.last)
 
 
 def build_stages(layers: Layers, schedule: Schedule, rank: int, *, seed: int | None = None) -> Stages:

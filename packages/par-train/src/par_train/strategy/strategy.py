@@ -14,22 +14,26 @@ from torch.utils.data import DataLoader
 
 from par_checkpoint import Save, SaveOptions
 from par_groups import ProcessGroups, Topology, agree, check_alike, launch, together
+from par_layers import RouterLosses
 from par_pipeline import Pipeline, build_stage, schedule
 from par_precision import MixedOptimizer
 
 from ..data.loader import GlobalDataLoader, Position
 from ..data.place import placed
 from ..data.randomness import seed_number
-from ..data.shares import replica_axes
+from ..data.shares import data_axes, replica_axes
 from ..plan.inputs import Job
 from ..plan.pretrained import PretrainedShape
 from ..plan.strategy_plan import StrategyPlan, plan_of, plan_of_whole
 from .execute import Criterion, Execution
 from .existing import PathLike as Path
-from .existing import Plan
+from .existing import Plan, pretrained_in
 from .files import load_object, load_run, newest_step, save_object, save_run
 from .handlers import DEFAULT, kinds_of
 from .initialize import paired, wire
+from .mixture.factor import LossFactor
+from .mixture.load import loads_of, metrics_of
+from .mixture.share import has_experts, no_experts
 from .optimizers import check_sees_enough, joined
 from .options import StrategyOptions
 from .pairs import Pair
@@ -149,13 +153,13 @@ class Strategy(Setup):
                 problem = error
             check_alike(agree(problem, self.options.described(), None), "options")
             self._owns_groups, self._private_groups = groups is None, {}
-            shared = [replica_axes(topology)] if readers == "one" else []
+            shared = [data_axes(topology), *([replica_axes(topology)] if readers == "one" else [])]
             self.groups = groups or started.enter_context(ProcessGroups(topology, device=self.device, declare=shared))
             for axes in shared if groups else []:
                 self.groups.add(axes)
             self.schedule = self.make_schedule() if self.groups.size("pipeline") > 1 else None
             started.pop_all()  # they run until close()
-        place = self.groups.rank_seed(("data", "pipeline"), seed)
+        place = self.groups.rank_seed((*topology.leaves(data_axes(topology)), "pipeline"), seed)
         self._place = seed_number(place, name) if name else place
         self._pairs: list[Pair] = []
         self._loaders: list[tuple[ReferenceType[GlobalDataLoader], Position]] = []  # the position outlives its loader
@@ -250,7 +254,7 @@ class Strategy(Setup):
         Raises:
             ValueError: The model cannot be cut over these ranks, or the batch does not divide.
         """
-        options, schedule, replicas = self.options, self.schedule, self.groups.size("data")
+        options, schedule, replicas = self.options, self.schedule, self.groups.size(self.data_axes)
         gloo = self.device.type == "cpu"
         job = Job(
             batch=1,
@@ -296,7 +300,7 @@ class Strategy(Setup):
         pairs: list[Pair] = []
         loaders: dict[int, GlobalDataLoader] = {}
         models: list[nn.Module] = []
-        sequence_ranks = self.groups.size("sequence") if self.averaged_over != "data" else 1
+        sequence_ranks = self.groups.size("sequence") if self.cuts_sequence else 1
         try:
             objects = tuple(map(joined, objects))
             pairs = paired(objects)
@@ -313,11 +317,12 @@ class Strategy(Setup):
                 for model in pair.models:
                     trained = pair.optimizer is not None
                     check_pretrained(model, self.context, tensor_ranks=self.groups.size("tensor"), trained=trained)
-            replica, replicas, seed = self.groups.rank("data"), self.groups.size("data"), self.options.seed
+            apart, seed = self.data_axes, self.options.seed
+            replica, replicas = self.groups.rank(apart), self.groups.size(apart)
             axes = replica_axes(self.groups.topology)
             is_shared = self.options.readers == "one" and self.groups.size(axes) > 1
             group = self.groups[axes] if is_shared else None
-            data_group = self.groups["data"] if replicas > 1 else None
+            data_group = self.groups[apart] if replicas > 1 else None
             for given in (given for given in objects if isinstance(given, DataLoader)):
                 loaders[id(given)] = GlobalDataLoader(
                     given, replica=replica, replicas=replicas, seed=seed, group=group, data_group=data_group
@@ -325,6 +330,8 @@ class Strategy(Setup):
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         check_alike(agree(problem, [type(given).__name__ for given in objects], None), "objects")
+        if self.deals_experts:
+            self._check_has_experts(models)
         if sequence_ranks > 1:
             self._check_uses_sequence(models, sequence_ranks)
             with together("attention over a sequence", None):
@@ -354,6 +361,16 @@ class Strategy(Setup):
             if not any(by_model[number] for by_model in found.values()):
                 raise no_use(model, ranks)
 
+    def _check_has_experts(self, models: Sequence[nn.Module]) -> None:
+        """Raises ValueError on all ranks if no model, here or initialized before, has experts to deal out.
+
+        What is still to be cut says so itself when it is.
+        """
+        every = [*models, *(model for pair in self._pairs for model in pair.models)]
+        found = agree(None, any(has_experts(one) or one in self.plans or pretrained_in(one) for one in every), None)
+        if models and not any(found.values()):
+            raise no_experts(models, self.groups.size("expert_parallel"))
+
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
         if self.spent is not None and self.spent.is_open:
@@ -368,7 +385,9 @@ class Strategy(Setup):
 
     # What is done in each step
 
-    def backward(self, loss: Tensor, optimizer: Optimizer, weight: Tensor | float | None = None) -> None:
+    def backward(
+        self, loss: Tensor, optimizer: Optimizer, weight: Tensor | float | None = None, *, factor: float = 1.0
+    ) -> None:
         """Runs the backward pass of a loss, scaled if need be.
 
         By default all data ranks weigh the same, as under DDP.
@@ -378,6 +397,8 @@ class Strategy(Setup):
             optimizer: The optimizer that `initialize` gave.
             weight: How many things, such as tokens, the loss is a mean over: gradients become the mean over all of
                 them, on all ranks and in all backward passes of the step.
+            factor: What the loss is multiplied by before, such as 1 / 4 where four passes make a step. Losses of
+                routers are multiplied, too, as they cannot be where the loss that is given was multiplied already.
 
         Raises:
             ValueError: The optimizer is not from here, or the loss does not depend on what it trains.
@@ -386,6 +407,8 @@ class Strategy(Setup):
         if optimizer not in self._checked:
             _check_loss(loss, pair)
             self._checked.add(optimizer)
+        loss = _factor_of(pair).of(loss)
+        loss = loss if factor == 1.0 else loss * factor
         if isinstance(optimizer, MixedOptimizer):
             optimizer.backward(loss, weight=weight)
         elif weight is None:
@@ -436,7 +459,7 @@ class Strategy(Setup):
         execution = self._execution(model)
         comes_to_device = any(isinstance(plugin, Device) for plugin in self.plugins)
 
-        cut_here = self.averaged_over != "data" and execution.takes_dicts
+        cut_here = self.cuts_sequence and execution.takes_dicts
 
         def next_batch() -> Any:
             batch = self._next_batch(data_iter)
@@ -529,7 +552,7 @@ class Strategy(Setup):
                 key: value for key, value in self.options.pipeline.items() if key not in ("schedule", "microbatches")
             }
             plan = self.schedule or self.make_schedule()
-            self._executions[model] = Execution(model, plan, self.groups, pair.optimizer, options)
+            self._executions[model] = Execution(model, plan, self.groups, pair.optimizer, options, _factor_of(pair))
         return self._executions[model]
 
     @contextmanager
@@ -550,6 +573,34 @@ class Strategy(Setup):
         deferring = model.__dict__.get("no_sync")  # par-zero's own
         with nullcontext() if deferring is None else deferring() if keep else deferring(keep=False):
             yield
+
+    # Mixtures of experts
+
+    def router_metrics(self, model: nn.Module) -> dict[str, Tensor]:
+        """What the routers of a model say since this was called last, alike on all ranks. Collective.
+
+        Args:
+            model: The model that `initialize` gave.
+
+        Returns:
+            fp64 scalars; what nobody has counted is missing. "aux" and "z": what all routers added to the loss, the
+            mean over microbatches and ranks, summed over stages. "imbalance": tokens of the busiest expert by the mean
+            of its layer's, the highest of all layers. "dropped": rows beyond an expert's capacity, of all ranks.
+        """
+        pair = self._pair_with(model)
+        return metrics_of(RouterLosses(model), pair.module, self.groups)
+
+    def expert_load(self, model: nn.Module) -> dict[str, Tensor]:
+        """Tokens of each expert in the step that ended last, over all ranks, by the name of its router. Collective.
+
+        Args:
+            model: The model that `initialize` gave.
+
+        Returns:
+            int64 [E] for each router of all stages, on the CPU; empty before the first step.
+        """
+        self._pair_with(model)
+        return loads_of(RouterLosses(model), self.groups)
 
     def _pair_of(self, optimizer: Optimizer | None) -> Pair:
         self._check_open()
@@ -683,6 +734,11 @@ class Strategy(Setup):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _factor_of(pair: Pair) -> LossFactor:
+    assert pair.factor is not None  # noqa: S101 - `initialize` has made it
+    return pair.factor
 
 
 def _check_loss(loss: Tensor, trained: Pair) -> None:

@@ -46,7 +46,7 @@ def make_part(
             put_around_(model, adapter)
         check_pretrained(model, context, tensor_ranks=tensor_ranks, trained=False)
         attend_over_(model, context)
-    if tensor_ranks > 1:
+    if tensor_ranks > 1 or strategy.deals_experts:
         parallelize(model, groups, plan)
     part: nn.Module = model
     if schedule is not None:

@@ -1,0 +1,19 @@
+"""The experts of a model, found again: those of `layers.MoE`, of code of one's own, and of a model that was cut."""
+
+from torch import nn
+
+from ...experts.experts import Experts
+from .forward import DealtForward
+
+
+def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have the packed weights of experts as parameters, by name.
+
+    Args:
+        model: A model or a part of it: `Experts` in it, and what `parallelize` or `pack_` has made of its own.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Experts) or isinstance(vars(module).get("forward"), DealtForward)
+    }
