@@ -1,6 +1,8 @@
 """A run's checkpoints: when they are due, which stay, and where training goes on."""
 
 import threading
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from par_checkpoint import Checkpoints, _checkpoints, prune
 from par_checkpoint.storage.steps import step_name
+from par_checkpoint.transfer import write as writing
 
 
 def steps(root):
@@ -85,7 +88,8 @@ def test_a_step_below_the_newest_is_refused_before_it_would_be_removed(tmp_path)
 
 
 @pytest.mark.ranks(2)
-def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_said(tmp_path, monkeypatch):
+@pytest.mark.parametrize("async_", [False, True])
+def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_said(tmp_path, monkeypatch, async_):
     model, resumed = nn.Linear(4, 4), nn.Linear(4, 4)
     for each in model.parameters():
         dist.broadcast(each.detach(), 0)
@@ -95,11 +99,63 @@ def test_when_an_old_step_cannot_be_removed_the_new_one_is_whole_before_that_is_
 
     monkeypatch.setattr(_checkpoints, "prune", prune)
     checkpoints = Checkpoints(tmp_path, keep_last=1)
+    act = partial(checkpoints.save, 1, model=model, async_=async_)
+    act = act().wait if async_ else act
     with pytest.raises(OSError, match="belongs to somebody else"):
-        checkpoints.save(1, model=model, async_=True)
+        act()
     assert not [each for each in threading.enumerate() if each.name.startswith("par-checkpoint")]
     assert checkpoints.load(model=resumed).step == 1
     assert torch.equal(resumed.weight, model.weight)
+
+
+@pytest.mark.ranks(2)
+def test_no_rank_waits_while_old_steps_are_removed_after_a_save_in_the_background(tmp_path):
+    model, removed, may_remove = {"w": torch.ones(5)}, threading.Event(), threading.Event()
+    prune = _checkpoints.prune
+
+    def slow(*args, **options):
+        assert may_remove.wait(30)
+        removed.set()
+        return prune(*args, **options)
+
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, model=model)
+    with mock.patch.object(_checkpoints, "prune", slow):
+        handle = checkpoints.save(2, model=model, async_=True)
+        dist.barrier()  # of the trainer, which goes on
+        assert (tmp_path / "step-00000001").exists()
+        assert not handle.done()
+        assert not removed.is_set()
+        may_remove.set()
+        handle.wait()
+    dist.barrier()
+    assert steps(tmp_path) == [2]
+    checkpoints.save(3, model=model, async_=True)  # what is there only when it is whole pushes out nothing before
+    checkpoints.save(4, model=model, async_=True).wait()
+    dist.barrier()
+    assert steps(tmp_path) == [4]
+
+
+def test_after_a_save_that_fails_nothing_is_removed(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    checkpoints, model = Checkpoints(tmp_path, keep_last=1), {"w": torch.ones(5)}
+    checkpoints.save(1, model=model)
+    monkeypatch.setattr(writing, "crc32c", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.save(2, model=model, async_=True).wait()
+    assert steps(tmp_path) == [1]
+
+
+def test_an_old_step_that_must_stay_is_named_once(tmp_path):
+    checkpoints, model = Checkpoints(tmp_path, keep_last=1), {"w": torch.ones(5)}
+    checkpoints.save(1, model=model)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    with pytest.warns(UserWarning, match=r"step-00000001' is not removed, although it is old: .*notes\.txt"):
+        checkpoints.save(2, model=model)
+    checkpoints.save(3, model=model)
+    assert steps(tmp_path) == [1, 3]
 
 
 def test_it_goes_on_from_a_save_that_is_still_under_way(tmp_path):

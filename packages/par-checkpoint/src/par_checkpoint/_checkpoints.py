@@ -1,5 +1,6 @@
 """A run's checkpoints: step directories below a root, saved when due, resumed from the latest, old ones removed."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
@@ -26,7 +27,8 @@ class Checkpoints:
     Args:
         root: The folder that holds `step-00000100` and so on; a URL goes through fsspec.
         every: Number of steps between two saves.
-        keep_last: Number of the newest checkpoints to keep; older ones are removed after a save. None: all stay.
+        keep_last: Number of the newest checkpoints to keep; older ones are removed when a later one is there whole, in
+            the background if that is saved there. None: all stay.
         keep_every: Checkpoints of steps that are multiples of this number stay for good. None: of no step.
         group: The ranks that save and load together; default: the world.
 
@@ -58,6 +60,7 @@ class Checkpoints:
             raise ValueError("root is an empty path; give a folder, such as 'runs/gpt', or '.' for this one")
         self.every = every
         self._keep_last, self._keep_every, self._group = keep_last, keep_every, group
+        self._kept: set[str] = set()  # steps that a warning has named
 
     def path(self, step: int) -> str:
         """The folder of a step."""
@@ -139,12 +142,12 @@ class Checkpoints:
         Raises:
             ValueError: A whole checkpoint of a later step is there.
             CheckpointError, OSError: It could not be written; or an old step could not be removed, but the new one is
-                there whole.
+                there whole. With `async_` the handle, or the next save, raises it.
         """
         if not force and not self.due(step):
             return None
-        ranks = session_of(self._group, usable_timeout(timeout)).ranks
-        ranks.on_first(lambda: self._check_newest(step))
+        session = session_of(self._group, usable_timeout(timeout))
+        session.ranks.on_first(lambda: self._check_newest(step))
         handle = save(
             self.path(step),
             model=model,
@@ -173,14 +176,19 @@ class Checkpoints:
             progress=progress,
             options=options,
         )
-        keep_last = self._keep_last
-        if keep_last is not None:
-            try:
-                ranks.on_first(lambda: prune(self.root, keep_last=keep_last, keep_every=self._keep_every))
-            except Exception:
-                handle.wait()  # the caller, who does not get the handle, could not
-                raise
+        if self._keep_last is not None:
+            # A save in the background removes old steps there, too: the trainer waits for neither.
+            among = session.background if session.pending is handle else session.ranks
+            handle._at_end(lambda: among.on_first(self._prune))
         return handle
+
+    def _prune(self) -> None:
+        """Removes old steps; warns once of each that stays although it should go."""
+        pruned = prune(self.root, keep_last=self._keep_last or 1, keep_every=self._keep_every)
+        for path, why in pruned.kept.items():
+            if path not in self._kept:
+                self._kept.add(path)
+                warnings.warn(f"{path!r} is not removed, although it is old: {why}", stacklevel=2)
 
     def _check_newest(self, step: int) -> None:
         """Raises ValueError if a whole checkpoint of a later step is there."""

@@ -36,6 +36,9 @@ class Save:
         self._hook: RemovableHandle | None = None
         self._error: BaseException | None = None
         self._heard = False
+        self._last_acts: list[Callable[[], object]] = []
+        self._ending = threading.Lock()
+        self._ended = True
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -74,6 +77,18 @@ class Save:
         self._unhook()
         return self._error, self._heard or self._error is None
 
+    def _at_end(self, act: Callable[[], object]) -> None:
+        """Has something called when the checkpoint is there: by the thread that writes it, or now if there is none.
+
+        What it raises counts as an error of the save. Nothing is called after a save that has failed.
+        """
+        with self._ending:
+            if not self._ended:
+                self._last_acts.append(act)
+                return
+        if self._error is None:
+            act()
+
     def _start(self, work: Callable[[threading.Event], None], *, copied: bool) -> None:
         """Goes on in a thread; the interpreter waits for it at exit.
 
@@ -86,11 +101,19 @@ class Save:
         def run() -> None:
             try:
                 work(event)
+                while not self._ended:
+                    with self._ending:
+                        acts, self._last_acts = self._last_acts, []
+                        self._ended = not acts
+                    for act in acts:
+                        act()
             except BaseException as error:  # raised by wait() or by the next save, or written to stderr at exit
                 self._error = error
             finally:
+                self._ended = True
                 event.set()
 
+        self._ended = False
         atexit.register(self._write_error)
         if not copied:
             self._copied = event

@@ -100,6 +100,7 @@ def test_pruning_keeps_the_last_and_the_regular_ones(root):
     told = prune(root, keep_last=2, keep_every=20, dry_run=True)
     assert steps_in(root) == [0, 10, 15, 20, 25, 30]
     assert prune(root, keep_last=2, keep_every=20) == told == [path_of(root, 15), path_of(root, 10)]
+    assert told.kept == {}
     assert steps_in(root) == [0, 20, 25, 30]
     assert prune(root, keep_last=2, keep_every=20) == []
     prune(root, keep_last=1)
@@ -109,14 +110,20 @@ def test_pruning_keeps_the_last_and_the_regular_ones(root):
 def test_broken_steps_do_not_count_and_stay(root):
     save(root, 10, 20)
     save(root, 30, manifest=b"{}")
-    assert prune(root, keep_last=1) == [path_of(root, 10)]
+    pruned = prune(root, keep_last=1)
+    assert pruned == [path_of(root, 10)]
+    assert list(pruned.kept) == [path_of(root, 30)]
+    assert "not a whole checkpoint" in pruned.kept[path_of(root, 30)]
     assert steps_in(root) == [20, 30]
 
 
 def test_steps_with_other_files_stay(root):
     save(root, 10, **{"notes.txt": b"mine"})
     save(root, 20)
-    assert prune(root, keep_last=1) == []
+    pruned = prune(root, keep_last=1)
+    assert pruned == []
+    assert list(pruned.kept) == [path_of(root, 10)]
+    assert "notes.txt" in pruned.kept[path_of(root, 10)]
     assert steps_in(root) == [10, 20]
 
 

@@ -108,6 +108,11 @@ def test_prune_says_what_it_would_do(tmp_path, model, capsys):
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000002"]
     assert "removed" in capsys.readouterr().out
+    checkpoints.save(4, model=model)
+    (tmp_path / "step-00000002" / "notes.txt").write_text("mine")
+    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert "step-00000002: " in (text := capsys.readouterr().out)
+    assert "notes.txt" in text
 
 
 def test_errors_are_one_line(tmp_path, capsys):

@@ -66,13 +66,25 @@ def latest(root: str | os.PathLike[str], *, group: dist.ProcessGroup | None = No
     return path
 
 
+class Pruned(list[str]):
+    """The paths that `prune` removed, or would.
+
+    Attributes:
+        kept: By path of a step that stays although neither `keep_last` nor `keep_every` asks for it: why, in words.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, str] = {}
+
+
 def prune(
     root: str | os.PathLike[str], *, keep_last: int = 3, keep_every: int | None = None, dry_run: bool = False
-) -> list[str]:
+) -> Pruned:
     """Removes old steps, and what dead saves left beside them. One rank calls it.
 
     Only directories go that are named like steps, have our manifest, and hold nothing but our files and standard
-    Hugging Face ones. Others stay, symbolic links too.
+    Hugging Face ones. Others stay, symbolic links too, and the result says why.
 
     Args:
         root: The directory that holds the step directories, or its URL.
@@ -81,7 +93,7 @@ def prune(
         dry_run: Whether to remove nothing, and only say what would be removed.
 
     Returns:
-        The paths that were removed, or would be.
+        The paths that were removed, or would be; its `kept` says why others stay.
 
     Raises:
         ValueError: A count below 1.
@@ -90,22 +102,25 @@ def prune(
         raise ValueError(f"keep_last={keep_last} would remove the newest step: keep at least 1")
     if keep_every is not None and keep_every < 1:
         raise ValueError(f"keep_every={keep_every} divides nothing: give at least 1, or None")
-    kept, removed = 0, []
+    kept, removed = 0, Pruned()
     for step, folder, littered in _steps(open_folder(root)):
         if not dry_run:
             folder.recover()
         if kept and littered:  # beside the newest whole step and above it, a save may be under way
-            removed += folder.sweep(dry_run=dry_run)
+            removed.extend(folder.sweep(dry_run=dry_run))
         if kept >= keep_last and keep_every is not None and step % keep_every == 0:
             continue
-        if read_manifest(folder) is None:
+        if (broken := _broken(folder)) is not None:
+            if folder.exists():  # else it was a name of what a dead save has left, and is gone
+                removed.kept[folder.url] = broken
             continue
         if kept < keep_last:
             kept += 1
             continue
         try:
             folder.check_target(overwrite=True)
-        except CheckpointError:  # it holds files that are not ours
+        except CheckpointError as error:  # it holds files that are not ours
+            removed.kept[folder.url] = str(error)
             continue
         removed.append(folder.url)
         if not dry_run:
@@ -120,11 +135,25 @@ def read_manifest(folder: Folder) -> Manifest | None:
         CheckpointError: A newer version wrote it.
     """
     try:
-        manifest = decode_manifest(folder.read(MANIFEST))
-        check_sizes(folder, manifest, folder.sizes())
-        return manifest
+        return _sound_manifest(folder)
     except CorruptError:
         return None
+
+
+def _sound_manifest(folder: Folder) -> Manifest:
+    """The manifest of a folder, whose files are as long as it says; raises CorruptError if that is not so."""
+    manifest = decode_manifest(folder.read(MANIFEST))
+    check_sizes(folder, manifest, folder.sizes())
+    return manifest
+
+
+def _broken(folder: Folder) -> str | None:
+    """Why a folder is no whole checkpoint of ours, in words; None if it is one."""
+    try:
+        _sound_manifest(folder)
+    except CorruptError as error:
+        return f"it is not a whole checkpoint, so nobody knows what may go with it: {error}"
+    return None
 
 
 def newest(root: str | os.PathLike[str]) -> str | None:

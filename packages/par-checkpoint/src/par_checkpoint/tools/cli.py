@@ -193,6 +193,8 @@ def _prune(given: argparse.Namespace) -> int:
     removed = prune(given.root, keep_last=given.keep_last, keep_every=given.keep_every, dry_run=given.dry_run)
     for path in removed:
         _say(f"{'would remove' if given.dry_run else 'removed'} {path}")
+    for path, why in removed.kept.items():
+        _say(f"kept {path}: {why}")
     if not removed:
         _say("nothing to remove")
     return 0
