@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -398,6 +399,21 @@ def test_a_saved_adapter_is_opened_by_peft(tmp_path):
     whole = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     par_checkpoint.load(tmp_path / "theirs", model=whole, stem="adapter_model")
     assert all(torch.equal(whole[name], tensor) for name, tensor in state.items())
+
+
+def test_a_transformers_whose_conversions_have_moved_is_refused_and_not_left_unconverted(tmp_path, monkeypatch):
+    from transformers import conversion_mapping
+
+    model = build("mixtral")
+    monkeypatch.delattr(conversion_mapping, "get_model_conversion_mapping")
+    with pytest.raises(ValueError, match=r"transformers 5\..* does not tell how it converts a model"):
+        par_checkpoint.save(tmp_path / "c", model=model)
+    assert not (tmp_path / "c").exists()
+    par_checkpoint.save(tmp_path / "c", model=model, convert=lambda name, shape: None)
+    assert set(par_checkpoint.inspect(tmp_path / "c").tensors) == set(model.state_dict())
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
+    par_checkpoint.save(tmp_path / "as of 4", model=model)
+    assert set(par_checkpoint.inspect(tmp_path / "as of 4").tensors) == set(model.state_dict())
 
 
 def test_conversions_that_ask_the_model_itself_are_found(tmp_path, monkeypatch):

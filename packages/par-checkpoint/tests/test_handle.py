@@ -198,7 +198,7 @@ def test_the_caller_may_wait_and_again_costs_nothing(gate, tmp_path):
 
 
 def test_there_is_nothing_to_wait_for_after_other_saves(tmp_path):
-    for options in ({}, {"async_": True}, {"copy": "background"}, {"style": "torch", **BACKGROUND}):
+    for options in ({}, {"async_": True}, {"copy": "background"}, {"style": "torch", "async_": True}):
         handle = save(tmp_path / "c", model={"w": torch.ones(3)}, overwrite=True, **options)
         blocked, hooks = handle.blocked_seconds, len(_global_optimizer_pre_hooks)
         handle.wait_for_copy()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from par_checkpoint import load, save
 from par_checkpoint import _save as saving
+from par_checkpoint import load, save
 from par_checkpoint.transfer import ranks as transfer
 
 

@@ -29,7 +29,7 @@ def test_collectives_of_a_communicator_wait_as_long_as_they_are_told():
     gloo = private.gloo_among("another name", rank, 2, TIMEOUT)
     private.set_timeout_of(gloo, timedelta(milliseconds=200))
     if rank == 0:
-        with pytest.raises(RuntimeError, match="Timed out|timed out|timeout"):
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
             gloo.allreduce([torch.ones(1)]).wait()
     dist.barrier()
 

@@ -1,17 +1,22 @@
 import json
+import threading
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
 from par_checkpoint import CorruptError, load, save, verify
+from par_checkpoint import _save as saving
 from par_checkpoint._torch_style import _MemoryWriter
 from par_checkpoint.format.manifest import BLOCK
 from par_checkpoint.storage.local import LocalSource
+from par_groups import Box, Sharding
 
 from .helpers import RUNS, make_model, train
 
@@ -180,3 +185,39 @@ def test_writing_into_memory_looks_only_at_the_tensors_it_meets():
         writer.write_at(begin, memoryview(data))
     assert memory == [b"234", b"", b"5678", b"9a"]
     assert Watched.seen == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("copy", ["blocking", "background"])
+def test_it_is_written_in_the_background_and_holds_the_values_of_the_call(tmp_path, copy):
+    model, optimizer, scheduler = trained()
+    cut = dist.get_rank() * 3
+    layout = {"w": Sharding((6, 5), (Box((cut, 0), (3, 5), 0, (5, 1), (dist.get_rank(),)),))}
+    part = nn.Parameter(torch.arange(30.0).view(6, 5)[cut : cut + 3].clone())
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    opened, write = threading.Event(), saving.write_objects
+    with mock.patch.object(saving, "write_objects", lambda *args: opened.wait(30) and write(*args)):
+        tensors = {**dict(model.named_parameters()), "w": part}
+        handle = save(
+            tmp_path / "c",
+            model=tensors,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            layout=layout,
+            style="torch",
+            async_=True,
+            copy=copy,
+        )
+        handle.wait_for_copy()
+        train(model, optimizer, range(2, 4))
+        part.data.zero_()
+        dist.barrier()
+        assert not handle.done()
+        assert not (tmp_path / "c").exists()
+        opened.set()
+        handle.wait()
+    found = torch.load(tmp_path / "c" / "model.pt", weights_only=True)
+    assert torch.equal(found.pop("w"), torch.arange(30.0).view(6, 5))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert verify(tmp_path / "c") == []

@@ -191,7 +191,7 @@ def save(
     job = _Job(folder, staging, content, prepared, chosen, style, overwrite)
     job.stage(ranks)
     handle = Save(folder.url, session.timeout)
-    if chosen.async_ and style == "huggingface":
+    if chosen.async_:
         snapshot = job.snapshot(session)
         session.memory, session.pending = snapshot.memory, handle
         later = partial(job.copy_and_write, session.background, snapshot, job.workers())
@@ -366,7 +366,7 @@ class _Job:
             def write_and_commit() -> None:
                 noted = Noted(style=self.style, step=self.options.step, overwrite=self.overwrite)
                 if self.style == "torch":
-                    files = write_objects(prepared, work, content)
+                    files = write_objects(prepared, work, content, snapshot)
                     ranks.on_first(lambda: commit(self.staging, content, files, side_files(content), noted))
                     return
                 crcs, error = write_blocks(prepared.plan, work, snapshot)

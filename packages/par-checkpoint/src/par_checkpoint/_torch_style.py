@@ -20,22 +20,27 @@ from .plan.files import Prepared
 from .state.collect import Content
 from .storage.files import Writer
 from .transfer.ranks import attempt
+from .transfer.snapshot import Snapshot
 from .transfer.write import Work, write_blocks
 
 
-def write_objects(prepared: Prepared, work: Work, content: Content) -> dict[str, FileRecord]:
+def write_objects(
+    prepared: Prepared, work: Work, content: Content, snapshot: Snapshot | None = None
+) -> dict[str, FileRecord]:
     """Gathers the tensors of each file on one rank and writes the file there. Collective.
 
     Args:
         prepared: All tensors, and as files: those of the model, and those of the optimizer.
         work: What writing needs beside the plan.
         content: What this rank brings.
+        snapshot: The copy to gather from; None: straight from the local tensors.
 
     Returns:
         What the manifest says of each file, by its name; the same on every rank.
     """
     memory = _Memory(prepared)
-    _, error = write_blocks(prepared.plan, replace(work, staging=memory, progress=_nothing))  # type: ignore[arg-type]
+    gathering = replace(work, staging=memory, progress=_nothing)  # type: ignore[arg-type]
+    _, error = write_blocks(prepared.plan, gathering, snapshot)
     work.ranks.raise_first(error)
     records, error = attempt(lambda: _write_all(prepared, work, content, memory))
     work.ranks.raise_first(error)

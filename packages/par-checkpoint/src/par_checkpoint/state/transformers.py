@@ -19,6 +19,9 @@ from torch import nn
 from .conversion import Convert, Part, Shape
 from .model import Model, clean, unwrapped
 
+_CONVERTS_SINCE = 5
+"""The first release of transformers that packs and takes apart tensors on their way from and to files."""
+
 PART_OF = "par_pretrained"
 """The attribute of a module, such as a stage of a pipeline, that holds parameters of this model of transformers."""
 
@@ -80,11 +83,18 @@ def _conversions(model: Any) -> list[Any]:
     loaded_with = getattr(model, "_weight_conversions", None)
     if loaded_with is not None:
         return list(loaded_with)
+    version = sys.modules["transformers"].__version__
     try:
         mapping = importlib.import_module("transformers.conversion_mapping")
         conversions_of = mapping.get_model_conversion_mapping
-    except (ImportError, AttributeError):
-        return []  # a release without conversions: its files are as the model is
+    except (ImportError, AttributeError) as error:
+        if int(version.partition(".")[0]) < _CONVERTS_SINCE:
+            return []  # a release without conversions: its files are as the model is
+        raise ValueError(
+            f"transformers {version} does not tell how it converts a model between memory and files ({error}): install "
+            "a later par-checkpoint, which may know where that has moved, or an earlier transformers; or pass a "
+            "`convert` function of your own, such as one that returns None to keep tensors as they are in memory"
+        ) from error
     prefix_change = getattr(mapping, "PrefixChange", ())  # not in every release
     root = SimpleNamespace(
         named_modules=lambda: _declared(model),
