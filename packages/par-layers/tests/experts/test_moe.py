@@ -365,6 +365,17 @@ def test_what_cannot_be_is_refused_before_anything_is_made():
 
 
 @pytest.mark.ranks(2)
+def test_no_rows_of_one_token_for_each_rank_are_balanced():
+    """A part of the sequence of length one, of which a batch of no rows has none."""
+    with world({"sp": 2, "expert": {"size": 2, "tensor": 1}}) as here:
+        layer = Tokens(rows=(0,)).make(here.layers, balance=Balance(aux=0.1, z=0.1))
+        x = torch.zeros(0, 1, 8, dtype=torch.float64, requires_grad=True)
+        layer(x, torch.ones(0, 2, dtype=torch.bool)).sum().backward()
+        assert x.grad.shape == x.shape
+        assert all(not parameter.grad.any() for parameter in layer.parameters())
+
+
+@pytest.mark.ranks(2)
 def test_what_a_layer_cannot_be_given_is_refused():
     with world({"sp": 2}) as here:
         layer = TOKENS["uneven"].make(here.layers)

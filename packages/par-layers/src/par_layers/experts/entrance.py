@@ -73,10 +73,12 @@ class Entrance:
         if x.dim() == 2:
             return None
         rows, length = x.shape[:2]
-        if rows and (self.sequence or not self.cuts_tokens):
+        if not rows:
+            return torch.zeros(1, 0, dtype=torch.bool, device=x.device)  # one that is empty
+        if self.sequence or not self.cuts_tokens:
             return rows
-        numbers = self.of_tokens(torch.arange(rows, device=x.device).repeat_interleave(length).view(rows, length))
-        return numbers == torch.arange(max(rows, 1), device=x.device).unsqueeze(-1)  # without rows one that is empty
+        every = torch.arange(rows, device=x.device)
+        return self.of_tokens(every.repeat_interleave(length).view(rows, length)) == every.unsqueeze(-1)
 
     def most_tokens(self, x: Tensor) -> int:
         """The highest number of tokens that a rank of the tensor group sends."""
