@@ -54,12 +54,17 @@ def test_a_buffer_that_its_module_names_keeps_its_dtype_and_bits(precision):
     owner = next(part for part in module.modules() if isinstance(part, nn.Linear))
     owner.register_buffer("choice", torch.tensor([1.0 + 1e-3]))  # between two numbers of bf16
     owner.register_buffer("other", torch.ones(1))
+    router = list(module.modules())[-1]  # as transformers' do, it says nothing of the bias of its choice
+    router.register_buffer("e_score_correction_bias", torch.tensor([1.0 + 1e-3]))
+    bias = router.e_score_correction_bias
     owner.par_keep_dtype = ("choice", "none")
     before = owner.choice
     module, optimizer = mixed(module, adamw(module), precision)
     train(module, optimizer, steps=1)
-    assert kept_buffers(module) == [before]
+    assert {id(buffer) for buffer in kept_buffers(module)} == {id(before), id(bias)}
     assert owner.choice is before
+    assert router.e_score_correction_bias is bias
+    assert bias.dtype == torch.float32
     assert before.dtype == torch.float32
     assert owner.other.dtype == (precision_of(precision).weights or torch.float32)
 

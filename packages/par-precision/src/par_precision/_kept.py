@@ -8,7 +8,8 @@ def kept_buffers(module: nn.Module) -> list[Tensor]:
     """The buffers that keep their dtype when a model is cast.
 
     A module names them in its attribute `par_keep_dtype`, a tuple of names. So does a router: the bias of its choice
-    moves by a thousandth each step, which bf16 would lose.
+    moves by a thousandth each step, which bf16 would lose. Those of transformers' routers, which have the same name,
+    are known.
 
     Args:
         module: A model, or a part of one.
@@ -24,10 +25,14 @@ def cast_(module: nn.Module, dtype: torch.dtype) -> None:
         buffers[name] = tensor
 
 
+_OF_ROUTERS = "e_score_correction_bias"
+"""What every router of transformers calls the bias of its choice, which transformers itself keeps in fp32."""
+
+
 def _kept(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
     return [
         (part._buffers, name, tensor)
         for part in module.modules()
-        for name in getattr(part, "par_keep_dtype", ())
+        for name in dict.fromkeys((*getattr(part, "par_keep_dtype", ()), _OF_ROUTERS))
         if (tensor := part._buffers.get(name)) is not None
     ]
