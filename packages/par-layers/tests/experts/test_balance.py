@@ -95,6 +95,18 @@ def test_the_scale_of_the_main_loss_is_that_of_the_routers_losses():
         assert torch.equal(one, scaled)  # a power of two
 
 
+def test_the_scale_is_as_exact_as_the_losses():
+    """A third of fp32 is another number than that of fp64, which the main loss is divided by."""
+    layer = filled(Layer(balance=Balance(aux=0.3, over="microbatch")))
+    gradients = []
+    for scale in (1.0, 1 / 3):
+        RouterLosses(layer).scale = scale
+        layer.zero_grad()
+        layer(numbers(2, LENGTH, HIDDEN)).mul(0.0).sum().backward()
+        gradients.append(layer.gate.weight.grad / scale)
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
 def test_a_scale_on_the_device_may_change_in_place():
     layer = filled(Layer(balance=Balance(aux=1.0, over="microbatch")))
     scale = torch.tensor(1.0)

@@ -40,7 +40,9 @@ class RouterLosses:
         microbatches, sets it.
         """
         if self._scale.value is None:
-            self._scale.value = torch.ones((), device=next((r.weight.device for r in self._routers.values()), None))
+            like = next((router.weight for router in self._routers.values()), torch.empty(()))
+            dtype = torch.promote_types(like.dtype, torch.float32)  # that in which routers compute
+            self._scale.value = torch.ones((), dtype=dtype, device=like.device)
         return self._scale.value
 
     @scale.setter
