@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import Balance, update_choice_bias_
+from par_layers import Balance, initialize, layer_set, update_choice_bias_
 
 from ..helpers import numbers
 from .toy import EXPERTS, HIDDEN, TOP_K, Layer, filled
@@ -52,6 +52,27 @@ def test_a_recompute_takes_the_choice_of_its_forward_though_scores_have_changed(
     checkpoint(layer, start(), use_reentrant=reentrant).sum().backward()
     first, again = layer.layer.ids
     assert torch.equal(first, again)
+
+
+@reentrant_or_not
+def test_a_row_keeps_its_slot_in_recompute_though_gates_have_swapped(reentrant):
+    """Two tokens of the same scores and other features compete, and noise of 1e-8 says each time which is first."""
+    layer = layer_set(None).MoE(HIDDEN, 6, EXPERTS, TOP_K, capacity=1.0, normalise=False)
+    initialize(layer, seed=1, dtype=torch.float64)
+    x, upstream = numbers(4, 16, HIDDEN), numbers(4, 16, HIDDEN, seed=7)
+    x[0] = x[1]
+    x[0, :, -1], x[1, :, -1] = -3.0, 3.0
+    with torch.no_grad():
+        layer.gate.weight[:, -1] = 0.0
+    found = []
+    for again in (False, True):
+        layer.zero_grad()
+        mine, noisy_layer = x.clone().requires_grad_(), Noisy(layer, noise=1e-8)
+        y = checkpoint(noisy_layer, mine, use_reentrant=reentrant) if again else noisy_layer(mine)
+        (y * upstream).sum().backward()
+        found.append([mine.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+    for plain, recomputed in zip(*found, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-5)  # a thousand times the noise
 
 
 @reentrant_or_not

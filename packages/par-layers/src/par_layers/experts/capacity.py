@@ -18,12 +18,12 @@ def slots(capacity: float, tokens: int, top_k: int, experts: int) -> int:
     return math.ceil(capacity * tokens * top_k / experts)
 
 
-def assigned(ids: Tensor, gates: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives rows their slots; an expert with too many of them takes those with the largest gates.
+def assigned(ids: Tensor, priorities: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives rows their slots; an expert with too many of them takes those with the highest priorities.
 
     Args:
         ids: The experts of each token, int64 [M, k], all in 0 .. experts - 1.
-        gates: Their weights, [M, k].
+        priorities: By what they compete, [M, k].
         experts: Number of experts, E.
         each: Number of slots of each expert, C.
 
@@ -32,9 +32,9 @@ def assigned(ids: Tensor, gates: Tensor, experts: int, each: int) -> tuple[Tenso
         is, int64 [M, k], E * C where it is dropped; and the number of dropped rows, int64 [].
     """
     flat = ids.flatten()
-    by_gate = torch.argsort(gates.flatten(), descending=True, stable=True)
-    in_order, then = torch.sort(flat[by_gate], stable=True)
-    order = by_gate[then]
+    ranked = torch.argsort(priorities.flatten(), descending=True, stable=True)
+    in_order, then = torch.sort(flat[ranked], stable=True)
+    order = ranked[then]
     rows, room = len(order), experts * each
     edges = torch.searchsorted(in_order, torch.arange(experts, device=ids.device))
     place = torch.arange(rows, device=ids.device) - edges[in_order]

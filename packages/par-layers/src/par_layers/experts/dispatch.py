@@ -64,7 +64,9 @@ class Dispatch:
         """Itself: copies of a model work on the same ranks."""
         return self
 
-    def send(self, x: Tensor, ids: Tensor, gates: Tensor, *, tokens: int | None = None) -> "Sent":
+    def send(
+        self, x: Tensor, ids: Tensor, gates: Tensor, *, tokens: int | None = None, priorities: Tensor | None = None
+    ) -> "Sent":
         """Begins to send this rank's rows. Every rank of the group must call it, one without tokens too.
 
         Args:
@@ -73,6 +75,8 @@ class Dispatch:
             gates: Their weights, [M, k]; narrower ones than x are cast to its dtype.
             tokens: Where ranks have different numbers of tokens, the one that a capacity is a multiple of, which must
                 be the same on all ranks; default: M.
+            priorities: By what rows compete for the slots of a capacity, [M, k]; default: the gates. Where this may run
+                again in backward give `Routing.priorities`, so that each row has the slot that it had.
 
         Returns:
             What is on its way.
@@ -85,12 +89,19 @@ class Dispatch:
                 f"x is {list(x.shape)}, ids are {list(ids.shape)}, gates {list(gates.shape)}; they must be [M, h], "
                 "[M, k] and [M, k]"
             )
-        return apart(self._send, x, ids, gates, tokens) if is_compiling() else self._send(x, ids, gates, tokens)
+        if priorities is not None and priorities.shape != ids.shape:
+            raise ValueError(f"priorities are {list(priorities.shape)} and ids {list(ids.shape)}; they must be alike")
+        if is_compiling():
+            return apart(self._send, x, ids, gates, tokens, priorities)
+        return self._send(x, ids, gates, tokens, priorities)
 
-    def _send(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None) -> "Sent":
+    def _send(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None, priorities: Tensor | None) -> "Sent":
         if gates.element_size() < x.element_size():
             gates = gates.to(x.dtype)
-        route = self._slots(x, ids, gates, tokens) if self.capacity is not None else self._rows(x, ids, gates)
+        if self.capacity is None:
+            route = self._rows(x, ids, gates)
+        else:
+            route = self._slots(x, ids, gates, tokens, gates if priorities is None else priorities)
         if self.group is None:
             return Sent(route, *_Take.apply(x, gates, route))  # type: ignore[no-untyped-call]
         return Sent(route, _Send.apply(x, gates, route))  # type: ignore[no-untyped-call]
@@ -113,12 +124,12 @@ class Dispatch:
         places = inverse(order).view(ids.shape)
         return Route(x.shape[1], gates.dtype, order // ids.shape[1], order, places, settle=settle, group=self.group)
 
-    def _slots(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None) -> "Route":
+    def _slots(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None, priorities: Tensor) -> "Route":
         """As many rows travel to every expert."""
         top_k, local = ids.shape[1], self.experts // self.ranks
         assert_async(((ids >= 0) & (ids < self.experts)).all(), out_of_range([], self.experts))
         each = slots(self.capacity or 0, len(x) if tokens is None else tokens, top_k, self.experts)
-        order, places, dropped = assigned(ids, gates.detach(), self.experts, each)
+        order, places, dropped = assigned(ids, priorities.detach(), self.experts, each)
         sizes = [local * each] * self.ranks
         counts = torch.full((local,), each * self.ranks, dtype=torch.int64, device="cpu")
         splits = Splits(sizes, sizes, sum(sizes), counts)

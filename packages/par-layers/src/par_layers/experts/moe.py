@@ -55,7 +55,7 @@ class MoE(nn.Module):
         routing = self.gate(routed, counted, sequences=entrance.sequences(x))
         gates, most = entrance.factors(routing.gates), entrance.most_tokens(x)
         try:
-            sent = self._dispatch.send(entering, routing.ids, gates, tokens=most)
+            sent = self._dispatch.send(entering, routing.ids, gates, tokens=most, priorities=routing.priorities)
         except ValueError as error:
             raise ValueError(f"{self.gate.title}: {error}") from None
         if sent.dropped is not None:

@@ -23,11 +23,13 @@ class Choice:
 
     Args:
         ids: The experts of each token, [M, k].
+        gates: By what rows compete for the slots of a capacity, [M, k].
         shares: How busy each expert was, which recompute must not count again; None without losses.
         twice: Whether another forward drew the same key and chose otherwise.
     """
 
     ids: Tensor
+    gates: Tensor
     shares: Shares | None = None
     twice: bool = False
 

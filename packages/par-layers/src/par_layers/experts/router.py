@@ -32,12 +32,15 @@ class Routing:
         gates: What their outputs are multiplied by, fp32 [M, k] (fp64 for fp64 activations).
         scores: The scores of all experts, [M, E], in the dtype of the gates.
         logits: What the scores were made of, [M, E].
+        priorities: By what rows compete for the slots of a capacity, [M, k]: the gates, without gradient; in a
+            recompute those of its forward.
     """
 
     ids: Tensor
     gates: Tensor
     scores: Tensor
     logits: Tensor
+    priorities: Tensor
 
 
 class Router(ParallelLayer):
@@ -158,10 +161,11 @@ class Router(ParallelLayer):
                 gates = gates / self._total(gates)
             if self.scale != 1.0:
                 gates = gates * self.scale
+            priorities = gates.detach() if choice is None else choice.gates
             if self.training:
-                gates = self._balanced(Routing(ids, gates, scores, logits), mask, sequences, key, choice)
+                gates = self._balanced(Routing(ids, gates, scores, logits, priorities), mask, sequences, key, choice)
             ids = ids.masked_fill(gates.detach().isnan(), self.experts)
-        return Routing(ids, gates, scores, logits)
+        return Routing(ids, gates, scores, logits, priorities)
 
     @property
     def title(self) -> str:
@@ -204,7 +208,7 @@ class Router(ParallelLayer):
             key: What the forward has drawn; None under torch.compile, and on tensors without numbers.
             again: What its first forward has decided, if this is a recompute.
         """
-        choice = Choice(routing.ids) if again is None else again
+        choice = Choice(routing.ids, routing.priorities) if again is None else again
         has_numbers = _has_numbers(routing.ids)
         first = again is None and has_numbers and not in_backward()
         if first:
