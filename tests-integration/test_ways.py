@@ -14,7 +14,7 @@ MOST = {
     "load": (10, 37),
     "zero-step": (14, 14),  # one of them counts bytes, one says who shares a chunk
     "pipeline-step": (17, 17),
-    "strategy-step": (34, 34),
+    "strategy-step": (36, 36),  # two of them tell routers what a loss is multiplied by, and their step's end
 }
 
 

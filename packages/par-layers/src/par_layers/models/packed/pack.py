@@ -80,7 +80,7 @@ def pack_(
         raise TypeError(f"experts have parameters beside {gate!r}, {up!r} and {down!r}: {sorted(named.values())}")
     has_bias = {linear.bias is not None for of_experts in linears for linear in of_experts}
     if len(has_bias) > 1:
-        raise ValueError("some of the experts' linears have a bias and some have none; pack those alike")
+        raise ValueError("some of the experts' linears have a bias and some have none; give all bias=True, with zeros")
 
     inside: Any = module
     inside._modules.clear()
