@@ -47,7 +47,7 @@ def test_several_in_a_row_use_one_buffer(tmp_path):
     for number in range(5):
         model["w"].fill_(number)
         save(tmp_path / f"{number}", model=model, async_=True)
-        buffers.add(session_of(None, 1800.0).memory.data_ptr())
+        buffers.add(session_of(None, 1800.0).memory.memory[0].data_ptr())
     save(tmp_path / "last", model=model).wait()
     assert len(buffers) == 1
     assert [float(saved(tmp_path / f"{number}")[0]) for number in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -82,3 +82,7 @@ def test_an_outline_tells_where_data_lies_in_its_file(tmp_path):
     outline = torch.load(tmp_path / "w.pt", map_location="meta", weights_only=True)["w"]
     begin = private.checkpoint_offset(outline)
     assert (tmp_path / "w.pt").read_bytes()[begin : begin + values.nbytes] == values.numpy().tobytes()
+
+
+def test_the_cache_of_pinned_memory_can_be_emptied():
+    private.empty_pinned_cache()

@@ -12,6 +12,7 @@ from .storage.steps import latest, prune
 from .storage.verify import verify
 from .tools.inspect import Contents, inspect
 from .tools.read import read
+from .transfer.ranks import release
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "load",
     "prune",
     "read",
+    "release",
     "save",
     "verify",
 ]

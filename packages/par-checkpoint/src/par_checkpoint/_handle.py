@@ -60,22 +60,26 @@ class Save:
             CheckpointError, OSError: It could not be written; what was there before is still there. Each call raises
                 it, and so does the next save or load, on all ranks, if any rank has not called this by then.
         """
-        self.join()
-        self._heard = True
-        if self._error is not None:
-            raise self._error
+        error, _ = self._hear()
+        if error is not None:
+            raise error
 
-    def join(self) -> tuple[BaseException | None, bool]:
-        """Waits for the end, and raises nothing.
-
-        Returns:
-            What went wrong, and whether the trainer has heard of all that did, here.
-        """
+    def _join(self) -> None:
+        """Waits for the end, and raises nothing."""
         if self._thread is not None:
             self._thread.join()
+
+    def _hear(self) -> tuple[BaseException | None, bool]:
+        """Waits for the end; from now on the trainer has heard of what went wrong, on this rank.
+
+        Returns:
+            What went wrong, and whether the trainer had heard of all that did.
+        """
+        self._join()
         atexit.unregister(self._write_error)
         self._unhook()
-        return self._error, self._heard or self._error is None
+        before, self._heard = self._heard, True
+        return self._error, before or self._error is None
 
     def _at_end(self, act: Callable[[], object]) -> None:
         """Has something called when the checkpoint is there: by the thread that writes it, or now if there is none.

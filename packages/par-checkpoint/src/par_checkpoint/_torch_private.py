@@ -107,3 +107,14 @@ def checkpoint_offset(tensor: torch.Tensor) -> int:
     Since torch 2.6. The file's directory tells it too, but not which tensor a record belongs to.
     """
     return cast("int", tensor.untyped_storage()._checkpoint_offset)
+
+
+def empty_pinned_cache() -> None:
+    """Gives pinned memory that nobody uses any longer back to the system.
+
+    Since torch 2.7; the public `torch.accelerator.empty_host_cache` came later. Builds without an accelerator lack it,
+    and have no pinned memory.
+    """
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.accelerator.is_available():
+        empty()

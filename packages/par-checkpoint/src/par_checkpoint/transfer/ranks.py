@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from crc32c import crc32c
 from .._errors import CheckpointError
 from .._torch_private import all_gather_into, gloo_among, gloo_of, set_timeout_of
 from ..format.bytes import bytes_of
+
+if TYPE_CHECKING:
+    from .chunks import Chunks
 
 Value = TypeVar("Value")
 Public = TypeVar("Public")
@@ -269,8 +272,11 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Whether it has ended."""
 
-    def join(self) -> tuple[BaseException | None, bool]:
-        """Waits for its end: what went wrong, and whether the trainer has heard of that on this rank."""
+    def _join(self) -> None:
+        """Waits for its end, and raises nothing."""
+
+    def _hear(self) -> tuple[BaseException | None, bool]:
+        """Waits for its end: what went wrong, and whether the trainer has heard of that on this rank before."""
 
 
 class Session:
@@ -284,14 +290,14 @@ class Session:
         timeout: Seconds that the present call waits.
         ranks: The communicator of saves and loads.
         pending: The save that runs in the background, or the last one that did, until somebody has asked for its error.
-        memory: Bytes of the last copy of a save in the background, used again for the next one.
+        memory: What the last copy of a save in the background lies in, used again for the next one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.timeout = timeout
         self.ranks = Ranks(group, timeout)
         self.pending: Pending | None = None
-        self.memory: torch.Tensor | None = None
+        self.memory: Chunks | None = None
         self._background: Ranks | None = None
         self._group = (lambda: None) if group is None else weakref.ref(group)  # which must not keep itself alive
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
@@ -324,9 +330,17 @@ class Session:
                 "pass pending='wait'"
             )
         pending, self.pending = self.pending, None
-        error, heard = pending.join()
+        error, heard = pending._hear()
         if not all(self.ranks.gather(heard)):
             self.ranks.raise_first(error)
+
+    def release(self) -> None:
+        """Frees the memory of the last copy, when it is written."""
+        if self.pending is not None:
+            self.pending._join()
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.release()
 
     def planned(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The plan that is known by a key, made now if it is not known yet. The one unused for longest goes."""
@@ -356,13 +370,8 @@ def session_of(group: dist.ProcessGroup | None, timeout: float) -> Session:
         TypeError: Not a process group.
         ValueError: This rank is not in the group.
     """
-    if cast("object", group) is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those outside
-        raise ValueError(f"rank {dist.get_rank()} is not in the group; only its members save and load together")
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    elif group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is {group!r}; give a torch.distributed.ProcessGroup, or None for the world")
-    session = _alone.get(None) if group is None else _sessions.get(group)
+    group = _checked_group(group)
+    session = _known(group)
     if session is None:
         session = Session(group, timeout)
         if group is None:
@@ -372,3 +381,37 @@ def session_of(group: dist.ProcessGroup | None, timeout: float) -> Session:
     session.timeout = timeout
     session.ranks.set_timeout(timeout)
     return session
+
+
+def release(group: dist.ProcessGroup | None = None) -> None:
+    """Frees the memory that this rank keeps for the next save in the background, such as pinned memory.
+
+    It is as large as what the rank writes in a save. A save that is under way is waited for; what goes wrong in it is
+    still raised by its handle, or by the next save. Not collective. The next save with `async_` makes such memory anew.
+
+    Args:
+        group: The ranks that save; None: the world, if torch.distributed runs, else this process alone.
+
+    Raises:
+        TypeError: Not a process group.
+        ValueError: This rank is not in the group.
+    """
+    session = _known(_checked_group(group))
+    if session is not None:
+        session.release()
+
+
+def _known(group: dist.ProcessGroup | None) -> Session | None:
+    """The session of a group that `_checked_group` has given, if it has one."""
+    return _alone.get(None) if group is None else _sessions.get(group)
+
+
+def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, the world in the place of None where torch.distributed runs; raises what `session_of` says."""
+    if cast("object", group) is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those outside
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; only its members save and load together")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    elif group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; give a torch.distributed.ProcessGroup, or None for the world")
+    return group

@@ -1,6 +1,6 @@
 """A copy of what a rank gives to a save, so that the trainer may go on."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -10,6 +10,7 @@ from .._errors import CheckpointError
 from .._torch_private import version_of
 from ..format.bytes import copy_elements_, join_
 from ..plan.plan import Piece, Plan, Task
+from .chunks import Chunks
 from .memory import Local
 from .workers import Workers
 
@@ -21,18 +22,16 @@ class Snapshot:
         plan: This rank's part.
         local: What this rank holds.
         rank: This rank.
-        memory: Bytes to copy into; made anew if they are too few.
+        memory: Chunks to copy into; made anew if they are not pinned, but should be.
         late: Whether to leave what changes only in an optimizer's step to `finish`. Everything else is copied now.
         threads: Number of threads that copy now.
 
     Attributes:
-        memory: The bytes that the copy lies in.
+        memory: The chunks that the copy lies in.
         blocks: By turn: a block that this rank writes, with this rank's pieces in it.
     """
 
-    def __init__(
-        self, plan: Plan, local: Local, rank: int, memory: torch.Tensor | None, *, late: bool, threads: int
-    ) -> None:
+    def __init__(self, plan: Plan, local: Local, rank: int, memory: Chunks | None, *, late: bool, threads: int) -> None:
         self._local = local
         self._watched = _versions(local) if late else {}
         self._streams = _streams(local) if self._watched else []
@@ -40,8 +39,8 @@ class Snapshot:
         given = [[piece for piece in task.pieces if piece.to != rank] for task in plan.others]
         sizes = [task.block.size for task in plan.mine] + [local.packed_size(pieces) for pieces in given]
         on_gpu = any(part.local.is_cuda for parts in local.parts.values() for part in parts)
-        self.memory = _enough(memory, sum(map(_aligned, sizes)), pinned=on_gpu)
-        parts = _split(self.memory, sizes)
+        self.memory = memory if memory is not None and memory.pinned >= on_gpu else Chunks(pinned=on_gpu)
+        parts = self.memory.split(sizes)
         self.blocks = {task.turn: next(parts) for task in plan.mine}
         self._packed = {(task.rank, task.turn): next(parts) for task in plan.others}
         self._own = list(zip(self.blocks.values(), own, strict=True))
@@ -120,23 +119,3 @@ def _streams(local: Local) -> list[torch.cuda.Stream]:
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
     return streams
-
-
-def _enough(memory: torch.Tensor | None, size: int, *, pinned: bool) -> torch.Tensor:
-    """Finds memory of so many bytes, the given one if it is enough; its pages exist, so copies meet no page faults."""
-    if memory is not None and memory.numel() >= size and (memory.is_pinned() or not pinned):
-        return memory
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).fill_(1)
-
-
-def _split(memory: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Parts of some memory of these sizes, each of them aligned."""
-    begin = 0
-    for size in sizes:
-        yield memory[begin : begin + size]
-        begin += _aligned(size)
-
-
-def _aligned(size: int) -> int:
-    """The next multiple of 64 bytes, as torch's own memory is aligned."""
-    return -(-size // 64) * 64
