@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from par_checkpoint import CheckpointError, load, save, verify
 from par_checkpoint.transfer.ranks import session_of
@@ -46,7 +49,7 @@ def test_what_is_saved_is_of_the_call_although_the_gpu_is_behind_and_training_go
             backward(model)
             optimizer.step()
         handle.wait()
-        assert session_of(None, handle.timeout).memory.is_pinned()
+        assert all(chunk.is_pinned() for chunk in session_of(None, handle.timeout).memory.memory)
         assert verify(tmp_path / f"{number}") == []
         other, its = training(seed=1)
         load(tmp_path / f"{number}", model=other, optimizer=its)
@@ -107,3 +110,16 @@ def test_a_save_and_a_load_inside_a_stream_wait_for_what_it_has_still_to_compute
             other.fill_(-1)  # still to come when `load` is called
             load(tmp_path / f"{step}", model={"w": other})
             assert bool((other == step + 1).all())
+
+
+def test_a_model_of_dtensors_on_the_meta_device_is_made_on_the_gpu_of_its_mesh(tmp_path):
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        save(tmp_path / "c", model={"w": torch.arange(6.0)})
+        part = nn.Parameter(DTensor.from_local(torch.empty(6, device="meta"), mesh, [Shard(0)], run_check=False))
+        load(tmp_path / "c", model={"w": part})
+        assert part.device == torch.device("cuda", torch.cuda.current_device())
+        assert part.to_local().tolist() == [0, 1, 2, 3, 4, 5]
+    finally:
+        dist.destroy_process_group()

@@ -1,11 +1,14 @@
 """Buffers that no file holds, in modules on the meta device: computed anew by their modules, or an error."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from par_checkpoint import CheckpointError, load, save
+from par_checkpoint.state.model import device_for
 
 
 class Rotary(nn.Module):
@@ -111,3 +114,17 @@ def test_buffers_that_have_memory_are_left_alone(tmp_path):
     assert load(tmp_path / "c", model=model).recomputed == ()
     assert not model.frequencies.any()
     assert load(tmp_path / "c", model=dict(on_meta(Rotary).state_dict()), strict=False).recomputed == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "mesh", "expected"), [(None, "cuda", "cuda:3"), (None, "cpu", "cpu"), ("cpu", "cuda", "cpu")]
+)
+def test_what_is_made_lies_on_the_device_of_the_models_mesh_unless_told_otherwise(monkeypatch, device, mesh, expected):
+    """Without a GPU here the mesh is a stand-in."""
+    cut = torch.empty(3, device="meta")
+    cut.device_mesh = SimpleNamespace(device_type=mesh)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 3))
+    model = {"plain": torch.empty(2, device="meta"), "cut": cut}
+    assert device_for(device, model) == torch.device(expected)
+    assert device_for(None, {"plain": torch.empty(2, device="meta")}) == torch.device("cpu")
+    assert device_for(None, None) == torch.device("cpu")

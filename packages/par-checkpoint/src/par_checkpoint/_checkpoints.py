@@ -215,7 +215,7 @@ class Checkpoints:
         verify: str = "auto",
         variant: str | None = None,
         stem: str = "model",
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         budget: str | int = "256MB",
         threads: int = 2,
         timeout: float = 1800.0,
@@ -236,7 +236,8 @@ class Checkpoints:
             verify: "auto", "full" or "off".
             variant: Which files of other writers to read, such as "fp16".
             stem: What the names of other writers' files begin with.
-            device: The device on which tensors of the meta device are made.
+            device: The device on which tensors of the meta device are made. None: that of the model's device mesh, if
+                it has DTensors, else the CPU.
             budget: Bytes that a rank may hold beside its own state, such as "256MB".
             threads: Number of threads of a rank that read and checksum.
             timeout: Seconds to wait for a rank that does not answer.

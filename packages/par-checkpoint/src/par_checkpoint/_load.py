@@ -21,7 +21,7 @@ from .format.pickled import is_extra_state
 from .plan.claims import key_of, name_of
 from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_
 from .state.conversion import Convert
-from .state.model import LayoutNames, Model, Names, check_layout, layout_names, model_state, rename
+from .state.model import LayoutNames, Model, Names, check_layout, device_for, layout_names, model_state, rename
 from .state.optimizer import Naming
 from .state.restore import (
     candidates,
@@ -82,7 +82,7 @@ def load(
     verify: str = "auto",
     variant: str | None = None,
     stem: str = "model",
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     budget: str | int = "256MB",
     threads: int = 2,
     timeout: float = 1800.0,
@@ -118,7 +118,8 @@ def load(
         variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
         stem: What the names of other writers' files begin with: "adapter_model" reads an adapter of peft. What was
             saved here is known by its manifest.
-        device: The device on which tensors of the meta device are made.
+        device: The device on which tensors of the meta device are made. None: that of the model's device mesh, if it
+            has DTensors, else the CPU.
         budget: Bytes that a rank may hold beside its own state, such as "256MB".
         threads: Number of threads of a rank that read and checksum.
         timeout: Seconds to wait for a rank that does not answer.
@@ -267,7 +268,7 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
         near=folder.cached and len({of_rank.host for of_rank in announced}) == 1,
         folder=folder,
         outline=outline,
-        device=torch.device(options.device),
+        device=device_for(options.device, model),
         verify=options.verify != "off",
         budget=parse_size(options.budget),
         threads=options.threads,
@@ -316,7 +317,7 @@ def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets
             options={member: saved for members, saved in outline.groups() for member in members},
             resized=of_model.resized,
             ties=ties_of(model, names, outline.tied),
-            device=torch.device(options.device),
+            device=device_for(options.device, model),
         )
         settle_(tensor for group in into.optimizer.param_groups for tensor in group["params"])
         of_optimizer = optimizer_targets(into.optimizer, Naming(model, in_files, layout), saved_optimizer)

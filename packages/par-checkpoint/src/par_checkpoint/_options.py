@@ -129,7 +129,8 @@ class LoadOptions:
         variant: Which files of other writers to read: "fp16" reads model.fp16.safetensors.
         stem: What the names of other writers' files begin with: "adapter_model" reads an adapter of peft. What was
             saved here is known by its manifest.
-        device: The device on which tensors of the meta device are made.
+        device: The device on which tensors of the meta device are made. None: that of the model's device mesh, if it
+            has DTensors, else the CPU.
         budget: Bytes that a rank may hold beside its own state, such as "256MB".
         threads: Number of threads of a rank that read and checksum.
         timeout: Seconds to wait for a rank that does not answer.
@@ -147,7 +148,7 @@ class LoadOptions:
     verify: str = "auto"
     variant: str | None = None
     stem: str = "model"
-    device: str | torch.device = "cpu"
+    device: str | torch.device | None = None
     budget: str | int = "256MB"
     threads: int = 2
     timeout: float = 1800.0

@@ -268,6 +268,22 @@ def _identity(tensor: torch.Tensor) -> object:
     return local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
 
 
+def device_for(device: str | torch.device | None, model: Model | None) -> torch.device:
+    """The device on which tensors of the meta device are made.
+
+    Args:
+        device: What the caller says; None: the device of this rank in the model's device mesh, or the CPU without one.
+        model: The model, some of whose tensors may be DTensors.
+    """
+    if device is not None:
+        return torch.device(device)
+    tensors = {} if model is None else model_state(model).tensors
+    mesh = next((tensor.device_mesh for tensor in tensors.values() if hasattr(tensor, "device_mesh")), None)
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
 def materialise_(tensor: torch.Tensor, device: torch.device) -> None:
     """Gives memory to a tensor on the meta device; it stays the same object, so whoever holds it holds it still."""
     made = torch.empty_like(tensor, device=device)
