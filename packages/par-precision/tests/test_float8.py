@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_precision import Float8Linear, _float8, convert_to_float8_
+from par_precision import Float8Linear, _float8, convert_to_float8_, mixed
 from par_precision._float8 import check_float8
 from par_testing import count_collectives
 
@@ -387,3 +387,42 @@ def test_a_weight_gradient_is_put_off_where_nothing_else_has_one_but_not_of_a_fr
     layer.weight.requires_grad_(requires_grad=False)
     layer(randn(5, 32).requires_grad_()).sum().backward()
     assert later == []
+
+
+class Language(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.body = nn.Linear(32, 32)
+        self.add_module(head, nn.Linear(32, 48))
+        self.get_output_embeddings = lambda: getattr(self, head)
+
+    def forward(self, inputs):
+        return self.get_output_embeddings()(self.body(inputs))
+
+
+@pytest.mark.parametrize("head", ["lm_head", "embed_out"])
+def test_the_head_of_a_language_model_is_left_alone_unless_it_is_chosen(head):
+    made = [Language(head) for _ in range(3)]
+    adam = [torch.optim.AdamW(module.parameters()) for module in made]
+    mixed(made[0], adam[0], "fp8")
+    mixed(made[1], adam[1], "fp8", float8_layers=lambda name, layer: True)
+    mixed(made[2], adam[2], "fp8", float8_layers=lambda name, layer: name == head)
+    kinds = [[type(getattr(module, name)) is Float8Linear for name in ("body", head)] for module in made]
+    assert kinds == [[True, False], [True, True], [False, True]]
+    named = convert_to_float8_(nn.ModuleDict({"lm_head": nn.Linear(16, 16), "a": nn.Linear(16, 16)}))
+    assert [type(layer) for layer in named.values()] == [nn.Linear, Float8Linear]
+
+
+def test_what_float8_layers_cannot_choose_is_refused_before_anything_changes():
+    module = nn.Sequential(nn.Linear(16, 15), nn.Linear(15, 16))
+    optimizer = torch.optim.AdamW(module.parameters())
+    for precision, chosen, match in (
+        ("fp8", lambda name, layer: name == "1", "do not choose '1'"),
+        ("fp8", lambda name, layer: False, "chooses no linear layer on any rank"),
+        ("fp8", "lm_head", "give a function"),
+        ("bf16", lambda name, layer: True, "the precision is 'bf16'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            mixed(module, optimizer, precision, float8_layers=chosen)
+    assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
+    assert optimizer.param_groups[0]["params"] == list(module.parameters())

@@ -241,7 +241,8 @@ def test_a_closure_is_called_once_with_gradients_on():
         losses.append(loss_of(module, 0))
         optimizer.backward(losses[-1])
 
-    assert optimizer.step(closure).grad_norm > 0
+    assert optimizer.step(closure) is None  # what it returned
+    assert optimizer.last.grad_norm > 0
     assert len(losses) == 1
 
 
@@ -415,3 +416,20 @@ def test_the_norm_may_be_named_between_steps():
     module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=1.0), "fp32", clip_value=1.0)
     with pytest.raises(ValueError, match="give one of them"):
         optimizer.clip_norm = 1.0
+
+
+def test_a_step_with_a_closure_returns_its_loss_as_torchs_own_do():
+    module = nn.Linear(16, 16)
+    module, optimizer = mixed(module, torch.optim.SGD(module.parameters(), lr=0.1), "bf16")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = module(torch.ones(2, 16)).square().mean()
+        optimizer.backward(loss)
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.grad_fn is not None
+    assert optimizer.step(closure).item() < loss.item()
+    assert float(optimizer.last.grad_norm) > 0
+    assert optimizer.step() is optimizer.last

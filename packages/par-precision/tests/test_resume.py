@@ -139,3 +139,52 @@ def test_every_rank_of_an_fsdp2_model_saves_its_masters():
     module, optimizer = sharded(1)
     optimizer.load_state_dict(saved)
     assert train(module, optimizer, steps=3, first=3) == expected
+
+
+@pytest.mark.ranks(2)
+def test_torchs_own_checkpoints_hold_all_masters_and_moments_and_go_on_on_other_ranks(tmp_path):
+    """Parts that do not say that they are parts would be taken for replicas, and only the first rank's saved."""
+    from torch.distributed.checkpoint import load, save
+
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
+
+    def trained(mesh, steps, path=None):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(16, 9), torch.nn.Tanh(), torch.nn.Linear(9, 16))
+        fully_shard(module, mesh=mesh)
+        inner = torch.optim.AdamW(module.parameters(), lr=0.1)
+        module, optimizer = mixed(module, inner, "bf16", group=mesh.get_group())
+
+        def step(number):
+            data = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).bfloat16()
+            optimizer.backward(module(data).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(steps):
+            step(number)
+        if path is not None:
+            state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+            load(state, checkpoint_id=path, process_group=mesh.get_group())
+            module.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        return module, optimizer, step
+
+    def numbers(optimizer):
+        every = optimizer.state_dict()
+        tensors = [*every["par_precision"]["masters"]]
+        tensors += [slots[slot] for slots in every["state"].values() for slot in ("exp_avg", "exp_avg_sq")]
+        return [tensor.full_tensor() for tensor in tensors]
+
+    module, optimizer, step = trained(meshes["both"], 2)
+    save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "c")
+    before = numbers(optimizer)
+    _, its, step_again = trained(meshes["both"], 1, tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(numbers(its), before, strict=True))
+    for number in (5, 6):
+        step(number)
+        step_again(number)
+    assert all(torch.equal(a, b) for a, b in zip(numbers(its), numbers(optimizer), strict=True))
+    _, alone, _ = trained(meshes["alone"], 1, tmp_path / "c")  # whole on each rank
+    for mine, whole in zip(numbers(alone), before, strict=True):
+        assert torch.equal(mine, whole)

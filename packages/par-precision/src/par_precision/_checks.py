@@ -1,6 +1,6 @@
 """What `mixed` checks before it changes anything, the same on every rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from par_groups import JointOptimizer, Sharding, agree, check_alike, segments_of, slots_of
 
 from ._dtensor import is_dtensor
-from ._float8 import float8_layers
+from ._float8 import check_chosen, float8_layers
 from ._masters import has_master
 from ._optimizer import AROUND, MixedOptimizer
 from ._precisions import check_device, precision_of
@@ -143,10 +143,28 @@ def recorded(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Sha
                 yield segment.name + mesh, segment.sharding
 
 
-def lack_of_layers(module: nn.Module, precision: str) -> str:
-    """What a module lacks for a precision, or "". A stage of a pipeline may lack it if others have it."""
-    if not precision_of(precision).float8 or float8_layers(module):
+def lack_of_layers(module: nn.Module, precision: str, chosen: Callable[[str, nn.Linear], bool] | None) -> str:
+    """What a module lacks for a precision, or "". A stage of a pipeline may lack it if others have it.
+
+    Args:
+        module: The module.
+        precision: The precision.
+        chosen: Which linear layers are to multiply float8 numbers; None: those that usually do.
+
+    Raises:
+        ValueError: Layers are chosen, but not for "fp8", or some that it is not for.
+    """
+    if not precision_of(precision).float8:
+        if chosen is not None:
+            raise ValueError(f"float8_layers is for 'fp8', but the precision is {precision!r}; leave it out")
         return ""
+    if chosen is not None and not callable(chosen):
+        raise ValueError(f"float8_layers is {chosen!r:.80}; give a function of a layer's name and the layer")
+    check_chosen(module, chosen)
+    if float8_layers(module, chosen):
+        return ""
+    if chosen is not None:
+        return "float8_layers chooses no linear layer on any rank; choose some, or use 'bf16'"
     return "'fp8' is for linear layers with sizes that are multiples of 16, and there is none; use 'bf16'"
 
 

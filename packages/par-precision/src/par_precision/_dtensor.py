@@ -24,6 +24,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
 
 
+def cut_like(local: Tensor, tensor: Tensor) -> Tensor:
+    """A DTensor of what this rank holds, if that has the shape of its part of a DTensor; else the tensor itself."""
+    if not is_dtensor(tensor) or local.shape != local_tensor_of(tensor).shape:
+        return local
+    return type(tensor).from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The parts of several tensors that this rank holds."""
     return [tensor if type(tensor) in _ORDINARY else local_part(tensor) for tensor in tensors]

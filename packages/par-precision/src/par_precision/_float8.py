@@ -125,8 +125,8 @@ def convert_to_float8_(
     Args:
         module: The model; subclasses of nn.Linear in it are left alone.
         chosen: Called with the name of a layer and the layer, says whether to convert it. None: those whose sizes are
-            multiples of 16 are converted. It is usual to leave out the last layer, whose errors go straight into the
-            loss.
+            multiples of 16 are converted, but for the head of a language model, whose errors go straight into the loss:
+            a layer that is called lm_head, or that `get_output_embeddings()` of the module gives.
         group: The ranks that scale by the largest element of any of them. None: each rank scales for itself, as
             `Float8Linear` explains.
 
@@ -140,8 +140,8 @@ def convert_to_float8_(
     layers = float8_layers(module, chosen)
     if not layers:
         raise ValueError("there is no linear layer to convert to float8: none is chosen, or none has fitting sizes")
-    for name, layer in layers.items():
-        _check_sizes(layer.in_features, layer.out_features, f"do not choose {name!r}")
+    check_chosen(module, chosen)
+    for layer in layers.values():
         check_float8(layer.weight.device)
     swapped: dict[nn.Module | None, nn.Module] = {}
     for layer in layers.values():
@@ -160,12 +160,25 @@ def convert_to_float8_(
 
 def float8_layers(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | None = None) -> dict[str, Any]:
     """The layers that `convert_to_float8_` changes, by name."""
-    choose = chosen or (lambda _, linear: _fits(linear.in_features, linear.out_features))
+    head_of: Any = getattr(module, "get_output_embeddings", None)
+    head = None if head_of is None else head_of()
+
+    def fits(name: str, layer: nn.Linear) -> bool:
+        is_head = layer is head or name.rpartition(".")[2] == "lm_head"
+        return _fits(layer.in_features, layer.out_features) and not is_head
+
+    choose = chosen or fits
     return {
         name: layer
         for name, layer in module.named_modules()
         if (type(layer) is nn.Linear or _takes_product(layer)) and choose(name, layer)
     }
+
+
+def check_chosen(module: nn.Module, chosen: Callable[[str, nn.Linear], bool] | None) -> None:
+    """Raises a ValueError if a chosen layer has sizes that float8 cannot multiply."""
+    for name, layer in float8_layers(module, chosen).items():
+        _check_sizes(layer.in_features, layer.out_features, f"do not choose {name!r}")
 
 
 def check_float8(device: torch.device) -> None:

@@ -1,9 +1,10 @@
 """fp32 copies of a module's parameters, which the optimizer steps in their place."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from par_groups import on_written, set_gradient_elsewhere, set_sharding, sharding_of
 
-from ._dtensor import gradient_is_in_place, is_dtensor, local_gradient, local_part, local_parts
+from ._dtensor import cut_like, gradient_is_in_place, is_dtensor, local_gradient, local_part, local_parts
 from ._torch_private import foreach_copy_
 from ._weights import Change, Weights
 from .norm.counted import EVERYTHING, Counted
@@ -125,8 +126,31 @@ class Masters(Weights):
             pair.parameter.grad = None
 
     def masters(self) -> list[Tensor]:
-        """The fp32 copies, in the order of their parameters."""
-        return [pair.master.detach() for pair in self._pairs]
+        """The fp32 copies, in the order of their parameters; DTensors if those are, so that a save knows the whole."""
+        return [cut_like(pair.master.detach(), pair.parameter) for pair in self._pairs]
+
+    def shown(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The state of masters, with DTensors in it where the parameter is one.
+
+        torch.distributed.checkpoint takes tensors of one name for replicas, unless they say that they are parts.
+        """
+        pairs = {id(pair.master): pair for pair in self._pairs}
+        stepped = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
+        shown: dict[int, dict[str, Any]] = {}
+        for number, slots in state.items():
+            pair = pairs.get(id(stepped[number]))
+            shown[number] = {
+                name: value if pair is None or not isinstance(value, Tensor) else cut_like(value, pair.parameter)
+                for name, value in slots.items()
+            }
+        return shown
+
+    def taken(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The parts that this rank holds of what `shown` gave."""
+        return {
+            number: {name: local_part(value) if isinstance(value, Tensor) else value for name, value in slots.items()}
+            for number, slots in state.items()
+        }
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -1,5 +1,6 @@
 """`mixed`: one call gives a module and its optimizer a precision."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch.optim import Optimizer
 from par_groups import check_owned
 
 from ._checks import check, check_all, check_cut, is_own, lack_of_layers, recorded
-from ._float8 import convert_to_float8_, float8_layers
+from ._float8 import convert_to_float8_
+from ._float8 import float8_layers as layers_of
 from ._kept import cast_
 from ._masters import Masters
 from ._optimizer import Clip, MixedOptimizer
@@ -41,6 +43,7 @@ def mixed(
     bucket: int = 1 << 28,
     moments: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    float8_layers: Callable[[str, nn.Linear], bool] | None = None,
 ) -> tuple[nn.Module, MixedOptimizer]:
     """Gives a module and its optimizer a precision, in place. Collective over the group.
 
@@ -73,6 +76,9 @@ def mixed(
         moments: dtype of the moments under "bf16-sr": torch.bfloat16 makes 8 bytes a parameter in all, torch.float32
             makes 12.
         seed: Seed of stochastic rounding, the same on all ranks.
+        float8_layers: Under "fp8": called with the name of a linear layer and the layer, says whether it multiplies
+            float8 numbers. None: all do whose sizes are multiples of 16, but for the head of a language model, see
+            `convert_to_float8_`.
 
     Returns:
         The module (a new one only if it is itself an nn.Linear, under "fp8"), and the optimizer to use from now on.
@@ -95,11 +101,12 @@ def mixed(
             bucket=bucket,
             moments=moments,
             seed=seed,
+            float8_layers=float8_layers,
         )
         chosen, ownership = precision_of(precision), Ownership(group, replicas)
         check(module, optimizer, precision, accumulate_fp32=accumulate_fp32)
         check_cut(optimizer, ownership)
-        lack = lack_of_layers(module, precision)
+        lack = lack_of_layers(module, precision, float8_layers)
     except (ValueError, TypeError, RuntimeError) as error:  # raised below, by all ranks
         problem = error
     check_all(problem, _described(precision, options), lack, group)
@@ -132,6 +139,7 @@ class MixedOptions:
     bucket: int = 1 << 28
     moments: torch.dtype = torch.bfloat16
     seed: int = 0
+    float8_layers: Callable[[str, nn.Linear], bool] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
@@ -169,8 +177,8 @@ def _prepared(
         masters = Masters(module, optimizer, ownership, accumulate=options.accumulate_fp32, bucket=options.bucket)
     if own:
         cast_(module, precision.weights)
-    if precision.float8 and float8_layers(module):
-        module = convert_to_float8_(module)
+    if precision.float8 and layers_of(module, options.float8_layers):
+        module = convert_to_float8_(module, options.float8_layers)
     if masters is not None:
         masters.watch()
         return module, masters

@@ -9,7 +9,7 @@ step   gradients -> sum of squares of what this rank counts, in fp64, and beside
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ._dtensor import local_part
 from ._policy import Policy
 from ._torch_private import takes_scale
 from ._weights import Change, Weights
@@ -25,6 +26,8 @@ from .norm.norm import counted_parts
 from .norm.sums import sum_of_powers
 from .scale.scaling import Scaling
 from .scale.schedule import Schedule
+
+Loss = TypeVar("Loss")
 
 EXTRA = "par_precision"
 """The key in a state dict of what the user's optimizer does not know."""
@@ -151,8 +154,14 @@ class MixedOptimizer(Optimizer):
             )
         return self.scaling.scaled(loss, weight)
 
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> Step: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None) -> Step:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         """Updates the weights, unless a gradient anywhere in the group is not finite. Collective over the group.
 
         Nothing is updated either if the weights of all losses are 0.
@@ -160,13 +169,18 @@ class MixedOptimizer(Optimizer):
         Args:
             closure: Called first, once; it may compute gradients.
 
+        Returns:
+            What became of the step; with a closure what that returned, such as the loss, as torch's optimizers do.
+            `last` tells what became of the step then, too.
+
         Raises:
             ValueError: Some ranks gave losses a weight, and others did not; on all ranks of the group.
             RuntimeError: Too many skipped steps in a row, on all ranks of the group.
         """
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
+                loss = closure()
         norm, divisor = self._summed()
         step = Step(grad_norm=norm, skipped=(norm - norm) != 0)  # `isfinite` takes twice as many operations
         if not self._host_decides():
@@ -178,7 +192,7 @@ class MixedOptimizer(Optimizer):
             self._weights.forget()
         self.last = step
         self.scaling.update(step.skipped)
-        return step
+        return step if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, the module's and the masters'.
@@ -217,9 +231,14 @@ class MixedOptimizer(Optimizer):
     # What is saved
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's optimizer, with masters, scale and counters under a key of their own."""
+        """The state of the user's optimizer, with masters, scale and counters under a key of their own.
+
+        Where parameters are DTensors, so are masters and their moments: torch.distributed.checkpoint saves them whole,
+        and loads them into the state of an optimizer on another number of ranks.
+        """
         extra = {"masters": self._weights.masters(), "scaling": self.scaling.state_dict()}
-        return {**self.inner.state_dict(), EXTRA: extra}
+        state_dict = self.inner.state_dict()
+        return {**state_dict, "state": self._weights.shown(state_dict["state"]), EXTRA: extra}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,14 +262,17 @@ class MixedOptimizer(Optimizer):
                     f"shapes {here[:3]}...; load it with the same model, precision and ranks, or save with "
                     "par-checkpoint"
                 )
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != EXTRA})
-        self._weights.restore(state_dict["state"])
+        state = self._weights.taken(state_dict["state"])
+        self.inner.load_state_dict(
+            {**{key: value for key, value in state_dict.items() if key != EXTRA}, "state": state}
+        )
+        self._weights.restore(state)
         self.scaling.loss_weights.forget()
         if extra is None:
             return
         self.scaling.load_state_dict(extra["scaling"])
         for master, saved in zip(self._weights.masters(), extra["masters"], strict=True):
-            master.copy_(saved)
+            local_part(master).copy_(local_part(saved))
         self._weights.publish()
 
     # What else torch asks of an optimizer

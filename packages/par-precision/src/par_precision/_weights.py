@@ -64,6 +64,18 @@ class Weights(ABC):
         """The fp32 copies, in the order of their parameters."""
         return []
 
+    def shown(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The optimizer's state as others save it.
+
+        Args:
+            state: The state of each tensor, by its number.
+        """
+        return {number: dict(slots) for number, slots in state.items()}
+
+    def taken(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """What `shown` has made of a state, as it was."""
+        return {number: dict(slots) for number, slots in state.items()}
+
     def publish(self) -> None:  # noqa: B027
         """Rounds the copies to their parameters."""
 

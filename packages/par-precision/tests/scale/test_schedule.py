@@ -47,3 +47,16 @@ def test_a_schedule_may_step_before_the_optimizer_has():
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         schedule.step()
     assert schedule.scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("kind", ["ExponentialLR", "ReduceLROnPlateau"])
+def test_whoever_asks_is_told_that_it_is_an_lr_scheduler(kind):
+    _, optimizer, _ = trained([])
+    inner = getattr(torch.optim.lr_scheduler, kind)(optimizer, **({"gamma": 0.5} if kind == "ExponentialLR" else {}))
+    schedule = optimizer.schedule(inner)
+    assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
+    assert schedule.optimizer is optimizer
+    assert schedule.last_epoch == inner.last_epoch == 0  # nothing has stepped by being wrapped
+    assert schedule.get_last_lr() == [1.0]
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = schedule.nothing_such
