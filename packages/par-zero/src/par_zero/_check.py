@@ -137,7 +137,7 @@ def check_offload(
     _ = POLICIES[offload.policy]  # somebody provides it
     if shared_by_others and (offload.away or offload.auto or offload.budgets):
         raise ValueError(
-            "offload counts on one group that shares all parameters, and others has more; leave out offload=, or others="
+            "offload counts on one group that shares all parameters, others has more; leave out offload=, or others="
         )
     for name in ("parameters", "gradients"):
         if name in (*offload.away, *offload.auto) and not STAGES[stage].shards_parameters:

@@ -80,7 +80,7 @@ class Experts(ParallelLayer):
         super().__init__()
         self.activation = activation_of(activation, interleaved=interleaved)
         if interleaved and not self.activation.gated:
-            raise ValueError("interleaved is True, but the activation has no gate to interleave; give interleaved=False")
+            raise ValueError("interleaved is True, but the activation has no gate; give interleaved=False")
         self.experts, self.hidden, self.intermediate, self.transposed = experts, hidden, intermediate, transposed
         place = _Place(Grid(None) if grid is None else grid, experts, intermediate, transposed)
         self.local_experts, self._adds_bias = place.local_experts, place.rank == 0
