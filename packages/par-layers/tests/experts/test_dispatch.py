@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="there is no activation 'relu'"):
         Experts(E, H, F, activation="relu")
     for activation in ("gelu", Activation(functional.relu, gated=False)):
-        with pytest.raises(ValueError, match="no gate to interleave"):
+        with pytest.raises(ValueError, match="has no gate; give interleaved=False"):
             Experts(E, H, F, activation=activation, interleaved=True)
     with pytest.raises(ValueError, match=r"must be \[R, k\], \[E, n, k\] and E"):
         grouped_linear(rows, experts.down_proj, counts)
