@@ -87,7 +87,10 @@ def folder(tmp_path):
         (["--parallel.dta=2"], ["'dta'", "did you mean 'data'"]),
         (["--parallel.tensor.size=2"], ["parallel['tensor'] has size 2 but no mode", "'1d'"]),
         (["--parallel.tensor.mode=2d", "--ranks=3"], ["mode '2d' needs q*q ranks, but the size is 3"]),
-        (["--parallel.expert=2"], ["parallel.expert has size 2", "sequence, tensor and pipeline parallelism alone"]),
+        (
+            ["--parallel.expert=2"],
+            ["parallel.expert deals experts out over 2 ranks", "model.experts is 0; give their number"],
+        ),
         (["--parallel.pipeline=2", "--pipeline.schedule=1f2b"], ["pipeline.schedule '1f2b'", "1f1b", "zb_v"]),
         (["--parallel.pipeline=2", "--pipeline.microbatches=64"], ["pipeline.microbatches is 64", "has 32 windows"]),
         (["--parallel.pipeline=2", "--model.layers=1"], ["'1f1b' with 2 ranks: 1 layers cannot be cut into 2 parts"]),

@@ -129,9 +129,33 @@ def test_a_misspelt_key_of_parallel_is_refused_without_ranks(parallel, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_axes_that_a_job_has_no_layers_for_are_refused_without_ranks():
-    with pytest.raises(UserError, match=r"parallel\.expert has size 2, .* data, sequence, tensor and pipeline"):
-        check_config(build(Options, {"parallel": {"expert": 2}}), 2)
+@pytest.mark.parametrize(
+    ("model", "parallel", "words"),
+    [
+        ({}, {"expert": 2}, "deals experts out over 2 ranks, but model.experts is 0; give their number"),
+        ({"top_k": 1}, {}, "model.top_k is given, but model.experts is 0"),
+        ({"experts": 2, "top_k": 3}, {}, "model.top_k is 3, but model.experts is 2"),
+        ({"experts": 3}, {"expert": 2}, "model.experts 3 does not divide by 2 ranks of parallel.expert"),
+        ({"experts": 4}, {"tensor": {"size": 4, "mode": "2d"}}, "need tensor mode '1d' or none, and .* is '2d'"),
+        ({"experts": 4}, {"expert": {"tensor": 2}}, "without a size"),
+        (
+            {"experts": 4, "expert_hidden": 5},
+            {"expert": {"size": 2, "tensor": 2}, "tensor": {"size": 2, "mode": "1d"}},
+            "model.expert_hidden 5 does not divide by the 2 tensor ranks",
+        ),
+        ({"path": "there", "experts": 4}, {}, "model.experts is for the byte-level GPT"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused_without_ranks(model, parallel, words):
+    with pytest.raises(UserError, match=words):
+        check_config(build(Options, {"model": model, "parallel": parallel}), 4)
+
+
+def test_ranks_of_experts_take_parts_of_a_batch():
+    with pytest.raises(UserError, match=r"train.batch_size 6 does not divide by 4 data ranks"):
+        check_config(
+            build(Options, {"model": {"experts": 4}, "train": {"batch_size": 6}, "parallel": {"expert": 4}}), 4
+        )
 
 
 def test_stage_3_under_autocast_is_refused_without_ranks():

@@ -10,18 +10,20 @@ from par_pipeline import partition
 
 from .._errors import UserError
 from .._units import format_bytes
+from ..data.shares import EXPERTS, data_axes
 from ..memory.recompute import read_recompute
 from ..plan.schedules import make_schedule, microbatches_of
 from ..run.profile import read_steps
 from ..run.trackers import check_trackers
 from .existing.folder import ModelFolder, read_folder
-from .options import AdapterOptions, MemoryOptions, Options, SampleOptions
+from .options import OF_EXPERTS, AdapterOptions, MemoryOptions, Options, SampleOptions
 from .order import check_size
 from .text import Text, read_text
 
 _OF_GPT = (
     *("data.folder", "data.patterns", "data.documents"),
     *("model.width", "model.layers", "model.heads", "model.context", "model.tied"),
+    *(f"model.{name}" for name in ("experts", *OF_EXPERTS)),
 )
 _OF_EXISTING = (
     *("data.path", "data.sources", "data.format", "data.field", "data.template", "data.context"),
@@ -41,7 +43,6 @@ def check_config(options: Options, world_size: int) -> Topology:
     """
     if options.resume != "no" and options.overwrite:
         raise UserError(f"resume {options.resume} goes on, overwrite starts anew; give one")
-    _refuse_experts(options)
     check_kind(options)
     check_trackers(options.trackers)
     if options.profile:
@@ -62,7 +63,8 @@ def check_config(options: Options, world_size: int) -> Topology:
         _check_mode(options, topology)
     else:
         _check_heads(options, topology)
-    replicas = topology.size("data")
+        _check_experts(options, topology)
+    replicas = topology.size(data_axes(topology))
     if options.train.batch_size % replicas:
         near = max(1, round(options.train.batch_size / replicas)) * replicas
         raise UserError(
@@ -89,6 +91,11 @@ def check_kind(options: Options) -> None:
         )
     defaults = Options()
     if not model.folder:
+        given = _first_given(options, defaults, [f"model.{name}" for name in OF_EXPERTS])
+        if not model.experts and given is not None:
+            raise UserError(
+                f"{given} is given, but model.experts is 0, so blocks have MLPs; give the number of experts"
+            )
         given = _first_given(options, defaults, _OF_EXISTING)
         if given is not None:
             raise UserError(
@@ -178,7 +185,7 @@ def _check_schedule(options: Options, topology: Topology) -> None:
     if ranks == 1:
         return
     microbatches = microbatches_of(options.pipeline.microbatches, ranks)
-    rows = options.train.batch_size // topology.size("data")
+    rows = options.train.batch_size // topology.size(data_axes(topology))
     if rows < microbatches:
         what = "rows" if options.model.folder else "windows"
         raise UserError(
@@ -252,11 +259,33 @@ def _check_memory(memory: MemoryOptions) -> None:
         )
 
 
-def _refuse_experts(options: Options) -> None:
-    value = options.parallel.get("expert", 1)
-    size = value.get("size") if isinstance(value, Mapping) else value
-    if isinstance(size, int) and size != 1:
+def _check_experts(options: Options, topology: Topology) -> None:
+    """Checks that the GPT's experts can be dealt out over the ranks, each of which takes its part of all tokens."""
+    model, is_dealt = options.model, EXPERTS in topology.views
+    if is_dealt and not model.experts:
         raise UserError(
-            f"parallel.expert has size {size}, but this version of par-train trains with data, sequence, tensor and "
-            "pipeline parallelism alone; leave expert out"
+            f"parallel.expert deals experts out over {topology.size('expert_parallel')} ranks, but model.experts is 0; "
+            "give their number, or give these ranks to data"
+        )
+    if not model.experts:
+        return
+    if model.top_k > model.experts:
+        raise UserError(f"model.top_k is {model.top_k}, but model.experts is {model.experts}; choose at most as many")
+    tensor = options.parallel.get("tensor")
+    mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
+    if mode not in (None, "1d"):
+        raise UserError(
+            f"experts need tensor mode '1d' or none, and parallel.tensor.mode is {mode!r}; change it, or leave "
+            "model.experts out"
+        )
+    ranks = topology.size("expert_parallel") if is_dealt else 1
+    if model.experts % ranks:
+        raise UserError(
+            f"model.experts {model.experts} does not divide by {ranks} ranks of parallel.expert; use a multiple"
+        )
+    parts = topology.size("expert_tensor") if is_dealt else topology.size("tensor")
+    if model.features % parts:
+        raise UserError(
+            f"model.expert_hidden {model.features} does not divide by the {parts} tensor ranks that an expert is cut "
+            "over; use a multiple, or parallel.expert.tensor 1"
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from par_layers import LayerSet, Tokens, initialize, layer_set, normal
+from par_layers import Balance, LayerSet, MoE, Tokens, initialize, layer_set, normal
 
 from .options import ModelOptions
 
@@ -60,7 +60,9 @@ class GPT(nn.Module):
                 if name.endswith("bias"):
                     parameter.zero_()
 
-    def forward(self, inputs: Tensor, part: range | None = None, *, tokens: Tokens | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, part: range | None = None, *, tokens: Tokens | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Logits of the next byte at every place, in the layout of the tensor mode.
 
         Args:
@@ -69,6 +71,8 @@ class GPT(nn.Module):
             part: A run of blocks, to run that part alone.
             tokens: The documents of the rows, which do not see each other, and how the rows are cut over ranks, as
                 `layers.context` says it; None for rows of one document.
+            mask: False where a byte is padding, which does not count in the balance of experts, bool (batch, time);
+                None: all count.
 
         Returns:
             (batch, time, 256) on one device. Of a part that is not the last, (batch, time, width).
@@ -76,7 +80,7 @@ class GPT(nn.Module):
         run = range(self.options.layers) if part is None else part
         hidden = self.positions(self.tokens(inputs), tokens) if run.start == 0 else inputs
         for i in run:
-            hidden = self.blocks[str(i)](hidden, tokens)
+            hidden = self.blocks[str(i)](hidden, tokens, mask)
         logits: Tensor = self.head(self.norm(hidden)) if run.stop == self.options.layers else hidden
         return logits
 
@@ -99,25 +103,44 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on a normed copy of the residual stream."""
+    """Attention and an MLP, or a mixture of experts, each on a normed copy of the residual stream."""
 
     def __init__(self, options: ModelOptions, layers: LayerSet) -> None:
         super().__init__()
         width = options.width
+        self.mixture: MoE | None = None
         residual = normal(0.02 / math.sqrt(2 * options.layers))  # what is added 2 * layers times starts smaller
         self.layers, self.head = layers, width // options.heads
         self.attention_norm = layers.LayerNorm(width)
         self.query_key_value = layers.ColumnLinear(width, 3 * width, blocks=3, unit=self.head, init=normal(0.02))
         self.output = layers.RowLinear(width, width, init=residual)
         self.mlp_norm = layers.LayerNorm(width)
+        if options.experts:
+            self.mixture = layers.MoE(
+                width,
+                options.features,
+                options.experts,
+                options.top_k,
+                score=options.score,
+                shared=options.shared,
+                activation="gelu",
+                choice_bias=options.bias_rate > 0,
+                capacity=options.capacity or None,
+                balance=Balance(aux=options.aux, over="sequence", z=options.z, bias_rate=options.bias_rate),
+                init=normal(0.02),
+            )
+            return
         self.expand = layers.ColumnLinear(width, 4 * width, init=normal(0.02))
         self.activation = nn.GELU()  # a module, so that `recompute` may call it again
         self.contract = layers.RowLinear(4 * width, width, init=residual)
 
-    def forward(self, hidden: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """(batch, time, width) to the same, in the residual layout; `tokens` as the whole model's."""
+    def forward(self, hidden: Tensor, tokens: Tokens | None = None, mask: Tensor | None = None) -> Tensor:
+        """(batch, time, width) to the same, in the residual layout; `tokens` and `mask` as the whole model's."""
         query, key, value = self.query_key_value.parts(self.query_key_value(self.attention_norm(hidden)))
         mixed = self.layers.attention(query, key, value, head=self.head, causal=True, tokens=tokens)
         hidden = hidden + self.output(mixed)
+        if self.mixture is not None:
+            added: Tensor = self.mixture(self.mlp_norm(hidden), mask)
+            return hidden + added
         contracted: Tensor = self.contract(self.activation(self.expand(self.mlp_norm(hidden))))
         return hidden + contracted

@@ -25,9 +25,9 @@ class Part(nn.Module):
         self.run = run
         self.__dict__["model"] = model
 
-    def forward(self, given: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """Bytes or hidden states to hidden states or logits; `tokens` as the whole model's."""
-        output: Tensor = self.__dict__["model"](given, self.run, tokens=tokens)
+    def forward(self, given: Tensor, tokens: Tokens | None = None, mask: Tensor | None = None) -> Tensor:
+        """Bytes or hidden states to hidden states or logits; `tokens` and `mask` as the whole model's."""
+        output: Tensor = self.__dict__["model"](given, self.run, tokens=tokens, mask=mask)
         return output
 
 

@@ -35,6 +35,10 @@ _REFUSE_TYPES = ("par_layers.", "par_pipeline.", "par_train.strategy.")
 """Modules whose TypeErrors are about a model that was given; those of others are bugs."""
 
 
+LOADS_DRAWN = 100
+"""About how many lines of a run have the load of experts."""
+
+
 def train(options: Options, stop: Stop) -> int:
     """Trains as one of the ranks that a launcher started.
 
@@ -123,6 +127,8 @@ class JobRun(Run):
             self._clock.enter(self.step, "validation")
         validation_loss = trainer.validate() if validates and not result.signal else None
         samples = trainer.write_samples() if writes and not result.signal else []
+        draws = trainer.step % max(1, options.train.steps // LOADS_DRAWN) == 0 or validates
+        load = trainer.expert_load() if draws else {}
         perplexity = None
         if validation_loss is not None and trainer.unit == "token":
             perplexity = math.exp(min(validation_loss, 700.0))  # larger ones are no numbers
@@ -137,7 +143,9 @@ class JobRun(Run):
             "tokens_per_second": round(options.train.batch_size * trainer.context / self._took, 1),
             "gradient_norm": None if result.skipped else result.gradient_norm,
             "skipped": result.skipped or None,
+            **result.routers,
             "samples": samples or None,
+            "expert_load": load or None,
         }
         self._clock.enter(self.step, "log")
         if self._goodput is not None:

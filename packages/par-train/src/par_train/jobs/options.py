@@ -72,6 +72,31 @@ class ModelOptions:
     heads: int = option(4, "GPT: attention heads; they divide the width", low=1)
     context: int = option(128, "GPT: bytes that a prediction can look back on, the window length", low=1)
     tied: bool = option(False, "GPT: one table for the embedding of bytes and their classifier")
+    experts: int = option(0, "GPT: experts in the place of each block's MLP; 0: none", low=0)
+    top_k: int = option(2, "GPT with experts: how many of them a byte goes to", low=1)
+    expert_hidden: int | Literal["auto"] = option(
+        "auto", "GPT with experts: features inside an expert; auto: four times the width, as in an MLP", low=1
+    )
+    shared: int = option(0, "GPT with experts: further ones that every byte goes to", low=0)
+    score: Literal["softmax", "sigmoid"] = option(
+        "softmax", "GPT with experts: how a router's logits become scores, over all experts or each by itself"
+    )
+    aux: float = option(
+        0.01, "GPT with experts: coefficient of the loss that keeps them equally busy, over each window; 0: none", low=0
+    )
+    z: float = option(0.0, "GPT with experts: coefficient of the loss that keeps routers' logits small", low=0)
+    bias_rate: float = option(
+        0.0,
+        "GPT with experts: what a step adds to the bias by which idle ones are chosen, and takes from busy ones'; 0: "
+        "there is no bias",
+        low=0,
+    )
+    capacity: float = option(
+        0.0,
+        "GPT with experts: rows that one takes of each rank, by the mean, such as 1.25; those beyond are dropped; 0: "
+        "none is",
+        low=0,
+    )
     path: str = option("", "train a model of transformers: folder with its config, weights and tokenizer")
     config: str = option("", "the same from random weights: folder with a config and a tokenizer")
     attention: str = option("", "with model.path: transformers' attention, such as sdpa; left empty, its default")
@@ -85,6 +110,11 @@ class ModelOptions:
         return self.path or self.config
 
     @property
+    def features(self) -> int:
+        """The features inside an MLP, or an expert."""
+        return 4 * self.width if self.expert_hidden == "auto" else self.expert_hidden
+
+    @property
     def shape(self) -> Shape:
         """The sizes of the byte-level GPT, as the planner takes them."""
         return Shape(
@@ -95,6 +125,10 @@ class ModelOptions:
             tied=self.tied,
             vocabulary=256,
         )
+
+
+OF_EXPERTS = ("top_k", "expert_hidden", "shared", "score", "aux", "z", "bias_rate", "capacity")
+"""The keys of `model` that say something of experts, where there are some."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,10 @@ class TextWindows:
         """The number of targets in each of some windows: every byte has one."""
         return np.full(len(numbers), self._context)
 
+    def is_text(self, numbers: Windows, places: Windows) -> NDArray[np.bool_]:
+        """Where some places of some windows are text, and no padding, bool [windows, places]."""
+        return np.broadcast_to(places < self._context, (len(numbers), len(places)))
+
     def take(self, numbers: Windows, places: Windows) -> tuple[Windows, Windows]:
         """Inputs and targets, twice int64 [windows, places]: the target of a byte is the one behind it.
 
@@ -102,6 +106,12 @@ class TextRows:
     def counts(self, numbers: Windows) -> Windows:
         """The number of targets in each of some rows: every byte but the last of its document has one."""
         return np.array([(self._lengths[self._first[row] : self._first[row + 1]] - 1).sum() for row in numbers])
+
+    def is_text(self, numbers: Windows, places: Windows) -> NDArray[np.bool_]:
+        """Where some places of some rows are text, and no padding, bool [rows, places]."""
+        filled = [self._lengths[self._first[row] : self._first[row + 1]].sum() for row in numbers]
+        found: NDArray[np.bool_] = places[None, :] < np.array(filled)[:, None]
+        return found
 
     def take(self, numbers: Windows, places: Windows) -> tuple[Windows, Windows]:
         """Inputs and targets, twice int64 [rows, places]: the target of a byte is the next one of its document.

@@ -13,7 +13,7 @@ from par_groups import Topology
 from ..run.output import say
 from ..run.progress import interval, short
 from ..strategy.setup import Setup
-from .options import Options
+from .options import ModelOptions, Options
 from .text import Text
 from .training import Training
 
@@ -61,6 +61,7 @@ def about_gpt(options: Options, text: Text, parameters: int, replicas: int) -> M
         "model": [
             f"byte-level GPT, {parameters:,} parameters",
             f"{shape.layers} layers, width {shape.width}, {shape.heads} heads, context {shape.context}",
+            *([_about_experts(shape)] if shape.experts else []),
         ],
         "data": [
             end_of(str(text.folder)),
@@ -68,6 +69,14 @@ def about_gpt(options: Options, text: Text, parameters: int, replicas: int) -> M
         ],
         "batch": [f"{batch} {what} of {shape.context} bytes, {batch // replicas} a replica", *packed],
     }
+
+
+def _about_experts(model: ModelOptions) -> str:
+    """What the banner says of experts: how many, and what keeps them equally busy."""
+    balance = {"aux": model.aux, "z": model.z, "bias_rate": model.bias_rate, "capacity": model.capacity}
+    kept = [f"{name} {value:g}" for name, value in balance.items() if value]
+    shared = f" and {model.shared} shared" if model.shared else ""
+    return ", ".join([f"{model.experts} experts of {model.features}, {model.top_k} a byte{shared}", *kept])
 
 
 def print_summary(

@@ -13,7 +13,7 @@ from par_layers import Tokens
 from par_pipeline import Batch
 
 from ..data.packing import IGNORED, Packing
-from ..data.shares import share
+from ..data.shares import data_axes, share
 from ..plan.flops import model_flops
 from .checkpoint import TrainingState, kept_of_text, load_checkpoint, save_checkpoint
 from .gpt import GPT
@@ -33,17 +33,20 @@ class LocalBatch(NamedTuple):
         targets: The byte behind each, int64 [rows, s]; -100 where a document ends, and for padding.
         counts: The number of targets in each whole row, int64 [rows].
         tokens: Documents, and which rank has which bytes; None for rows of one document that divide over the ranks.
+        mask: Where there is text and no padding, bool [rows, s], for a model with experts; None where all is text.
     """
 
     inputs: Tensor
     targets: Tensor
     counts: Tensor
     tokens: Tokens | None
+    mask: Tensor | None
 
     @property
     def keywords(self) -> dict[str, Any]:
         """What the model is called with beside its inputs."""
-        return {} if self.tokens is None else {"tokens": self.tokens}
+        given = {"tokens": self.tokens, "mask": self.mask}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class Trainer(Training):
@@ -68,7 +71,9 @@ class Trainer(Training):
         self._train = self._samples(text.train, train, options.data.rows)
         self._held_out = self._samples(text.held_out, held_out, "whole")
         self._order = DataOrder(windows=len(self._train), seed=options.seed)
+        self.model.eval()  # in training routers would count
         self._loss(self._part(self._train, self._next_windows()))  # sizes that cannot be cut are said here
+        self.model.train()
         self._validation = spread(len(self._held_out), options.data.validation_windows)
 
     def _make_model(self) -> tuple[GPT, nn.Module]:
@@ -95,7 +100,7 @@ class Trainer(Training):
 
     def about(self, topology: Topology) -> Mapping[str, Sequence[str]]:
         """Sizes, the folder of text, and windows."""
-        return about_gpt(self.options, self._text, self.parameters, topology.size("data"))
+        return about_gpt(self.options, self._text, self.parameters, topology.size(data_axes(topology)))
 
     @property
     def flops(self) -> float:
@@ -170,7 +175,11 @@ class Trainer(Training):
         """This rank's bytes of some windows, or rows, which all ranks of a sequence take alike; no communication."""
         context, documents = self.strategy.context, samples.documents(numbers)
         tokens = context.tokens(self.context, documents=documents, pad=True)
-        arrays = (*samples.take(numbers, tokens.index(context.rank)), samples.counts(numbers))
+        places = tokens.index(context.rank)
+        arrays = (*samples.take(numbers, places), samples.counts(numbers))
         inputs, targets, counts = (torch.from_numpy(each).to(self.device) for each in arrays)
         is_static = documents is None and tokens.padded == self.context
-        return LocalBatch(inputs, targets, counts, None if is_static else tokens)
+        mask = None
+        if self.options.model.experts and not is_static:
+            mask = torch.from_numpy(samples.is_text(numbers, places).copy()).to(self.device)
+        return LocalBatch(inputs, targets, counts, None if is_static else tokens, mask)

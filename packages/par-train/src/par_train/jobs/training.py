@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from par_pipeline import Schedule, Timeline
 from par_precision import MixedOptimizer, Step
 
 from .._errors import TrainingError, UserError
-from ..data.shares import share
+from ..data.shares import data_axes, share
+from ..run.metrics import load_of
 from ..run.stop import SIGNALS
 from ..strategy.strategy import Strategy
 from .checkpoint import TrainingState
@@ -35,12 +36,14 @@ class StepResult:
         gradient_norm: Norm of the averaged gradient, before clipping.
         skipped: Whether it was not finite, so that nothing was changed.
         signal: The signal that one of the ranks got, else 0.
+        routers: What routers say, by name; empty without experts. See `Strategy.router_metrics`.
     """
 
     loss: float
     gradient_norm: float
     skipped: bool
     signal: int
+    routers: Mapping[str, float] = field(default_factory=dict)
 
 
 class Training(ABC):
@@ -48,7 +51,8 @@ class Training(ABC):
 
     Args:
         options: Options of the run, equal on every rank.
-        groups: Who works together; "data" averages gradients, "tensor" shares layers, "pipeline" has some of them each.
+        groups: Who works together; "data" averages gradients, "tensor" shares layers, "pipeline" has some of them
+            each, "expert" some experts of each.
         device: Where this rank computes.
 
     Attributes:
@@ -77,7 +81,8 @@ class Training(ABC):
     def __init__(self, options: Options, groups: ProcessGroups, device: torch.device) -> None:
         self.options = options
         self.groups, self.device = groups, device
-        self.replica, self.replicas = groups.rank("data"), groups.size("data")
+        apart = data_axes(groups.topology)
+        self.replica, self.replicas = groups.rank(apart), groups.size(apart)
         self.strategy = Strategy(
             groups=groups,
             device=str(device),
@@ -99,6 +104,15 @@ class Training(ABC):
         """Takes over what the strategy has initialized."""
         self.model, self.optimizer = model, _checked(optimizer)
         self.parameters = count_parameters(model, self.device)
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether the model has routers of ours, on whatever stage."""
+        return self.options.model.experts > 0
+
+    def expert_load(self) -> dict[str, list[float]]:
+        """Tokens of each expert in the last step by the mean of its router's, as a line has them. Collective."""
+        return load_of(self.strategy.expert_load(self.model)) if self.has_routers else {}
 
     # What each job does in its own way
 
@@ -193,7 +207,7 @@ class Training(ABC):
 
     def _add_up_(self, total: Tensor) -> None:
         """Sums what `_evaluate` gave over the replicas, in place; the ranks of a replica have the same numbers."""
-        dist.all_reduce(total, group=self.groups["data"])  # two numbers
+        dist.all_reduce(total, group=self.groups[self.strategy.data_axes])  # two numbers
 
     def restore(self, path: Path, state: TrainingState) -> None:
         """Goes on from a checkpoint, of which this rank takes its part. Collective."""
@@ -237,7 +251,9 @@ class Training(ABC):
             )
         agreed = next((number for number, count in zip(SIGNALS, asked, strict=True) if count), 0)
         norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
-        return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, signal=agreed)
+        routers = self.strategy.router_metrics(self.model) if self.has_routers else {}
+        said = {name: float(value) for name, value in routers.items()}
+        return StepResult(loss=mean, gradient_norm=norm, skipped=skipped, signal=agreed, routers=said)
 
 
 def _on_ranks(loss: Tensor) -> str:

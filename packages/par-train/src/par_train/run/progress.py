@@ -121,6 +121,7 @@ class _Recent:
         words = [] if line.get("loss") is None else [f"loss {line['loss']:.3f}"]
         words += [] if validation_loss is None else [f"val {validation_loss:.3f}"]
         words += [f"{short(rate)} {name.removesuffix(_RATE)}/s" for name, rate in self._rates.items()]
+        words += [] if line.get("imbalance") is None else [f"imbalance {line['imbalance']:.2f}"]
         words += [memory()] + ([f"{self._skipped} skipped"] if self._skipped else [])
         return " ".join(words)
 

@@ -17,6 +17,7 @@ from par_precision import precision_of
 
 from ..._errors import UserError
 from ...data.packing import IGNORED
+from ...data.shares import data_axes
 from ...plan.flops import model_flops
 from ...plan.pretrained import PretrainedShape
 from ...strategy.pretrained.adapters import write_config
@@ -84,6 +85,7 @@ class ModelTrainer(Training):
     def about(self, topology: Topology) -> Mapping[str, Sequence[str]]:
         """The model's folder, the file, and rows."""
         folder, data, batch = self._data.folder, self._data, self.options.train.batch_size
+        replicas = topology.size(data_axes(topology))
         formats = ", ".join(sorted(data.formats))
         weights = end_of(str(folder.path)) if folder.weights else f"random weights, seed {self.options.seed}"
         train, held_out = data.documents
@@ -94,7 +96,7 @@ class ModelTrainer(Training):
                 *(f"{end_of(path)}{part}" for path, part in zip(data.corpora, parts, strict=True)),
                 f"{formats}: {data.tokens:,} tokens; {train:,} documents, {held_out:,} held out",
             ],
-            "batch": [f"{batch} rows of {self.context} tokens, {batch // topology.size('data')} a replica"],
+            "batch": [f"{batch} rows of {self.context} tokens, {batch // replicas} a replica"],
         }
 
     @property

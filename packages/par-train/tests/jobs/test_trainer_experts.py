@@ -1,0 +1,143 @@
+"""The byte GPT with experts in the place of its MLPs: as on one device, wherever experts lie."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from par_groups import ProcessGroups, Topology
+from par_layers import RouterLosses, update_choice_bias_
+from par_testing import once
+from par_train.jobs.checkpoint import TrainingState, load_model, load_state, save_checkpoint
+from par_train.jobs.gpt import GPT
+from par_train.jobs.options import DataOptions, ModelOptions, Options, ScheduleOptions, TrainOptions, learning_rate
+from par_train.jobs.text import Text
+from par_train.jobs.trainer import Trainer, make_optimizer
+
+STEPS = 20
+TOLERANCE = 1e-5  # relative; float32 sums over ranks and microbatches in another order
+MIXTURE = {"experts": 4, "top_k": 2, "expert_hidden": 24, "shared": 1, "score": "sigmoid", "bias_rate": 1e-3, "z": 1e-3}
+FOLDED = {"expert": {"size": 2, "tensor": 1}, "tensor": {"size": 2, "mode": "1d"}}
+IN_SEQUENCE = {"size": 2, "mode": "1d", "sequence_parallel": True}
+
+
+def text():
+    generator = torch.Generator().manual_seed(0)
+    data = bytes((torch.randint(0, 9, (5000,), generator=generator).cumsum(0) % 97).tolist())
+    return Text(folder=Path("none"), files=1, train=data[:4000], held_out=data[4000:])
+
+
+def options(**changes):
+    model = ModelOptions(width=16, layers=2, heads=2, context=16, **MIXTURE)
+    train = TrainOptions(steps=STEPS, batch_size=8, warmup_steps=1, learning_rate=3e-3)
+    return Options(model=model, train=train, data=DataOptions(validation_windows=16), **changes)
+
+
+def alone(data):
+    """The model on one device in plain torch: itself, and the losses, norms and imbalances of all steps."""
+    chosen = options()
+    model = GPT(chosen.model, seed=chosen.seed)
+    optimizer, routers, found = make_optimizer(model, chosen.train), RouterLosses(model), []
+    for step in range(STEPS):
+        windows = data._order.batch(step * chosen.train.batch_size, chosen.train.batch_size)
+        inputs, targets = (torch.from_numpy(each) for each in data._train.take(windows, torch.arange(16).numpy()))
+        loss = model.loss(model(inputs), targets)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), chosen.train.clip_norm)
+        update_choice_bias_(model)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(chosen, step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        said = routers.take()
+        found.append([loss.item(), norm.item(), *(said[name].item() for name in ("aux", "z", "imbalance"))])
+    return model, found
+
+
+def reference():
+    with ProcessGroups(Topology.from_config({}, dist.get_world_size())) as groups:
+        return once(alone, Trainer(options(), text(), groups, torch.device("cpu")))  # which has the samples
+
+
+def numbers(result):
+    return [result.loss, result.gradient_norm, *(result.routers[name] for name in ("aux", "z", "imbalance"))]
+
+
+def check_trains_as_alone(axes, expected, **changes):
+    model, found = expected
+    with ProcessGroups(Topology.from_config(axes, dist.get_world_size())) as groups:
+        trainer = Trainer(options(**changes), text(), groups, torch.device("cpu"))
+        results = [numbers(trainer.advance(0)) for _ in range(STEPS)]
+        torch.testing.assert_close(results, found, rtol=TOLERANCE, atol=0.0, msg=lambda m: f"{axes} {changes}: {m}")
+        load = trainer.expert_load()
+        assert sorted(load) == ["blocks.0.mixture.gate", "blocks.1.mixture.gate"]
+        assert [sum(each) for each in load.values()] == pytest.approx([4.0, 4.0], abs=4e-3), "three digits"
+        buffers = dict(model.named_buffers())
+        for name, buffer in trainer.model.named_buffers():
+            torch.testing.assert_close(buffer, buffers[name], rtol=0.0, atol=1e-6, msg=lambda m, name=name: name + m)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize(("axes", "zero"), [({"expert": 2}, 1), (FOLDED, 3), ({"pipeline": 2}, 0)], ids=str)
+def test_a_gpt_with_experts_trains_for_twenty_steps_as_on_one_device(axes, zero):
+    check_trains_as_alone(axes, reference(), zero=zero, pipeline=ScheduleOptions(microbatches=4))
+
+
+FOUR = [
+    ({"expert": 2}, {"zero": 0}),
+    ({"expert": 2}, {"zero": 2}),
+    ({"expert": 4}, {"zero": 3}),
+    (FOLDED, {"zero": 1}),
+    ({**FOLDED, "expert": {"size": 4, "tensor": 1}}, {"zero": 3}),
+    ({"expert": {"size": 2, "tensor": 2}, "tensor": IN_SEQUENCE}, {"zero": 2}),
+    ({"expert": 2, "sequence": {"size": 2, "mode": "ring"}}, {"zero": 1}),
+    ({"expert": {"size": 2, "tensor": 1}, "sequence": {"size": 2, "mode": "gather"}}, {"zero": 3}),
+    ({"expert": {"size": 4, "tensor": 1}, "sequence": {"size": 2, "mode": "gather"}, "tensor": IN_SEQUENCE}, {}),
+    ({"expert": 2, "pipeline": 2}, {"zero": 1, "pipeline": ScheduleOptions(schedule="zb_h1", microbatches=2)}),
+    ({**FOLDED, "pipeline": 2}, {"zero": 2, "pipeline": ScheduleOptions(schedule="1f1b", microbatches=4)}),
+    ({"expert": 2}, {"recompute": "layers"}),
+]
+
+
+@pytest.mark.storm
+@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.parametrize(("axes", "changes"), FOUR, ids=str)
+def test_experts_beside_every_axis_train_as_on_one_device(axes, changes):
+    check_trains_as_alone(axes, reference(), **changes)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_run_goes_on_under_another_expert_parallelism_and_opens_on_one_device(tmp_path):
+    _, found = reference()
+    losses, path = [], tmp_path / "checkpoint"
+    state = None
+    for axes, zero in (({"expert": 2}, 1), (FOLDED, 3), ({"pipeline": 2}, 0), ({}, 2)):
+        with ProcessGroups(Topology.from_config(axes, 2)) as groups:
+            trainer = Trainer(options(zero=zero), text(), groups, torch.device("cpu"))
+            if state is not None:
+                trainer.restore(path, state)
+            losses += [numbers(trainer.advance(0))[0] for _ in range(3)]
+            state = TrainingState(step=trainer.step, samples=trainer.samples, seconds=0.0, text="")
+            save_checkpoint(path, trainer.model, trainer.optimizer, trainer.options, state)
+    assert losses == pytest.approx([each[0] for each in found[:12]], rel=TOLERANCE)
+    model = load_model(path)
+    assert load_state(path).step == 12
+    bias = model.blocks["0"].mixture.gate.e_score_correction_bias
+    assert bias.dtype == torch.float32
+    assert bias.abs().max() > 0
+
+
+@pytest.mark.ranks(2)
+def test_padding_of_packed_rows_counts_in_no_balance():
+    chosen = options()
+    chosen = replace(chosen, data=DataOptions(validation_windows=16, packing="whole"))
+    whole = text()
+    documents = tuple(torch.full((len(part) // 5,), 5).numpy() for part in (whole.train, whole.held_out))
+    with ProcessGroups(Topology.from_config({"expert": 2}, 2)) as groups:
+        trainer = Trainer(chosen, replace(whole, documents=documents), groups, torch.device("cpu"))
+        trainer.advance(0)
+        for counts in trainer.strategy.expert_load(trainer.model).values():
+            assert int(counts.sum()) == 2 * 8 * 15, "experts of a byte, rows, bytes of three documents"
