@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from .diagnosis.watch import Diagnosis
     from .jobs.checkpoint import load_model
     from .jobs.gpt import GPT
-    from .plan.flops import model_flops
     from .plan.inputs import Job, Machine
-    from .plan.predict import Prediction, predict
+    from .plan.predict import Prediction, model_flops, predict
     from .plan.pretrained import PretrainedShape
     from .plan.shape import Shape
     from .plan.strategy_plan import StrategyPlan
@@ -68,9 +67,8 @@ _LATE = {
     "jobs.gpt": ("GPT",),
     "strategy.existing": ("token_loss",),
     "strategy.handlers": ("GradientHandler", "register_gradient_handler"),
-    "plan.flops": ("model_flops",),
     "plan.inputs": ("Job", "Machine"),
-    "plan.predict": ("Prediction", "predict"),
+    "plan.predict": ("Prediction", "model_flops", "predict"),
     "plan.pretrained": ("PretrainedShape",),
     "plan.shape": ("Shape",),
     "run.run": ("Run",),

@@ -119,7 +119,7 @@ def test_parameters_alone():
         (32, {}, {"pipeline": 32}, "16 layers cannot be cut into the 32 stages"),
         (4, {"schedule": "zb_h1", "zero": 3, "microbatches": 8}, {"pipeline": 4}, "zero 3"),
         (4, {"schedule": "1f2b", "microbatches": 8}, {"pipeline": 4}, "1f2b"),
-        (4, {}, {"expert": 2}, "other axes"),
+        (4, {}, {"expert": 2}, "the model has none"),
         (32, {}, {"sequence": {"size": 32, "mode": "ulysses"}}, "16 heads a rank do not divide by the 32 ranks"),
         (4, {"documents": (500, 13)}, {"sequence": 2}, "documents"),
     ],

@@ -14,7 +14,7 @@ from par_pipeline import Batch
 
 from ..data.packing import IGNORED, Packing
 from ..data.shares import data_axes, share
-from ..plan.flops import model_flops
+from ..plan.predict import model_flops
 from .checkpoint import TrainingState, kept_of_text, load_checkpoint, save_checkpoint
 from .gpt import GPT
 from .gpt_stages import gpt_stages

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from .experts.costs import saved_mixture
+from .experts.mixture import Mixture
 from .inputs import RECOMPUTES, Job, Numbers
 from .memory import Replicas, saved_block, saved_ends
-from .pipeline import Pipe, Place, stage_size
+from .pipeline import Pipe, Place, stage_run
 from .sequence import Attention, SequenceCut, local_tokens, reach
-from .shape import Count, Cut, Part, Shape, count, misfit
+from .shape import Count, Cut, Part, Shape, count, count_experts, misfit
 from .traffic import Move, tensor_traffic
 
 FLOPS_A_BYTE = 150
@@ -78,6 +81,8 @@ class GPTPlan:
         return (
             f"{shape.parameters:.4g} parameters: {shape.layers} layers, width {shape.width}, {shape.heads} heads, "
             f"context {shape.context}, vocabulary {shape.vocabulary}"
+            + (f", {shape.experts} experts, {shape.top_k} of them for a token" if shape.experts else "")
+            + (f" and {shape.shared} for all" if shape.experts and shape.shared else "")
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,7 +91,8 @@ class GPTPlan:
 
     def part(self, pipeline: Pipe, place: Place) -> Part:
         """What a rank of a pipeline has."""
-        return pipeline.part(place, self.layers)
+        runs = [stage_run(self.layers, pipeline.stages, stage) for stage in place.stages]
+        return replace(pipeline.part(place, self.layers), mixtures=sum(self.shape.mixtures(*run) for run in runs))
 
     def misfit(self, cut: Cut, rows: int = 0) -> str | None:
         """Why a tensor mode cannot cut the model, or a microbatch of so many rows, and what to change."""
@@ -116,9 +122,20 @@ class GPTPlan:
             if q**3 == size:
                 yield {"mode": "3d"}
 
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """What takes the place of the MLP."""
+        return self.shape.mixture
+
     def count(self, cut: Cut, part: Part) -> Count:
-        """The parameters of a rank."""
+        """The parameters of a rank, without those of experts that are dealt out."""
         return count(self.shape, cut, part)
+
+    def count_experts(self, cut: Cut, part: Part) -> Count | None:
+        """The parameters of a rank in experts that are dealt out; None if it has none."""
+        if self.mixture is None or not cut.experts.is_dealt or not part.mixtures:
+            return None
+        return count_experts(self.mixture, cut.experts, part.mixtures)
 
     def activations(
         self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int
@@ -126,18 +143,26 @@ class GPTPlan:
         """Bytes that wait for backward; the few logits over a byte's values are among the activations."""
         shape, part, numbers = self.shape, self.part(pipeline, place), job.numbers
         tokens = rows * local_tokens(sequence, shape.context, job.documents)
-        stage = max(stage_size(shape.layers, pipeline.stages, number) for number in place.stages)
         first = saved_ends(shape, cut, numbers, replace(part, last=False), tokens)
         last = saved_ends(shape, cut, numbers, replace(part, first=False), tokens)
-        block, once = saved_block(shape, cut, numbers, tokens, cheap=self.recompute == "cheap"), 0.0
+        cheap, once, reached = self.recompute == "cheap", 0.0, 0.0
         if sequence.ranks > 1:
             taken = reach(sequence, self._attention(cut), shape.context, job.documents)
-            block += taken.kept * rows / cut.inner_tokens * numbers.product
+            reached = taken.kept * rows / cut.inner_tokens * numbers.product
             once = 8 * tokens // rows if part.first else 0  # the places of tokens, as int64
+        block = with_experts = saved_block(shape, cut, numbers, tokens, cheap=cheap) + reached
+        if self.mixture is not None:
+            mixture = saved_mixture(self.mixture, cut.experts, numbers, tokens, job.imbalance)
+            with_experts = saved_block(shape, cut, numbers, tokens, cheap=cheap, mixture=mixture) + reached
         if self.checkpointing:  # of one block at a time the rest is there, when what the loss has kept is gone
-            whole, block = block, tokens / cut.tokens * shape.width / cut.features * numbers.residual
+            whole = max(with_experts if part.mixtures else 0.0, block if part.mixtures < part.blocks else 0.0)
+            block = with_experts = tokens / cut.tokens * shape.width / cut.features * numbers.residual
             once += max(0.0, whole - block - (last if part.last else 0))
-        kept = place.kept * (stage * block + first) + place.kept_last * last
+        stages = []
+        for start, stop in (stage_run(shape.layers, pipeline.stages, number) for number in place.stages):
+            mixtures = shape.mixtures(start, stop)
+            stages.append((stop - start - mixtures) * block + mixtures * with_experts)
+        kept = place.kept * (max(stages) + first) + place.kept_last * last
         return kept + once, 0.0
 
     def attentions(self, cut: Cut, sequence: SequenceCut, part: Part) -> dict[Attention, int]:
@@ -167,13 +192,17 @@ class GPTPlan:
     def flops_again(self, part: Part) -> tuple[float, float]:
         """Floating-point operations for one token that backward does again.
 
-        A block runs again up to what its last product needs, so that this one is left out. What norms and the
-        activation read and write counts as the operations that take as long.
+        A block runs again up to what its last product needs, so that this one is left out; but for that of experts,
+        whose outputs come back in an exchange. What norms and the activation read and write counts as the operations
+        that take as long.
         """
         shape = self.shape
         if self.checkpointing:
-            matrices = part.blocks * 2 * (shape.block_matrices - shape.width * shape.mlp)
+            matrices = (part.blocks - part.mixtures) * 2 * (shape.block_matrices - shape.width * shape.mlp)
+            if self.mixture is not None:
+                matrices += part.mixtures * 2 * (shape.attention_matrices + self.mixture.active)
             return float(matrices), self.flops(part)[1] / 3
         if self.recompute == "cheap":
-            return 2.0 * part.blocks * (2 * shape.width + shape.mlp) * 2 * FLOPS_A_BYTE, 0.0
+            features = (part.blocks - part.mixtures) * (2 * shape.width + shape.mlp) + part.mixtures * shape.width
+            return 2.0 * features * 2 * FLOPS_A_BYTE, 0.0
         return 0.0, 0.0

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .experts.mixture import Load, check_load
+
 RECOMPUTES = ("", "cheap", "layers")
 """What layers may compute again, in the order of the memory that it takes."""
 
@@ -31,9 +33,12 @@ class Job:
         disk: Part of them that lies on a disk.
         parameters_host: Part of the parameters that lies on the host until they are gathered, at stage 3.
         parameters_disk: Part of them that lies on a disk, at stage 3.
+        imbalance: Rows of the rank whose experts are busiest, by the mean of all that they are dealt out over; or as
+            counted, the number of rows of each expert, of which it follows for any number of ranks.
 
     Raises:
-        ValueError: There is no such stage, precision or recomputation, or the parts are more than all.
+        ValueError: There is no such stage, precision or recomputation, the parts are more than all, or no rank can be
+            as busy.
     """
 
     batch: int
@@ -47,6 +52,7 @@ class Job:
     disk: float = 0.0
     parameters_host: float = 0.0
     parameters_disk: float = 0.0
+    imbalance: Load = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.zero <= 3:
@@ -55,6 +61,7 @@ class Job:
             raise ValueError(f"precision is {self.precision!r}; it can be {', '.join(NUMBERS)}")
         if self.recompute not in RECOMPUTES:
             raise ValueError(f"recompute is {self.recompute!r}; it can be {', '.join(map(repr, RECOMPUTES))}")
+        check_load(self.imbalance)
         for before in ("", "parameters_"):
             host, disk = (getattr(self, f"{before}{tier}") for tier in ("host", "disk"))
             if host < 0 or disk < 0 or host + disk > 1 + 1e-9:

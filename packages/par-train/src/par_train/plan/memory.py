@@ -4,7 +4,8 @@ torch is here for its dtypes alone, which `par_zero.memory` takes.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -143,6 +144,56 @@ def replicas_of(
     )
 
 
+def shared_apart(replicas: Sequence[Replicas]) -> tuple[Replicas, ...]:
+    """Replicas of several parts of a model, such as of experts, as they are beside each other.
+
+    One after the other is reduced in the same buffers. Where gradients are shared all of them may be under way at a
+    time: nothing waits in backward for ranks that others do not have.
+
+    Args:
+        replicas: Those of each part, if it were alone.
+    """
+    if len(replicas) == 1:
+        return tuple(replicas)
+    if replicas[0].zero >= 2:
+        return tuple(replace(each, reduced=each.elements, waiting=0) for each in replicas)
+    most = max(range(len(replicas)), key=lambda number: replicas[number].reduced)
+    return tuple(each if number == most else replace(each, reduced=0) for number, each in enumerate(replicas))
+
+
+def added(memories: Sequence[Memory]) -> Memory:
+    """The bytes of several parts of a model; gradients arrive of one of them at a time.
+
+    Args:
+        memories: Those of each part.
+    """
+    sums = {one.name: sum(getattr(each, one.name) for each in memories) for one in fields(Memory)}
+    return Memory(**{**sums, "arriving": max(each.arriving for each in memories)})
+
+
+def sources_of(replicas: Sequence[Replicas], numbers: Numbers) -> tuple[Source, ...]:
+    """What of all parts of a model may leave the device.
+
+    Args:
+        replicas: The replicas of each part.
+        numbers: Widths of numbers.
+    """
+    found: dict[str, list[Source]] = {}
+    for each in replicas:
+        for source in (optimizer_away(each, numbers), parameters_away(each, numbers)):
+            if source is not None:
+                found.setdefault(source.name, []).append(source)
+    return tuple(
+        replace(
+            parts[0],
+            frees=sum(part.frees for part in parts),
+            takes={tier: sum(part.takes[tier] for part in parts) for tier in parts[0].takes},
+            beside=sum(part.beside for part in parts),
+        )
+        for parts in found.values()
+    )
+
+
 def state_memory(replicas: Replicas, numbers: Numbers, slots: int = 2) -> Memory:
     """Bytes of parameters, gradients, the state of Adam, and what reducing and gathering them takes.
 
@@ -255,7 +306,15 @@ def with_away(memory: Memory, replicas: Replicas, numbers: Numbers, job: Job) ->
     )
 
 
-def saved_block(shape: Shape, cut: Cut, numbers: Numbers, tokens: int, *, cheap: bool = False) -> float:
+def saved_block(
+    shape: Shape,
+    cut: Cut,
+    numbers: Numbers,
+    tokens: int,
+    *,
+    cheap: bool = False,
+    mixture: float | None = None,
+) -> float:
     """Bytes that autograd keeps of one block for one microbatch.
 
     In the residual layout these are the inputs of both norms and of both column layers, and what the norms know of each
@@ -271,6 +330,7 @@ def saved_block(shape: Shape, cut: Cut, numbers: Numbers, tokens: int, *, cheap:
         tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
         cheap: Whether norms and the activation are computed again. What they make is kept nevertheless where a product
             keeps a copy of another dtype, or where a norm sums over ranks.
+        mixture: Bytes of the mixture of experts that is in the place of the MLP, with its input; None: it is an MLP.
     """
     h, own = shape.width, tokens / cut.tokens
     inner = tokens / cut.inner_tokens / cut.inner
@@ -279,12 +339,15 @@ def saved_block(shape: Shape, cut: Cut, numbers: Numbers, tokens: int, *, cheap:
     norms_again = cheap and cut.features == 1 and numbers.saved == numbers.residual
     activation_again = cheap and numbers.saved == numbers.product
     residual = 2 * own * h / cut.features * numbers.residual
-    residual += 0 if norms_again else 2 * column_input * numbers.saved
+    inputs = 2 if mixture is None else 1
+    residual += 0 if norms_again else inputs * column_input * numbers.saved
     statistics = own * 4 * (2 if cut.features > 1 else 4)
     attention = (shape.attended + h) * numbers.product + float8 * h * numbers.saved + shape.heads * 4
     mlp = shape.mlp * (numbers.product + (0 if activation_again else numbers.saved))
     casts = numbers.cast * shape.block_matrices / cut.matrix
-    return residual + statistics + inner * (attention + mlp) + casts
+    if mixture is not None:
+        mlp, casts = 0, numbers.cast * shape.attention_matrices / cut.matrix
+    return residual + statistics + inner * (attention + mlp) + casts + (mixture or 0.0)
 
 
 def saved_ends(shape: Shape, cut: Cut, numbers: Numbers, part: Part, tokens: int) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from .experts.mixture import Mixture
 from .inputs import Job, Numbers
 from .memory import Replicas
 from .pipeline import Pipe, Place
@@ -88,8 +89,15 @@ class PlannedModel(Protocol):
     def tensor_configs(self, size: int, precision: str) -> Iterator[dict[str, Any]]:
         """The tensor modes for some ranks, as a config writes them; not all of them need to fit."""
 
+    @property
+    def mixture(self) -> Mixture | None:
+        """The model's layers of experts, which are alike; None if it has none."""
+
     def count(self, cut: Cut, part: Part) -> Count:
-        """The parameters of a rank."""
+        """The parameters of a rank, without those of experts that are dealt out."""
+
+    def count_experts(self, cut: Cut, part: Part) -> Count | None:
+        """The parameters of a rank in experts that are dealt out; None if it has none."""
 
     def activations(
         self, cut: Cut, sequence: SequenceCut, pipeline: Pipe, place: Place, job: Job, rows: int

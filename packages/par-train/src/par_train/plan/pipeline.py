@@ -90,6 +90,13 @@ def stage_size(layers: int, stages: int, stage: int) -> int:
     return size + (stage >= stages - larger)
 
 
+def stage_run(layers: int, stages: int, stage: int) -> tuple[int, int]:
+    """The number of a stage's first block, and that of the next one's."""
+    size, larger = divmod(layers, stages)
+    start = stage * size + max(0, stage - (stages - larger))
+    return start, start + stage_size(layers, stages, stage)
+
+
 @cache
 def pipe(name: str, ranks: int, microbatches: int) -> Pipe:
     """What a schedule costs.

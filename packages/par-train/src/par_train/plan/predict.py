@@ -3,26 +3,29 @@
 memory     of the pipeline's rank that needs most
 traffic    of the rank that is busiest
 time       compute + again (what backward computes once more) + tensor + sequence (what does not hide behind attention)
+           + experts (rows on their way, as far as that does not hide behind shared experts)
            + pipeline (what this rank waits for messages) + bubble + data (what does not hide) + away (what a step
            waits for what lies elsewhere, as far as that does not hide)
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from par_groups import Topology
 
 from ..memory.tiers import Source
+from .experts.costs import ExpertWork, work_of
+from .experts.spread import misfit_of_experts
 from .gpt import GPTPlan
 from .inputs import Job, Machine
-from .memory import Memory, optimizer_away, parameters_away, replicas_of, state_memory, with_away
+from .memory import Memory, added, replicas_of, shared_apart, sources_of, state_memory, with_away
 from .model import PlannedModel
 from .pipeline import Pipe, Place, pipe
 from .seconds import Away, seconds_of, wiring_of
 from .sequence import Attention, SequenceCut, local_tokens, reach, sequence_of, sequence_traffic
-from .shape import Cut, Part, Shape, cut_of
-from .traffic import Move, data_traffic, pipeline_traffic
+from .shape import Cut, Part, Shape, averaged_ranks, cut_of
+from .traffic import Move, data_traffic, exchange_traffic, pipeline_traffic
 
 MARGIN = 0.1
 """Part of a device's memory that is left alone: for workspace, fragments, and the device's own libraries."""
@@ -41,6 +44,7 @@ class RankPrediction:
         numbers: The ranks of the pipeline that it stands for.
         sources: What of its memory may lie elsewhere than on the device: the optimizer's state, and at stage 3
             parameters.
+        experts: What its layers of experts take, if it has any.
     """
 
     place: str
@@ -50,6 +54,7 @@ class RankPrediction:
     seconds: Mapping[str, float]
     numbers: tuple[int, ...] = (0,)
     sources: tuple[Source, ...] = ()
+    experts: ExpertWork | None = None
 
 
 def _rounded_up(room: float) -> float:
@@ -86,7 +91,8 @@ class Prediction:
     @property
     def traffic(self) -> Mapping[str, float]:
         """Bytes that the busiest rank receives in a step, by axis; "data" are all ranks that average gradients."""
-        moves, axes = self.busiest.moves, ("data", "pipeline", "sequence", "tensor")
+        moves = self.busiest.moves
+        axes = dict.fromkeys(("data", "pipeline", "sequence", "tensor", *(move.axis for move in moves)))
         return {axis: sum(move.bytes for move in moves if move.axis == axis) for axis in axes}
 
     @property
@@ -122,7 +128,8 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
 
     Args:
         shape: The sizes of a GPT, or a `PretrainedShape`, those of a model of transformers.
-        topology: Sizes of the axes data, pipeline, sequence and tensor, the last two with their modes.
+        topology: Sizes of the axes data, pipeline, sequence, expert and tensor, with their modes, and the view of
+            experts where they are dealt out.
         job: Batch, ZeRO stage, precision, schedule and microbatches.
         machine: What the job runs on; None: `Machine()`, nodes of eight H100.
 
@@ -130,7 +137,8 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
         ValueError: Sizes that do not go together; the message names them.
     """
     machine, model = machine or Machine(), planned(shape).again(job.recompute)
-    cut, sequence, data = cut_of(topology), sequence_of(topology), topology.size("data")
+    cut, sequence = cut_of(topology), sequence_of(topology)
+    data = topology.size("data") * cut.experts.own  # ranks that see other rows
     pipeline = _check(model, topology, cut, sequence, job)
     numbers, accumulates = job.numbers, job.microbatches > 1 or pipeline.ranks > 1
     # Rows of microbatches differ by one at most; the larger ones come first.
@@ -139,17 +147,20 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
     local = local_tokens(sequence, model.context, job.documents)
     microbatches = {size * local: times for size, times in pieces.items()}
     wiring = wiring_of(topology, cut, sequence, machine)
-    averaged = data * sequence.ranks  # ranks that average gradients: they see other rows, or other tokens of them
+    averaged, copies = averaged_ranks(topology), topology.size("data") * cut.experts.copies
     ranks = []
     for place, part, numbers_of_ranks in _kinds_of_places(model, pipeline):
-        parameters = model.count(cut, part)
-        replicas = replicas_of(
-            parameters, numbers, zero=job.zero, ranks=averaged, accumulates=accumulates, gloo=machine.gloo
+        parameters, experts = model.count(cut, part), model.count_experts(cut, part)
+        shared = partial(replicas_of, numbers=numbers, zero=job.zero, accumulates=accumulates, gloo=machine.gloo)
+        replicas, *of_experts = shared_apart(
+            [shared(parameters, ranks=averaged), *([] if experts is None else [shared(experts, ranks=copies)])]
         )
+        every = (replicas, *of_experts)
         table = parameters.table * numbers.master / (averaged if job.zero else 1)
         attentions = model.attentions(cut, sequence, part)
         moves = (
             *data_traffic(replicas, numbers),
+            *(move for each in of_experts for move in data_traffic(each, numbers, "expert_data", flags=False)),
             *pipeline_traffic(model, cut, place, part, microbatches, table),
             *sequence_traffic(
                 sequence,
@@ -162,20 +173,21 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
                 loss=part.last and model.sums_losses,
             ),
             *model.tensor_traffic(cut, numbers, part, microbatches, replicas),
+            *exchange_traffic(model.mixture, cut, numbers, part.mixtures, microbatches, job.imbalance),
         )
         activations, logits = model.activations(cut, sequence, pipeline, place, job, max(pieces))
         held = max(reach(sequence, each, model.context, job.documents).held for each in attentions)
         memory = replace(
-            with_away(state_memory(replicas, numbers), replicas, numbers, job),
+            added([with_away(state_memory(each, numbers), each, numbers, job) for each in every]),
             activations=activations,
             logits=logits,
             attention=held * max(pieces) / cut.inner_tokens * numbers.product,
         )
-        own = replicas.elements / (replicas.ranks if replicas.zero else 1)
-        movable = optimizer_away(replicas, numbers), parameters_away(replicas, numbers)
+        own = sum(each.elements / (each.ranks if each.zero else 1) for each in every)
+        movable = sources_of(every, numbers)
         rank = RankPrediction(
             place=place.name,
-            parameters=parameters.total,
+            parameters=parameters.total + (0 if experts is None else experts.total),
             memory=memory,
             moves=moves,
             seconds=seconds_of(
@@ -195,7 +207,8 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
                 ),
             ),
             numbers=numbers_of_ranks,
-            sources=tuple(source for source in movable if source is not None),
+            sources=movable,
+            experts=work_of(model.mixture, cut.experts, numbers, part.mixtures, microbatches, job.imbalance),
         )
         ranks.append(rank)
     return Prediction(topology=topology, job=job, bubble=pipeline.bubble(job.microbatches), ranks=tuple(ranks))
@@ -216,21 +229,22 @@ def _check(model: PlannedModel, topology: Topology, cut: Cut, sequence: Sequence
     Raises:
         ValueError: The configuration makes no sense.
     """
-    data, ranks = topology.size("data"), topology.size("pipeline")
-    if data * ranks * sequence.ranks * cut.ranks != topology.world_size:
+    ranks, spread = topology.size("pipeline"), cut.experts
+    data = topology.size("data") * spread.own
+    if data * ranks * sequence.ranks * cut.ranks != topology.world_size or (spread.own > 1 and not spread.is_dealt):
         raise ValueError(
-            f"{topology.axes} has ranks on other axes than data, pipeline, sequence and tensor; leave them out"
+            f"{topology.axes} has ranks on other axes than data, pipeline, sequence, tensor and those of "
+            "Topology.from_config for experts; leave them out"
         )
     if job.batch % data or job.batch // data < job.microbatches or job.microbatches < 1:
         raise ValueError(
-            f"a batch of {job.batch} does not divide over {data} data ranks into {job.microbatches} microbatches each; "
-            "change one of them"
+            f"a batch of {job.batch} does not divide over {data} {'data' if spread.own == 1 else 'data x expert'} ranks "
+            f"into {job.microbatches} microbatches each; change one of them"
         )
+    problem = misfit_of_experts(model.mixture, spread, job.imbalance)
     for rows in {job.batch // data // job.microbatches, -(-job.batch // data // job.microbatches)}:
-        problem = model.misfit(cut, rows)
-        if problem is not None:
-            raise ValueError(problem)
-    problem = misfit_of_sequence(model, cut, sequence)
+        problem = problem or model.misfit(cut, rows)
+    problem = problem or misfit_of_sequence(model, cut, sequence)
     if problem is not None:
         raise ValueError(problem)
     if job.precision == "fp8" and cut.mode not in (None, "1d"):
@@ -296,3 +310,19 @@ def attentions_of(model: PlannedModel, cut: Cut, sequence: SequenceCut) -> Mappi
     """The attentions of all layers of a model; see `PlannedModel.attentions`."""
     alone = pipe("1f1b", 1, 1)
     return model.attentions(cut, sequence, model.part(alone, alone.places[0]))
+
+
+def model_flops(model: Shape | PlannedModel) -> float:
+    """Floating-point operations of a whole model for one token, in forward and backward: what MFU is the share of.
+
+    Of causal attention half is counted, of experts those that a token goes to, and nothing that is computed again: so
+    MFU tells how much of the devices' peak goes into what the model needs.
+
+    Args:
+        model: The sizes of a GPT, or a model as the planner takes it, such as `PretrainedShape`.
+
+    Example:
+        Run(folder, strategy, flops=model_flops(PretrainedShape(model, context=4096)))
+    """
+    alone, asked = pipe("1f1b", 1, 1), planned(model)
+    return sum(asked.flops(asked.part(alone, alone.places[0])))

@@ -6,6 +6,7 @@ from typing import Any
 
 from .._units import format_bytes, format_seconds
 from ..memory.tiers import AWAY, Shares
+from .experts.spread import expert_config
 from .inputs import Job, Machine
 from .model import PlannedModel
 from .predict import MARGIN, Prediction, planned
@@ -19,6 +20,7 @@ _TITLES = (
     "data",
     "pipeline",
     "sequence",
+    "expert",
     "tensor",
     "zero",
     "schedule",
@@ -40,6 +42,7 @@ _TERMS_IN_WORDS = {
     "again": "what backward computes again",
     "tensor": "what tensor ranks send each other",
     "sequence": "what attention waits for over the sequence's ranks",
+    "experts": "tokens on their way to experts and back",
     "pipeline": "what pipeline stages send each other",
     "bubble": "waiting in the pipeline",
     "data": "gradients and parameters that replicas exchange",
@@ -189,8 +192,8 @@ class Report:
 def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> list[str]:
     """A line of titles, and one line for each prediction; columns align.
 
-    There is a column for the axis `sequence` where one of them cuts it, for recomputation where one of them does some,
-    and for host and disk where something lies there.
+    There is a column for the axis `sequence` where one of them cuts it, for experts where one of them deals them out,
+    for recomputation where one of them does some, and for host and disk where something lies there.
 
     Args:
         predictions: The lines.
@@ -201,6 +204,7 @@ def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> 
     left_out = set() if is_cut else {"sequence"}
     again = any(prediction.job.recompute for prediction in predictions)
     away = any(prediction.job.optimizer_away or prediction.job.parameters_away for prediction in predictions)
+    left_out |= set() if any(cut_of(each.topology).experts.is_dealt for each in predictions) else {"expert"}
     left_out |= (set() if again else {"recompute"}) | (set() if away else {"away", "host", "disk"})
     left_out |= set() if (again or away) and machine is not None else {"binds"}
     lines = [tuple(title for title in _TITLES if title not in left_out)]
@@ -210,6 +214,7 @@ def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> 
             str(topology.size("data")),
             str(topology.size("pipeline")),
             sequence.label,
+            cut_of(topology).experts.label,
             cut_of(topology).label,
             str(job.zero),
             job.schedule if topology.size("pipeline") > 1 else "-",
@@ -231,11 +236,24 @@ def table(predictions: Sequence[Prediction], machine: Machine | None = None) -> 
 
 
 def moves(prediction: Prediction) -> list[str]:
-    """A line for each kind of traffic of the busiest rank in a step."""
-    return [
+    """A line for each kind of traffic of the busiest rank in a step, and one for its experts."""
+    lines = [
         f"  over {over(move, prediction.topology)}: {format_bytes(move.bytes)} of {move.what}, "
         f"{move.operations:,.0f} operation{'' if move.operations == 1 else 's'}"
         for move in prediction.busiest.moves
+    ]
+    return [*lines, *_experts_in_words(prediction)]
+
+
+def _experts_in_words(prediction: Prediction) -> list[str]:
+    """What the experts of the busiest rank take, if it has any."""
+    work = prediction.busiest.experts
+    if work is None:
+        return []
+    reads = f", {work.host_syncs:,} times that the host waits for numbers of rows" if work.host_syncs else ""
+    return [
+        f"  experts x imbalance {work.imbalance:.3g}: {work.layers} layer{'s' * (work.layers > 1)} of "
+        f"{work.flops / 1e12:.3g} TFLOP and {format_bytes(work.kept)} kept for a microbatch each{reads}"
     ]
 
 
@@ -243,9 +261,13 @@ def describe(prediction: Prediction) -> str:
     """A configuration in words, such as "data 2 x pipeline 2, zero 1, zb_h1, 4 microbatches"."""
     topology, job = prediction.topology, prediction.job
     axes = [f"{name} {topology.size(name)}" for name in ("data", "pipeline") if topology.size(name) > 1]
-    for name, cut in (("sequence", sequence_of(topology)), ("tensor", cut_of(topology))):
-        if cut.ranks > 1:
-            axes.append(f"{name} {cut.label}")
+    sequence, cut = sequence_of(topology), cut_of(topology)
+    if sequence.ranks > 1:
+        axes.append(f"sequence {sequence.label}")
+    if cut.experts.is_dealt:
+        axes.append(f"expert {cut.experts.label}")
+    if cut.ranks > 1:
+        axes.append(f"tensor {cut.label}")
     words = [" x ".join(axes) or "one device", f"zero {job.zero}"]
     if topology.size("pipeline") > 1:
         words.append(job.schedule)
@@ -267,7 +289,12 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         if topology.size(axis) > 1
     }
     return {
-        "parallel": {"data": topology.size("data"), "pipeline": topology.size("pipeline"), **modes},
+        "parallel": {
+            "data": topology.size("data"),
+            "pipeline": topology.size("pipeline"),
+            **modes,
+            **expert_config(topology),
+        },
         "zero": job.zero,
         "precision": job.precision,
         "pipeline": {"schedule": job.schedule, "microbatches": job.microbatches},
@@ -275,6 +302,7 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         **job.parts,
         "memory": {**vars(prediction.memory), "total": prediction.memory.total},
         "traffic": [vars(move) for move in busiest.moves],
+        **({} if busiest.experts is None else {"experts": vars(busiest.experts)}),
         "bubble": prediction.bubble,
         "seconds": {**busiest.seconds, "total": prediction.seconds},
         "bound": prediction.bound,

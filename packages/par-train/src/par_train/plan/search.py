@@ -2,7 +2,7 @@
 
 A frame is a topology and a number of microbatches: what its ranks compute and send within a microbatch is the same
 under every schedule and ZeRO stage, but for what attention fetches over a sequence that is cut, whose mode is chosen
-with these. Frames are looked at in the order of that time, until no other can be faster than what was found.
+with these. Topologies are looked at in the order of that time, until no other can be faster than what was found.
 """
 
 import math
@@ -10,18 +10,19 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 from par_groups import Topology
 
 from ..memory.tiers import TooSmallError
+from .experts.spread import expert_config, expert_configs, misfit_of_experts
 from .inputs import NUMBERS, Job, Machine
 from .model import PlannedModel
 from .pipeline import SCHEDULES, pipe
 from .predict import Prediction, attentions_of, misfit_of_sequence, planned, predict
 from .sequence import sequence_of
-from .shape import Shape, cut_of
+from .shape import Shape, averaged_ranks, cut_of
 from .tiers import cheapest
 
 LEAST_TOKENS = 2048
@@ -93,43 +94,77 @@ def rank(
             if problem is None and (name not in best or _order(made) < _order(best[name])):
                 best[name] = made
 
-    frames = _bounds(shape, world, job, machine, sequence)
-    for least_seconds, least_memory, topology, frame in sorted(frames, key=lambda one: one[0]):
-        if len(best) >= top and least_seconds > found()[-1].seconds:
+    def look_at(bound: _Bound, room: float) -> None:
+        """Considers the frames of a topology that take no more than some bytes, and are of use."""
+        for frame in bound.frames if bound.memory <= room else ():
+            least_seconds, least_memory = _least(shape, bound.topology, frame, machine)
+            if least_memory <= room and (len(best) < top or least_seconds <= found()[-1].seconds):
+                consider(least_seconds, bound.topology, frame)
+
+    bounds = _bounds(shape, world, job, machine, sequence)
+    for bound in sorted(bounds, key=lambda one: one.seconds):
+        if len(best) >= top and bound.seconds > found()[-1].seconds:
             break
-        if least_memory <= machine.memory:
-            consider(least_seconds, topology, frame)
+        look_at(bound, machine.memory)
     if not best:
-        for least_seconds, least_memory, topology, frame in sorted(frames, key=lambda one: one[1]):
-            if short is not None and least_memory > machine.memory + short.missing * (short.tier == "device"):
+        for bound in sorted(bounds, key=lambda one: one.memory):
+            room = math.inf
+            if short is not None:
+                room = machine.memory + short.missing * (short.tier == "device")
+            if bound.memory > room:
                 break
-            consider(least_seconds, topology, frame)
+            look_at(bound, room)
     if best:
         nearest = short = None
-    return Ranking(best=tuple(found()), nearest=nearest, frames=len(frames), short=short)
+    frames = sum(len(bound.frames) for bound in bounds)
+    return Ranking(best=tuple(found()), nearest=nearest, frames=frames, short=short)
 
 
-def _bounds(
-    shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None
-) -> list[tuple[float, float, Topology, Job]]:
-    """Every frame, with seconds and bytes of the device below which no variant of it comes.
+@dataclass(frozen=True)
+class _Bound:
+    """A topology with its frames, and seconds and bytes of the device below which none of them comes."""
+
+    topology: Topology
+    frames: tuple[Job, ...]
+    seconds: float
+    memory: float
+
+
+def _bounds(shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None) -> list[_Bound]:
+    """Every topology. The fewest microbatches send the fewest messages, and no number of them changes what is sent."""
+    bounds: list[_Bound] = []
+    for topology, frames in groupby(configurations(shape, world, job, sequence), key=operator.itemgetter(0)):
+        jobs = tuple(frame for _, frame in frames)
+        fewest = min(jobs, key=lambda frame: frame.microbatches)
+        seconds, memory = _least(shape, topology, fewest, machine, activations=False)
+        bounds.append(_Bound(topology, jobs, seconds, memory))
+    return bounds
+
+
+def _least(
+    shape: Shape | PlannedModel, topology: Topology, frame: Job, machine: Machine, *, activations: bool = True
+) -> tuple[float, float]:
+    """Seconds, and bytes of the device, below which no variant of a frame comes.
 
     The highest useful stage takes the least state, what computes most again the least activations, and the mode
     "gather" keeps least until backward; the time of what each variant does alike is that of every variant.
+
+    Args:
+        shape: The model's sizes.
+        topology: The axes.
+        frame: The job.
+        machine: What it runs on.
+        activations: Whether activations count.
     """
     again, elsewhere = planned(shape).recomputes[-1], bool(machine.host_memory or machine.disk)
-    frames: list[tuple[float, float, Topology, Job]] = []
-    for topology, frame in configurations(shape, world, job, sequence):
-        zero = _last_stage(topology, frame, elsewhere=elsewhere)
-        first = predict(shape, topology, replace(frame, zero=zero, recompute=again), machine)
-        fullest = max(first.ranks, key=lambda one: one.memory.total)
-        seconds, memory = first.busiest.seconds, fullest.memory
-        least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1)
-        if elsewhere:
-            least_kept -= sum(source.frees for source in fullest.sources)
-        least_seconds = sum(seconds[term] for term in ("compute", "tensor", "pipeline"))
-        frames.append((least_seconds, memory.state + least_kept, topology, frame))
-    return frames
+    zero = _last_stage(topology, frame, elsewhere=elsewhere)
+    first = predict(shape, topology, replace(frame, zero=zero, recompute=again), machine)
+    fullest = max(first.ranks, key=lambda one: one.memory.total)
+    seconds, memory = first.busiest.seconds, fullest.memory
+    least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1) if activations else 0.0
+    if elsewhere:
+        least_kept -= sum(source.frees for source in fullest.sources)
+    return sum(seconds[term] for term in ("compute", "tensor", "experts", "pipeline")), memory.state + least_kept
 
 
 def _lacks(made: Prediction, problem: TooSmallError | None) -> tuple[bool, float, float]:
@@ -164,14 +199,17 @@ def configurations(
             parallel: dict[str, Any] = {"pipeline": pipeline, **({"tensor": tensor} if tensor else {})}
             if ranks > 1:
                 parallel["sequence"] = {"size": ranks, "mode": "gather"}
-            topology = Topology.from_config(parallel, world)
-            cut, rows = cut_of(topology), job.batch // data
-            if misfit_of_sequence(model, cut, sequence_of(topology)) is not None:
-                continue
-            for microbatches in _divisors(rows):
-                enough = microbatches >= min(pipeline, rows)
-                if enough and model.misfit(cut, rows // microbatches) is None:
-                    yield topology, replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
+            for expert in expert_configs(model.mixture, tensor.get("size", 1), ranks, data):
+                topology = Topology.from_config({**parallel, **expert}, world)
+                cut, rows = cut_of(topology), job.batch // data
+                if misfit_of_experts(model.mixture, cut.experts, job.imbalance) is not None:
+                    continue
+                if misfit_of_sequence(model, cut, sequence_of(topology)) is not None:
+                    break
+                for microbatches in _divisors(rows):
+                    enough = microbatches >= min(pipeline, rows)
+                    if enough and model.misfit(cut, rows // microbatches) is None:
+                        yield topology, replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
 
 
 def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
@@ -235,12 +273,8 @@ def sequence_modes(shape: Shape | PlannedModel, topology: Topology, machine: Mac
         ways += [{"mode": "2d", "ulysses": inside[-1], "outer": outer} for outer in ("ring", "gather")]
     mode, options = topology.modes.get("tensor", (None, {}))
     tensor = {"tensor": {"size": cut.ranks, "mode": mode, **options}} if mode else {}
-    return [
-        Topology.from_config(
-            {"pipeline": topology.size("pipeline"), "sequence": {"size": ranks, **way}, **tensor}, topology.world_size
-        )
-        for way in ways
-    ]
+    others = {"pipeline": topology.size("pipeline"), **tensor, **expert_config(topology)}
+    return [Topology.from_config({**others, "sequence": {"size": ranks, **way}}, topology.world_size) for way in ways]
 
 
 def tensor_configs(shape: Shape | PlannedModel, world: int, precision: str) -> Iterator[dict[str, Any]]:
@@ -280,7 +314,7 @@ def variants(topology: Topology, job: Job, *, elsewhere: bool = False) -> Iterat
 
 def _shares(topology: Topology) -> bool:
     """Whether there are replicas to share anything among."""
-    return topology.size("data") * topology.size("sequence") > 1
+    return averaged_ranks(topology) > 1
 
 
 def _last_stage(topology: Topology, job: Job, *, elsewhere: bool) -> int:

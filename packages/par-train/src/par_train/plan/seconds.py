@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from par_groups import Topology
 
+from .experts.mixture import imbalance_of
 from .inputs import Job, Machine
 from .model import PlannedModel
 from .pipeline import Pipe
@@ -13,7 +14,7 @@ from .sequence import Attention, SequenceCut, reach
 from .shape import Cut, Part
 from .traffic import Move
 
-TERMS = ("compute", "again", "tensor", "sequence", "pipeline", "bubble", "data", "away")
+TERMS = ("compute", "again", "tensor", "sequence", "experts", "pipeline", "bubble", "data", "away")
 """The terms of a step's time."""
 
 
@@ -53,11 +54,12 @@ class Wiring:
 
     Args:
         world: Number of ranks.
-        data: Number of ranks on the axis "data".
+        data: Number of ranks that see other rows: those of the axes "data" and "expert".
         cut: The cut of the tensor mode.
         sequence: The cut of a row's tokens.
         links: What connects the ranks of the axes "data", which are all that average gradients, "pipeline", "tensor",
-            and of a sequence that is cut those of "outer", between which keys and values travel, and "inner".
+            and of a sequence that is cut those of "outer", between which keys and values travel, and "inner"; where
+            experts are dealt out those of "expert_data", which have copies, and "expert_parallel".
     """
 
     world: int
@@ -79,14 +81,20 @@ def wiring_of(topology: Topology, cut: Cut, sequence: SequenceCut, machine: Mach
     groups: dict[str, str | tuple[str, ...]] = {"data": "data", "pipeline": "pipeline", "tensor": "tensor"}
     if sequence.ranks > 1:
         outer, inner = ("ring", "ulysses") if sequence.mode == "2d" else ("sequence", "sequence")
-        groups |= {"data": ("data", "sequence"), "outer": outer, "inner": inner}
+        groups |= {"outer": outer, "inner": inner}
+    more = [name for name, ranks in (("sequence", sequence.ranks), ("expert", cut.experts.own)) if ranks > 1]
+    if more:
+        groups["data"] = ("data", *more)
+    if cut.experts.is_dealt:
+        groups |= {"expert_data": ("data", "expert_data"), "expert_parallel": "expert_parallel"}
     links = {
         name: Link(
             _rate_of(topology, axes, machine), 1 if name == "pipeline" else math.log2(max(2, topology.size(axes)))
         )
         for name, axes in groups.items()
     }
-    return Wiring(world=topology.world_size, data=topology.size("data"), cut=cut, sequence=sequence, links=links)
+    data = topology.size("data") * cut.experts.own
+    return Wiring(world=topology.world_size, data=data, cut=cut, sequence=sequence, links=links)
 
 
 def seconds_of(
@@ -131,7 +139,17 @@ def seconds_of(
     matrices, attention = (rows * model.context * flops / peak for flops in model.flops(part))
     sizes = [one.heads * one.width * number for _, one, number in found]
     attention *= sum(one.work * size for (one, _, _), size in zip(found, sizes, strict=True)) / sum(sizes)
-    compute = matrices + attention
+    of_experts = over_experts = 0.0
+    if model.mixture is not None and cut.experts.parallel > 1:
+        tokens_a_second = rows * model.context / peak
+        imbalance = imbalance_of(job.imbalance, cut.experts.parallel)
+        a_layer = 6 * model.mixture.expert * part.mixtures * tokens_a_second
+        of_experts = (imbalance - 1) * model.mixture.top_k * a_layer
+        shared = model.mixture.shared * a_layer  # is computed while rows travel, forward and backward
+        there = time_of("expert_parallel", "dispatch") / 2
+        over_experts = max(0.0, there - shared / 3) + max(0.0, there - shared * 2 / 3)
+        over_experts += time_of("expert_parallel", "combine") + time_of("expert_parallel", "counts")
+    compute = matrices + attention + of_experts
     again_matrices, again_attention = (rows * model.context * flops / peak for flops in model.flops_again(part))
     again = again_matrices + (attention / 3 if again_attention else 0.0)
     over_sequence = 0.0
@@ -147,10 +165,13 @@ def seconds_of(
         starts = sum(hops[move.what] * move.operations for move in moves if move.axis == "sequence")
         over_sequence = max(0.0, keys - attention) + heads + starts * machine.latency
     tensor, pipe_messages = time_of("tensor"), time_of("pipeline")
-    if model.checkpointing:  # layers send each other in the forward that runs again what they sent in the first
-        again += tensor / 2
+    if model.checkpointing:  # ranks send each other in the forward that runs again what they sent in the first
+        again += (tensor + over_experts) / 2
     one_microbatch = compute / job.microbatches  # two thirds of it backward
-    gradients, flags, parameters = (time_of("data", what) for what in ("gradients", "flags", "parameters"))
+    shared_over = ("data", "expert_data") if cut.experts.is_dealt else ("data",)
+    gradients, flags, parameters = (
+        sum(time_of(axis, what) for axis in shared_over) for what in ("gradients", "flags", "parameters")
+    )
     if job.zero < 3:  # gradients hide behind the last backward; parameters come when the optimizer has stepped
         exposed = max(0.0, gradients - one_microbatch * 2 / 3) + parameters
     else:  # parameters are gathered while the model computes
@@ -161,8 +182,11 @@ def seconds_of(
         "again": again,
         "tensor": tensor,
         "sequence": over_sequence,
+        "experts": over_experts,
         "pipeline": pipe_messages,
-        "bubble": (compute + again + tensor + over_sequence + pipe_messages) / job.microbatches * pipeline.idle,
+        "bubble": (compute + again + tensor + over_sequence + over_experts + pipe_messages)
+        / job.microbatches
+        * pipeline.idle,
         "data": exposed + flags,
         "away": waits,
     }

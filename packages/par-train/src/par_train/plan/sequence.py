@@ -10,8 +10,9 @@ import numpy as np
 from par_groups import Topology
 from par_layers import AttentionShape, Mask, cost, fetch_parts, memory, work
 
+from .experts.costs import all_reduced
 from .shape import cut_of, sequence_ranks
-from .traffic import Move, all_reduced
+from .traffic import Move
 
 CAUSAL = Mask(causal=True)
 """A token sees those before it, and itself."""

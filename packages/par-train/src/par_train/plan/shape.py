@@ -1,10 +1,14 @@
 """The sizes of a transformer, and what pipeline stages and tensor modes leave of them on one rank. No torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from par_groups import Topology
+
+from .experts.mixture import Mixture
+from .experts.spread import ALONE, Spread, experts_of, own_ranks, spread_of
 
 MODES = ("1d", "2d", "2.5d", "3d")
 """The tensor modes that there are formulas for."""
@@ -13,6 +17,8 @@ MODES = ("1d", "2d", "2.5d", "3d")
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The sizes of a GPT: learned positions, pre-norm blocks with biases, a classifier over the vocabulary without one.
+
+    With experts, a mixture of them takes the place of the MLP in all blocks but the first ones.
 
     Args:
         layers: Number of transformer blocks.
@@ -23,9 +29,15 @@ class Shape:
         hidden: Number of features inside the MLP; None: four times `width`.
         kv_heads: Number of heads of keys and of values; None: as many as `heads`.
         tied: Whether the table of the embedding is the classifier's weight, too.
+        experts: Number of experts in a mixture; 0: there are none, and what follows says nothing.
+        top_k: Number of experts that a token goes to.
+        expert_hidden: Number of features inside an expert; None: as many as inside the MLP.
+        shared: Number of experts that every token goes to as well.
+        dense_layers: Number of the first blocks, which keep their MLP.
+        gated: Whether an expert has a gate, and so three matrices.
 
     Raises:
-        ValueError: A size is below 1, or the heads do not divide the width.
+        ValueError: A size is below 1, the heads do not divide the width, or a token has more experts than there are.
     """
 
     layers: int
@@ -36,11 +48,20 @@ class Shape:
     hidden: int | None = None
     kv_heads: int | None = None
     tied: bool = False
+    experts: int = 0
+    top_k: int = 2
+    expert_hidden: int | None = None
+    shared: int = 0
+    dense_layers: int = 0
+    gated: bool = True
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1 and name != "tied":
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            least = 0 if name in ("experts", "shared", "dense_layers") else 1
+            if value is not None and value < least and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"top_k is {self.top_k}, but there are {self.experts} experts; choose 1 to {self.experts}")
         if self.width % self.heads or self.heads % self.keys:
             raise ValueError(
                 f"width {self.width}, heads {self.heads} and kv_heads {self.keys}: each must be a multiple of the next"
@@ -62,22 +83,50 @@ class Shape:
         return self.width + 2 * self.keys * (self.width // self.heads)
 
     @property
+    def mixture(self) -> Mixture | None:
+        """The layer of experts that takes the place of the MLP, if there is one."""
+        if not self.experts:
+            return None
+        return Mixture(
+            hidden=self.width,
+            intermediate=self.expert_hidden or self.mlp,
+            experts=self.experts,
+            top_k=self.top_k,
+            shared=self.shared,
+            gated=self.gated,
+        )
+
+    def mixtures(self, start: int, stop: int) -> int:
+        """Number of blocks with experts among those from one number up to another."""
+        return max(0, stop - max(start, self.dense_layers)) if self.experts else 0
+
+    @property
+    def attention_matrices(self) -> int:
+        """Number of elements in the matrices into attention and out of it."""
+        return self.width * (self.attended + self.width)
+
+    @property
     def block_matrices(self) -> int:
         """Number of elements in the four matrices of a block: into attention, out of it, into the MLP, out of it."""
-        return self.width * (self.attended + self.width + 2 * self.mlp)
+        return self.attention_matrices + 2 * self.width * self.mlp
 
     @property
     def parameters(self) -> int:
         """Number of elements in all parameters of the model."""
-        return count(self, Cut(), Part(blocks=self.layers, first=True, last=True)).total
+        whole = Part(blocks=self.layers, first=True, last=True, mixtures=self.mixtures(0, self.layers))
+        return count(self, Cut(), whole).total
 
     def flops(self, part: "Part") -> tuple[float, float]:
         """Floating-point operations for one token in forward and backward: of matrices, and of attention.
 
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
-        Attention is causal, so that half of its products, 4 * context * width operations, are computed.
+        Attention is causal, so that half of its products, 4 * context * width operations, are computed. Of experts
+        there are those that a token goes to.
         """
-        matrices = part.blocks * 2 * self.block_matrices + part.last * 2 * self.width * self.vocabulary
+        blocks = (part.blocks - part.mixtures) * self.block_matrices
+        if self.mixture is not None:
+            blocks += part.mixtures * (self.attention_matrices + self.mixture.active)
+        matrices = 2 * blocks + part.last * 2 * self.width * self.vocabulary
         return 3.0 * matrices, 3.0 * part.blocks * 2 * self.context * self.width
 
 
@@ -90,12 +139,14 @@ class Part:
         first: Whether it has the embeddings.
         last: Whether it has the last norm and the classifier.
         runs: Of blocks that differ: for each of its stages, the kinds in it and how many blocks are of each.
+        mixtures: Number of its blocks that have experts.
     """
 
     blocks: int
     first: bool
     last: bool
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    mixtures: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +166,7 @@ class Cut:
         inner: Number of parts of the features in the inner layout.
         matrix: Number of parts of a linear layer's weight.
         axes: Names and sizes of the mode's axes.
+        experts: How experts lie on ranks.
     """
 
     mode: str | None = None
@@ -126,6 +178,7 @@ class Cut:
     inner: int = 1
     matrix: int = 1
     axes: tuple[tuple[str, int], ...] = ()
+    experts: Spread = ALONE
 
     @property
     def batch(self) -> int:
@@ -146,15 +199,21 @@ def sequence_ranks(topology: Topology) -> int:
     return topology.size("sequence") if "sequence" in (*topology.axes, *topology.products) else 1
 
 
+def averaged_ranks(topology: Topology) -> int:
+    """Number of ranks that average gradients of dense layers: they see other rows, or other tokens of them."""
+    return topology.size("data") * sequence_ranks(topology) * own_ranks(topology)
+
+
 def cut_of(topology: Topology) -> Cut:
-    """The cut of a topology's tensor mode.
+    """The cut of a topology's tensor mode, and how experts lie.
 
     Raises:
         ValueError: There are no formulas for its mode.
     """
     ranks, (mode, options) = topology.size("tensor"), topology.modes.get("tensor", (None, {}))
     axes = {name: topology.size(name) for name in topology.leaves("tensor")}
-    return make_cut(mode, ranks, axes, sequence=bool(options.get("sequence_parallel", False)))
+    cut = make_cut(mode, ranks, axes, sequence=bool(options.get("sequence_parallel", False)))
+    return replace(cut, experts=spread_of(topology))
 
 
 def make_cut(mode: str | None, ranks: int, axes: dict[str, int], *, sequence: bool = False) -> Cut:
@@ -201,6 +260,11 @@ def misfit(shape: Shape, cut: Cut, rows: int = 0) -> str | None:
         ("model.context", shape.context, cut.tokens if cut.sequence else 1),
         ("the rows of a microbatch", rows, cut.batch),
     ]
+    if shape.mixture is not None:
+        if cut.mode not in (None, "1d"):
+            return f"experts need tensor mode '1d' or none, the config has {cut.mode!r}"
+        rules.append(("features of shared experts", shape.shared * shape.mixture.intermediate, cut.ranks))
+        rules.append(("features of an expert", shape.mixture.intermediate, cut.experts.tensor))
     for what, length, parts in rules:
         if length % parts:
             return f"{what} is {length}, which tensor mode {cut.label} cuts into {parts} parts"
@@ -213,7 +277,7 @@ class Count:
 
     Args:
         total: Elements of all parameters of the rank.
-        block: Elements of one block, the largest if they differ.
+        block: Elements of one block, of the last if they differ.
         blocks: Number of blocks.
         ends: Elements of the embeddings, the last norm and the classifier, as far as the rank has them.
         table: Elements of the embedding's table, if the rank has it.
@@ -238,8 +302,7 @@ def count(shape: Shape, cut: Cut, part: Part) -> Count:
         cut: The cut of the tensor mode.
         part: What the rank's pipeline stages have of the model.
     """
-    h, matrices = shape.width, shape.block_matrices // cut.matrix
-    biases_and_norms = (shape.attended + shape.mlp) // cut.inner + 6 * h // cut.features
+    h = shape.width
     table = padded(shape.vocabulary, cut.matrix // cut.features) * h // cut.matrix
     head = table if shape.tied else padded(shape.vocabulary, cut.inner) * h // cut.matrix
     own_head = part.last and not (shape.tied and part.first)  # a tied head beside its table is the same parameter
@@ -249,16 +312,66 @@ def count(shape: Shape, cut: Cut, part: Part) -> Count:
         "norm": 2 * h // cut.features if part.last else 0,
         "head": head if own_head else 0,
     }
-    largest_matrix = h * max(shape.mlp, shape.attended) // cut.matrix if part.blocks else 0
-    block = matrices + biases_and_norms
+    blocks = [_block(shape, cut)] * (part.blocks - part.mixtures)
+    if shape.mixture is not None:
+        blocks += [_block_with_experts(shape, shape.mixture, cut)] * part.mixtures
     return Count(
-        total=block * part.blocks + sum(ends.values()),
-        block=block,
+        total=sum(block.elements for block in blocks) + sum(ends.values()),
+        block=blocks[-1].elements if blocks else 0,
         blocks=part.blocks,
         ends=sum(ends.values()),
         table=table,
-        largest=max(largest_matrix, *ends.values()),
-        tensors=12 * part.blocks + 2 * part.first + 2 * part.last + own_head,
+        largest=max(*(block.largest for block in blocks), *ends.values()),
+        tensors=sum(block.tensors for block in blocks) + 2 * part.first + 2 * part.last + own_head,
+    )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Elements of a rank's part of a block, those of the largest tensor, and the number of tensors."""
+
+    elements: int
+    largest: int
+    tensors: int
+
+
+@lru_cache(maxsize=4096)
+def _block(shape: Shape, cut: Cut) -> _Block:
+    """A block with an MLP."""
+    h, matrices = shape.width, shape.block_matrices // cut.matrix
+    biases_and_norms = (shape.attended + shape.mlp) // cut.inner + 6 * h // cut.features
+    return _Block(matrices + biases_and_norms, h * max(shape.mlp, shape.attended) // cut.matrix, 12)
+
+
+@lru_cache(maxsize=4096)
+def _block_with_experts(shape: Shape, mixture: Mixture, cut: Cut) -> _Block:
+    """A block with a mixture; experts that are dealt out are not among it."""
+    h = shape.width
+    matrices = [h * shape.attended // cut.matrix, h**2 // cut.matrix, mixture.router]
+    if mixture.shared:
+        matrices += [mixture.shared * mixture.intermediate * h // cut.ranks] * (3 if mixture.gated else 2)
+    if not cut.experts.is_dealt:
+        matrices += experts_of(mixture, cut.experts)
+    return _Block(sum(matrices) + shape.attended // cut.inner + 5 * h // cut.features, max(matrices), 6 + len(matrices))
+
+
+def count_experts(mixture: Mixture, spread: Spread, layers: int) -> Count:
+    """The number of parameters of one rank in experts that are dealt out.
+
+    Args:
+        mixture: A layer of experts.
+        spread: How they lie.
+        layers: Number of layers with experts that the rank has.
+    """
+    tensors = experts_of(mixture, spread)
+    return Count(
+        total=layers * sum(tensors),
+        block=sum(tensors),
+        blocks=layers,
+        ends=0,
+        table=0,
+        largest=max(tensors),
+        tensors=layers * len(tensors),
     )
 
 

@@ -11,6 +11,9 @@ from par_groups import Topology
 from par_layers import Cost, LinearShape, NormShape, TableShape, cost
 from par_zero import traffic
 
+from .experts.costs import all_reduced, exchanged, partial_elements, tensor_bytes, tensor_operations
+from .experts.mixture import Load, Mixture
+from .experts.spread import own_ranks
 from .inputs import Numbers
 from .memory import Replicas
 from .pipeline import Place
@@ -28,7 +31,8 @@ class Move:
     """One kind of traffic over one axis in a step.
 
     Args:
-        axis: Name of the topology's axis; "data" are all ranks that average gradients, those of a sequence among them.
+        axis: Name of the topology's axis; "data" are all ranks that average gradients, those of a sequence among them,
+            and "expert_data" those that have copies of the same experts.
         what: What is moved, such as "gradients".
         operations: Number of collectives, or of messages that are received.
         bytes: Bytes that a rank receives.
@@ -42,13 +46,24 @@ class Move:
 
 def over(move: Move, topology: Topology) -> str:
     """The axes that something goes over, in words: those of gradients are data x sequence where a sequence is cut."""
-    return "data x sequence" if move.axis == "data" and sequence_ranks(topology) > 1 else move.axis
+    if move.axis == "expert_data":
+        return "data x expert_data"
+    if move.axis != "data":
+        return move.axis
+    more = {"sequence": sequence_ranks(topology), "expert": own_ranks(topology)}
+    return " x ".join(["data", *(name for name, ranks in more.items() if ranks > 1)])
 
 
-def data_traffic(replicas: Replicas, numbers: Numbers) -> list[Move]:
-    """Gradients and parameters over the data axis, and at the end of each reduction some flags.
+def data_traffic(replicas: Replicas, numbers: Numbers, axis: str = "data", *, flags: bool = True) -> list[Move]:
+    """Gradients and parameters over the ranks that share them, and at the end of each reduction some flags.
 
     They say that a rank had all gradients and that the order of reductions stands; at stage 3 also how the pass ends.
+
+    Args:
+        replicas: The replicas.
+        numbers: Widths of numbers.
+        axis: What their ranks are called, as in `Move`.
+        flags: Whether there are flags: copies of experts need no more than those of all ranks they are among.
     """
     zero, ranks, accumulates = replicas.zero, replicas.ranks, replicas.accumulates
     if ranks == 1:
@@ -58,14 +73,15 @@ def data_traffic(replicas: Replicas, numbers: Numbers) -> list[Move]:
     others = (ranks - 1) / ranks
     gradients = (2 if zero == 0 else 1) * replicas.elements * others
     moves = [
-        Move(axis="data", what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
-        Move(axis="data", what="flags", operations=1, bytes=2 * others * 4 * (6 if zero == 3 else 2)),
+        Move(axis=axis, what="gradients", operations=replicas.chunks, bytes=gradients * numbers.gradient),
     ]
+    if flags:
+        moves.append(Move(axis=axis, what="flags", operations=1, bytes=2 * others * 4 * (6 if zero == 3 else 2)))
     if zero:
         again = zero == 3 and not accumulates  # gathered for forward and for backward, but for those that stay
         parameters = both - gradients - (replicas.stays * others if again else 0)
         operations = replicas.chunks * (2 if again else 1)
-        moves.append(Move(axis="data", what="parameters", operations=operations, bytes=parameters * numbers.weight))
+        moves.append(Move(axis=axis, what="parameters", operations=operations, bytes=parameters * numbers.weight))
     return moves
 
 
@@ -100,6 +116,37 @@ def tensor_traffic(
         groups = 2 if cut.mode == "3d" or dict(cut.axes).get("depth") else 1  # two kinds of groups that sum
         moves.append(Move(axis="tensor", what="partial gradients", operations=groups, bytes=partial * numbers.master))
     return moves
+
+
+def exchange_traffic(
+    mixture: Mixture | None, cut: Cut, numbers: Numbers, layers: int, microbatches: Mapping[int, int], load: Load
+) -> list[Move]:
+    """What comes over the ranks that experts are dealt out over: rows to their experts, outputs back, and counts.
+
+    Args:
+        mixture: A layer of experts; None: the model has none.
+        cut: The cut of the tensor mode, and how experts lie.
+        numbers: Widths of numbers.
+        layers: Number of layers with experts that the rank has.
+        microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
+        load: How busy experts are; counted is the rank with most rows.
+    """
+    if mixture is None or cut.experts.parallel == 1 or not layers:
+        return []
+    each = [
+        (exchanged(mixture, cut.experts, numbers, tokens, load), layers * times)
+        for tokens, times in microbatches.items()
+    ]
+    passes = sum(times for _, times in each)
+    return [
+        Move(
+            axis="expert_parallel",
+            what=what,
+            operations=passes * (1 if what == "counts" else 2),
+            bytes=sum(getattr(one, what) * times for one, times in each),
+        )
+        for what in ("dispatch", "combine", "counts")
+    ]
 
 
 class Residual(Protocol):
@@ -142,7 +189,10 @@ def pipeline_traffic(
 @lru_cache(maxsize=4096)
 def _microbatch_bytes(shape: Shape, cut: Cut, numbers: Numbers, part: Part, tokens: int) -> float:
     """Bytes over the tensor axis for forward and backward of one microbatch."""
-    total = part.blocks * _block_bytes(shape, cut, numbers, tokens)
+    total = (part.blocks - part.mixtures) * _block_bytes(shape, cut, numbers, tokens)
+    if shape.mixture is not None:
+        attention = _block_bytes(shape, cut, numbers, tokens, halves=1)
+        total += part.mixtures * (attention + tensor_bytes(shape.mixture, cut.experts, numbers, tokens))
     if part.first:
         table = TableShape(tokens=tokens, features=shape.width, vocabulary=_table_rows(shape, cut))
         total += float(_cost(cut, table).each) * numbers.residual
@@ -155,13 +205,13 @@ def _microbatch_bytes(shape: Shape, cut: Cut, numbers: Numbers, part: Part, toke
 
 
 @lru_cache(maxsize=4096)
-def _block_bytes(shape: Shape, cut: Cut, numbers: Numbers, tokens: int) -> float:
-    """Bytes over the tensor axis for forward and backward of one block and microbatch."""
-    linears = sum((_cost(cut, linear) for linear in _linears(shape, tokens)), Cost())
+def _block_bytes(shape: Shape, cut: Cut, numbers: Numbers, tokens: int, halves: int = 2) -> float:
+    """Bytes over the tensor axis for forward and backward of one block and microbatch; of one half, attention's."""
+    linears = sum((_cost(cut, linear) for linear in _linears(shape, tokens)[: 2 * halves]), Cost())
     products = linears.each
     if _keeps_gathered_input(cut, numbers):
-        products -= 2 * Fraction(cut.ranks - 1, cut.ranks) * tokens * shape.width
-    norms = 2 * _cost(cut, NormShape(tokens=tokens, features=shape.width))  # their sums are fp32
+        products -= halves * Fraction(cut.ranks - 1, cut.ranks) * tokens * shape.width
+    norms = halves * _cost(cut, NormShape(tokens=tokens, features=shape.width))  # their sums are fp32
     return float(products) * numbers.product + float(norms.each) * 4
 
 
@@ -182,6 +232,8 @@ def _partial_gradients(shape: Shape, cut: Cut, part: Part) -> float:
     row_biases = all_reduced(cut.tokens, 2 * h / cut.features)
     norm = float(_cost(cut, NormShape(tokens=1, features=h)).once)
     total = part.blocks * (float(linears) + column_biases + row_biases + 2 * norm)
+    if shape.mixture is not None:  # in mode 1d, where of these the biases of rows alone are partial, one of them less
+        total += part.mixtures * (partial_elements(shape.mixture, cut.experts) - row_biases / 2)
     if part.first:
         table = TableShape(tokens=1, features=h, vocabulary=_table_rows(shape, cut))
         total += float(_cost(cut, table).once) + all_reduced(cut.tokens, shape.context * h / cut.features)
@@ -204,8 +256,11 @@ def _microbatch_operations(shape: Shape, cut: Cut, numbers: Numbers, part: Part)
     norm = 3 if cut.features > 1 else 0
     classifier = column + (2 if shape.tied and cut.mode in ("2d", "2.5d") else 0)
     loss = 2 + (cut.inner_tokens > 1)
-    block = 2 * (column - _keeps_gathered_input(cut, numbers) + row + norm)
-    return part.blocks * block + part.first * embedding + part.last * (norm + classifier + loss)
+    half = column - _keeps_gathered_input(cut, numbers) + row + norm
+    blocks = (2 * part.blocks - part.mixtures) * half
+    if shape.mixture is not None:
+        blocks += part.mixtures * tensor_operations(shape.mixture, cut.experts)
+    return blocks + part.first * embedding + part.last * (norm + classifier + loss)
 
 
 def _linears(shape: Shape, tokens: int) -> list[LinearShape]:
@@ -235,8 +290,3 @@ def _cost(cut: Cut, shape: LinearShape | NormShape | TableShape) -> Cost:
     """What par-layers says that a layer of these sizes costs."""
     sizes = {"tensor": cut.ranks} if cut.mode == "1d" else dict(cut.axes)
     return cost(cut.mode, sizes, shape, sequence_parallel=cut.sequence)
-
-
-def all_reduced(ranks: int, elements: float) -> float:
-    """Elements that a rank receives in an all-reduce."""
-    return 2 * (ranks - 1) / ranks * elements

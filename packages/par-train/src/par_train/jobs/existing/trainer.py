@@ -18,7 +18,7 @@ from par_precision import precision_of
 from ..._errors import UserError
 from ...data.packing import IGNORED
 from ...data.shares import data_axes
-from ...plan.flops import model_flops
+from ...plan.predict import model_flops
 from ...plan.pretrained import PretrainedShape
 from ...strategy.pretrained.adapters import write_config
 from ...strategy.pretrained.make import make_on_meta

@@ -52,6 +52,7 @@ class Kept:
         copies: How often each head is copied for the queries that share it; a single one on a rank never is.
         whole: Whatever else.
         fixed: What is the same for all rows, such as rotary tables; once, whatever the number of rows.
+        experts: What of all these experts keep, by where it lies.
         whole_heads: The attentions whose heads every tensor rank has, as they were seen over ranks of a sequence.
         cut_heads: Those whose heads tensor ranks share.
     """
@@ -63,6 +64,7 @@ class Kept:
     copies: int = 1
     whole: float = 0.0
     fixed: float = 0.0
+    experts: dict[str, float] = field(default_factory=dict)
     whole_heads: list[Attention] = field(default_factory=list)
     cut_heads: list[Attention] = field(default_factory=list)
 
@@ -84,15 +86,21 @@ class Kept:
         ]
         return [*self.whole_heads, *of_rank]
 
-    def on_rank(self, ranks: int, *, sequence: bool) -> float:
+    def on_rank(self, ranks: int, *, sequence: bool, experts: bool = True) -> float:
         """Bytes for one row on each of some tensor ranks, without what is fixed.
 
         Args:
             ranks: Number of ranks of a tensor group.
             sequence: Whether they cut the sequence where layers add up.
+            experts: Whether what experts keep is among it.
         """
         keys = self.keys * max(1 / ranks, 1 / self.heads) * (self.copies if ranks < self.heads else 1)
-        return self.residual / (ranks if sequence else 1) + self.inner / ranks + keys + self.whole
+        without = {} if experts else self.experts
+        residual, inner, whole = (
+            getattr(self, name) - without.get(name, 0.0) for name in ("residual", "inner", "whole")
+        )
+        total: float = residual / (ranks if sequence else 1) + inner / ranks + keys + whole
+        return total
 
 
 @dataclass(frozen=True)
@@ -331,6 +339,8 @@ class _Trace:
     def _experts(self, experts: Any, chosen: int, is_cut: bool, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """In the place of experts: as many rows as tokens have experts, through the weights of one of them."""
         del others, named
+        kept = self.kept[self._part]
+        before = {name: getattr(kept, name) for name in ("residual", "inner", "whole")}
         width = hidden.shape[-1]
         *ups, down = (weight[0] for weight in experts.parameters(recurse=False) if weight.dim() == 3)
         tokens = hidden.reshape(-1, width).repeat(chosen, 1)
@@ -345,7 +355,10 @@ class _Trace:
         if is_cut:
             self._close()
         weights = output.new_empty(len(output), 1).requires_grad_()
-        return (output * weights).reshape(chosen, *hidden.shape).sum(0)
+        summed = (output * weights).reshape(chosen, *hidden.shape).sum(0)
+        for name, bytes_before in before.items():
+            kept.experts[name] = kept.experts.get(name, 0.0) + getattr(kept, name) - bytes_before
+        return summed
 
 
 class _Watching(Context):

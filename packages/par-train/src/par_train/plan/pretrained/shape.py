@@ -8,15 +8,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from par_layers import Traffic, cuts
 
+from ..experts.costs import layer_cost
+from ..experts.mixture import Mixture
 from ..inputs import Job, Numbers
 from ..memory import Replicas
-from ..pipeline import Pipe, Place, stage_size
+from ..pipeline import Pipe, Place, stage_run
 from ..sequence import Attention, SequenceCut, local_tokens, reach
 from ..shape import Count, Cut, Part
 from ..traffic import Move
@@ -128,11 +131,13 @@ class PretrainedShape:
         """What a rank of a pipeline has; layers that differ are told apart by their kinds."""
         runs = []
         for stage in place.stages:
-            start = sum(stage_size(self.layers, pipeline.stages, before) for before in range(stage))
-            kinds = self._structure.kinds[start : start + stage_size(self.layers, pipeline.stages, stage)]
+            start, stop = stage_run(self.layers, pipeline.stages, stage)
+            kinds = self._structure.kinds[start:stop]
             runs.append(tuple(sorted(Counter(kinds).items())))
+        has = [self._structure.has_experts(sample) for sample in self._structure.samples]
         return Part(
             blocks=sum(times for run in runs for _, times in run),
+            mixtures=sum(times for run in runs for kind, times in run if has[kind]),
             first=0 in place.stages,
             last=pipeline.stages - 1 in place.stages,
             runs=tuple(runs),
@@ -173,6 +178,27 @@ class PretrainedShape:
         yield {"mode": "1d", **copied}
         yield {"mode": "1d", "sequence_parallel": True, **copied}
 
+    @property
+    def mixture(self) -> Mixture | None:
+        """The model's layers of experts; shared ones are not among them."""
+        return self._structure.mixture
+
+    def count_experts(self, cut: Cut, part: Part) -> Count | None:
+        """The parameters of a rank in experts that are dealt out; None if it has none."""
+        dealt = [(share.experts, times) for share, times in in_runs(part, self._known(cut).kinds) if share.experts]
+        if not dealt:
+            return None
+        ranks = cut.experts.parallel
+        return Count(
+            total=sum(sum(tensors) * times for tensors, times in dealt) // ranks,
+            block=max(sum(tensors) for tensors, _ in dealt) // ranks,
+            blocks=sum(times for _, times in dealt),
+            ends=0,
+            table=0,
+            largest=max(max(tensors) for tensors, _ in dealt) // ranks,
+            tensors=sum(len(tensors) * times for tensors, times in dealt),
+        )
+
     def count(self, cut: Cut, part: Part) -> Count:
         """The parameters of a rank: what `par_layers.cuts` gives it of the layers and ends that it has."""
         rank = self._known(cut)
@@ -197,7 +223,11 @@ class PretrainedShape:
         share = tokens / self.context
         layers = []
         for sample, own in zip(self._structure.samples, rank.kinds, strict=True):
-            layer = share * kept[sample].on_rank(cut.ranks, sequence=cut.sequence) + numbers.cast * own.matrices
+            dealt = cut.experts.is_dealt and self._structure.has_experts(sample)
+            layer = share * kept[sample].on_rank(cut.ranks, sequence=cut.sequence, experts=not dealt)
+            layer += numbers.cast * (own.matrices + sum(own.experts) / cut.experts.parallel)
+            if dealt and self.mixture is not None:
+                layer += float(layer_cost(self.mixture, cut.experts, tokens, numbers.product, job.imbalance).saved)
             for attention in kept[sample].attentions(cut.ranks) if is_cut else ():
                 taken = reach(sequence, attention, self.context, job.documents)
                 layer += taken.kept * rows * numbers.product
@@ -310,7 +340,7 @@ class PretrainedShape:
             shape = structure.parameters[name].shape
             if len(shape) == 3:  # the weights of all experts
                 total += 2 * shape.numel() * structure.experts_per_token / shape[0]
-            elif len(shape) == 2:
+            elif len(shape) == 2 and name not in structure.experts:
                 total += 2 * shape.numel()
         return total
 
@@ -343,6 +373,7 @@ class PretrainedShape:
 
     def _rank(self, cut: Cut) -> RankShare | str:
         """What a rank has under a cut, or why it cannot be cut so."""
+        cut = replace(cut, experts=replace(cut.experts, parallel=1, own=1, copies=1))
         if cut not in self._ranks:
             self._ranks[cut] = look(self._structure, cut)
         return self._ranks[cut]

@@ -27,6 +27,7 @@ class Share:
         axes: The sets of axes over which these are summed.
         traffic: What linears receive for one token in forward and backward, in the width of products.
         stream: What all else receives, such as embeddings and the entries of regions, in that of activations.
+        experts: Elements of each tensor of experts that are dealt out, as if one rank had all of them.
     """
 
     elements: int = 0
@@ -37,6 +38,7 @@ class Share:
     axes: frozenset[tuple[str, ...]] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
     stream: Traffic = field(default_factory=Traffic)
+    experts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,15 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
 
     Args:
         structure: The model.
-        cut: The cut of the tensor mode.
+        cut: The cut of the tensor mode, and how experts lie.
     """
+    dealt = structure.experts if cut.experts.is_dealt else frozenset()
     records: Mapping[str, Sharding] = {}
     traffic: Mapping[str, Traffic] = {}
     topology = Topology({})
     if cut.ranks > 1:
         keys = {"kv_heads": dict(cut.axes)["kv_head"]} if "kv_head" in dict(cut.axes) else {}
-        topology = alone({"mode": "1d", "sequence_parallel": cut.sequence, **keys}, cut.ranks)
+        topology = alone({"mode": "1d", "sequence_parallel": cut.sequence, **keys}, cut.ranks, cut.experts)
         try:
             records, traffic = cuts(structure.model, topology), costs(structure.model, topology, 1)
         except (TypeError, ValueError) as error:
@@ -80,7 +83,8 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
     linears = {name for name, module in structure.model.named_modules() if isinstance(module, kinds)}
 
     def share(names: Collection[str], modules: tuple[str, ...]) -> Share:
-        sizes = {name: sum(map(math.prod, shapes[name])) for name in names}
+        every = {name: sum(map(math.prod, shapes[name])) for name in names}
+        sizes = {name: size for name, size in every.items() if name not in dealt}
         own = [name for name in traffic if _is_inside(name, modules)]
         partial = [
             (box.sum_over, 2 * (1 - 1 / topology.size(box.sum_over)) * math.prod(box.size))
@@ -98,6 +102,7 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
             axes=frozenset(axes for axes, _ in partial),
             traffic=sum((traffic[name] for name in own if name in linears), Traffic()),
             stream=sum((traffic[name] for name in own if name not in linears), Traffic()),
+            experts=tuple(size for name, size in every.items() if name in dealt),
         )
 
     outside = frozenset(name for name in structure.parameters if not name.startswith(f"{structure.layers}."))

@@ -12,6 +12,8 @@ from par_groups import Sharding, Topology
 from par_layers import cuts
 from par_pipeline import build_stage, schedule
 
+from ..experts.mixture import Mixture
+from ..experts.spread import Spread
 from .kept import Roles
 
 SMALL = (2, 3, 5, 7, 11, 13)
@@ -59,6 +61,41 @@ class Structure:
     def experts_per_token(self) -> int:
         """Number of experts that a token goes to."""
         return getattr(self.config, "num_experts_per_tok", None) or 1
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """The names of the modules with the packed weights of experts."""
+        return frozenset(name.rpartition(".")[0] for name, each in self.parameters.items() if each.dim() == 3)
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """The names of the parameters of experts."""
+        return frozenset(name for name in self.parameters if name.rpartition(".")[0] in self.packed)
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """The layers of experts, by the first of them; None if there are none.
+
+        Shared experts are layers like others here: nobody computes them while rows travel.
+        """
+        weights = [each for name, each in self.parameters.items() if each.dim() == 3]
+        if not weights:
+            return None
+        module = next(name.rpartition(".")[0] for name, each in self.parameters.items() if each is weights[0])
+        own = [each for name, each in self.parameters.items() if name.rpartition(".")[0] == module and each.dim() == 3]
+        experts, total = own[0].shape[0], sum(each.numel() for each in own)
+        down = own[-1].numel()  # is declared last, as `Kept` takes it
+        return Mixture(
+            hidden=self.width,
+            intermediate=down // (experts * self.width),
+            experts=experts,
+            top_k=self.experts_per_token,
+            gated=total == 3 * down,
+        )
+
+    def has_experts(self, number: int) -> bool:
+        """Whether a layer has experts."""
+        return any(name.startswith(f"{self.layers}.{number}.") for name in self.packed)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, own in self.parameters.items() if own is parameter)
@@ -124,13 +161,20 @@ class Structure:
                 turned = type(self.model.get_submodule(module)).__name__ == "Conv1D"
                 (columns if is_cut[0] != turned else rows).add(module)
         blocks = frozenset(name.rpartition(".")[0] for name in experts)
-        packed = frozenset(name.rpartition(".")[0] for name, each in self.parameters.items() if each.dim() == 3)
-        return Roles(self.layers, frozenset(columns), frozenset(rows), blocks, packed)
+        return Roles(self.layers, frozenset(columns), frozenset(rows), blocks, self.packed)
 
 
-def alone(tensor: Mapping[str, Any], ranks: int) -> Topology:
-    """A world of one tensor group."""
-    return Topology.from_config({"tensor": {"size": ranks, **tensor}}, ranks)
+def alone(tensor: Mapping[str, Any], ranks: int, spread: Spread | None = None) -> Topology:
+    """A world of one tensor group.
+
+    Args:
+        tensor: Its mode.
+        ranks: Number of its ranks.
+        spread: How experts lie, of which here all parts are on one rank; None: nothing deals them out.
+    """
+    dealt = spread is not None and spread.is_dealt
+    expert = {"expert": {"size": 1, "tensor": spread.tensor}} if spread is not None and dealt else {}
+    return Topology.from_config({"tensor": {"size": ranks, **tensor}, **expert}, ranks)
 
 
 def _layers_of(model: nn.Module) -> str:

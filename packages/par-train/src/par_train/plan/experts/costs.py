@@ -1,0 +1,182 @@
+"""What a rank has of layers of experts: what it keeps, computes and receives, by `par_layers.moe_cost`."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from par_layers import ExpertSplit, MoECost, MoEShape, moe_cost
+
+from .mixture import Load, Mixture, imbalance_of
+from .spread import Spread
+
+
+class Widths(Protocol):
+    """Bytes of a number, as `Numbers` has them."""
+
+    @property
+    def residual(self) -> int:
+        """Of the stream that blocks add to."""
+
+    @property
+    def product(self) -> int:
+        """Of a factor of a matrix product."""
+
+
+BESIDE = 16
+"""Bytes that travel beside a row on its way to an expert: its gate, and what keeps rows aligned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWork:
+    """What layers of experts take of the rank that has most of their rows.
+
+    Args:
+        imbalance: Its rows, relative to the mean.
+        layers: Number of these layers.
+        flops: Floating-point operations of one of them, with router and shared experts, for a microbatch.
+        kept: Bytes that one of them keeps of a microbatch.
+        host_syncs: How often the host waits for numbers of rows in a step.
+    """
+
+    imbalance: float
+    layers: int
+    flops: float
+    kept: float
+    host_syncs: int
+
+
+@lru_cache(maxsize=4096)
+def layer_cost(
+    mixture: Mixture, spread: Spread, tokens: int, element: int, load: Load = 1.0, *, joins: bool = True
+) -> MoECost:
+    """What one layer costs a rank for one microbatch.
+
+    Args:
+        mixture: The layer.
+        spread: How experts lie.
+        tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+        element: Bytes of an element of an activation.
+        load: How busy experts are.
+        joins: Whether tokens that tensor ranks share are joined again; they are not under sequence parallelism.
+    """
+    shape = MoEShape(
+        tokens=routed_tokens(spread, tokens),
+        hidden=mixture.hidden,
+        intermediate=mixture.intermediate,
+        experts=mixture.experts,
+        top_k=mixture.top_k,
+        shared=mixture.shared,
+        gated=mixture.gated,
+        element=element,
+    )
+    joined = spread.group if spread.tensor == 1 and joins else 1
+    split = ExpertSplit(parallel=spread.parallel, tensor=spread.tensor, joined=joined)
+    return moe_cost(shape, split, imbalance=imbalance_of(load, spread.parallel))
+
+
+def routed_tokens(spread: Spread, tokens: int) -> int:
+    """Number of tokens that a rank routes: where experts are whole, its share of those of its tensor group."""
+    return math.ceil(tokens / spread.group) if spread.tensor == 1 else tokens
+
+
+def saved_mixture(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int, load: Load) -> float:
+    """Bytes that autograd keeps of a `LayerSet.MoE` for one microbatch.
+
+    Args:
+        mixture: The layer.
+        spread: How experts lie.
+        numbers: Widths of numbers.
+        tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+        load: How busy experts are.
+    """
+    routed, width = routed_tokens(spread, tokens), mixture.hidden * numbers.residual
+    router = routed * (width + 4 * mixture.experts + mixture.top_k * (8 + 4) + 4)  # scores, ids, gates and their sum
+    shared = 0.0
+    if mixture.shared:
+        inner = mixture.shared * mixture.intermediate / spread.group * (4 if mixture.gated else 2)
+        shared = tokens * inner * numbers.product + (0 if routed == tokens else tokens * width)
+    return router + shared + float(layer_cost(mixture, spread, tokens, numbers.product, load).saved)
+
+
+def tensor_bytes(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int) -> float:
+    """Bytes over the tensor axis for forward and backward of a `LayerSet.MoE` and one microbatch."""
+    if spread.group == 1:
+        return 0.0
+    received = float(layer_cost(mixture, spread, tokens, numbers.residual, joins=not spread.sequence).tensor)
+    if mixture.shared and spread.tensor == 1:  # else they join the sums of the others
+        received += 2 * all_reduced(spread.group, tokens * mixture.hidden) * numbers.residual
+    return received
+
+
+def tensor_operations(mixture: Mixture, spread: Spread) -> int:
+    """Number of collectives of these."""
+    if spread.tensor > 1:
+        return 5 if spread.sequence else 3
+    return (4 if spread.sequence else 2) * (mixture.shared > 0) + (0 if spread.sequence else 2)
+
+
+def partial_elements(mixture: Mixture, spread: Spread) -> float:
+    """Elements that are received once a step to sum gradients of a router that sees a part of the tokens."""
+    return all_reduced(spread.group, mixture.router) if spread.tensor == 1 and spread.group > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Bytes that a rank receives of the ranks that experts are dealt out over, in forward and backward of one layer.
+
+    Args:
+        dispatch: Rows on their way to experts, with gates, and their gradients.
+        combine: Outputs on their way back, and their gradients.
+        counts: Numbers of rows.
+    """
+
+    dispatch: float
+    combine: float
+    counts: float
+
+
+def exchanged(mixture: Mixture, spread: Spread, numbers: Widths, tokens: int, load: Load) -> Exchanged:
+    """What the rank with most rows receives for one microbatch.
+
+    Args:
+        mixture: The layer.
+        spread: How experts lie.
+        numbers: Widths of numbers.
+        tokens: Number of tokens in the microbatch, on all ranks of the tensor group together.
+        load: How busy experts are.
+    """
+    cost, row = layer_cost(mixture, spread, tokens, numbers.residual, load), mixture.hidden * numbers.residual
+    rows = float(cost.dispatch) / (row + BESIDE) + float(cost.combine) / row  # in backward what left comes again
+    return Exchanged(rows * (row + BESIDE), rows * row, float(cost.receive) - rows * (2 * row + BESIDE))
+
+
+def all_reduced(ranks: int, elements: float) -> float:
+    """Elements that a rank receives in an all-reduce."""
+    return 2 * (ranks - 1) / ranks * elements
+
+
+def work_of(
+    mixture: Mixture | None, spread: Spread, numbers: Widths, layers: int, microbatches: Mapping[int, int], load: Load
+) -> ExpertWork | None:
+    """What layers of experts take of the rank with most rows; None without any.
+
+    Args:
+        mixture: A layer of experts; None: the model has none.
+        spread: How experts lie.
+        numbers: Widths of numbers.
+        layers: Number of layers with experts that the rank has.
+        microbatches: Number of microbatches by their number of tokens on all ranks of the tensor group together.
+        load: How busy experts are.
+    """
+    if mixture is None or not layers:
+        return None
+    cost = layer_cost(mixture, spread, max(microbatches), numbers.product, load)
+    return ExpertWork(
+        imbalance=float(cost.imbalance),
+        layers=layers,
+        flops=float(cost.flops),
+        kept=float(cost.saved),
+        host_syncs=cost.host_syncs * layers * sum(microbatches.values()),
+    )

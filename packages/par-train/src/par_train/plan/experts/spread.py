@@ -1,0 +1,142 @@
+"""How experts lie on ranks, by the topology's view of them, and what they do not go with. No torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from par_groups import Topology
+
+from .mixture import Load, Mixture
+
+VIEW = "experts"
+"""The name of the view that deals experts out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How experts lie on ranks. The default is one rank for all.
+
+    Args:
+        parallel: Number of ranks that they are dealt out over.
+        tensor: Number of ranks that each of them is cut over: 1, or all of the tensor group.
+        own: Size of the axis "expert": of ranks that see other tokens, for experts' sake.
+        copies: Number of ranks of a stage and replica that have the same experts.
+        group: Number of tensor ranks.
+        sequence: Whether these cut the sequence where layers add up.
+        is_dealt: Whether the topology says how they lie, so that they have replicas of their own.
+    """
+
+    parallel: int = 1
+    tensor: int = 1
+    own: int = 1
+    copies: int = 1
+    group: int = 1
+    sequence: bool = False
+    is_dealt: bool = False
+
+    @property
+    def label(self) -> str:
+        """The spread in a table's cell, such as "8", "8x2" where two ranks cut each, or "-" where there is none."""
+        if not self.is_dealt:
+            return "-"
+        return f"{self.parallel}x{self.tensor}" if self.tensor > 1 else str(self.parallel)
+
+
+ALONE = Spread()
+"""All experts are on one rank."""
+
+
+def spread_of(topology: Topology) -> Spread:
+    """How a topology spreads experts; without a view of them, each is cut over the tensor group."""
+    group, (_, options) = topology.size("tensor"), topology.modes.get("tensor", (None, {}))
+    sequence = group > 1 and bool(options.get("sequence_parallel", False))
+    if VIEW not in topology.views:
+        return Spread(tensor=group, group=group, sequence=sequence)
+    return Spread(
+        group=group,
+        sequence=sequence,
+        parallel=topology.size("expert_parallel"),
+        tensor=topology.size("expert_tensor"),
+        own=own_ranks(topology),
+        copies=topology.size("expert_data"),
+        is_dealt=True,
+    )
+
+
+def own_ranks(topology: Topology) -> int:
+    """Number of ranks on the axis "expert"; 1 where a topology has no such axis."""
+    return topology.size("expert") if "expert" in (*topology.axes, *topology.products) else 1
+
+
+def expert_config(topology: Topology) -> dict[str, Any]:
+    """What `parallel` has to say of experts for such a topology; nothing where they are not dealt out."""
+    spread = spread_of(topology)
+    if not spread.is_dealt:
+        return {}
+    if spread.own == spread.parallel and spread.tensor == topology.size("tensor"):
+        return {"expert": spread.parallel}
+    return {"expert": {"size": spread.parallel, "tensor": spread.tensor}}
+
+
+def expert_configs(mixture: Mixture | None, tensor: int, sequence: int, ranks: int) -> Iterator[dict[str, Any]]:
+    """The ways to deal experts out that divide, as `parallel` has them; {} stands for none.
+
+    An expert that is cut over the tensor group and dealt out over no ranks lies as without any of them.
+
+    Args:
+        mixture: The model's experts; None: it has none.
+        tensor: Number of tensor ranks.
+        sequence: Number of ranks of a sequence.
+        ranks: Number of ranks that are left for data and experts.
+    """
+    yield {}
+    if mixture is None:
+        return
+    for parallel in range(1, mixture.experts + 1):
+        for cut in sorted({1, tensor}):
+            own = parallel * cut // math.gcd(parallel * cut, sequence * tensor)
+            fits = mixture.experts % parallel == 0 and mixture.intermediate % cut == 0 and ranks % own == 0
+            if fits and (parallel > 1 or cut < tensor):
+                yield {"expert": {"size": parallel, "tensor": cut}}
+
+
+def misfit_of_experts(mixture: Mixture | None, spread: Spread, load: Load = 1.0) -> str | None:
+    """Why a model's experts cannot lie so, and what to change; None if they can.
+
+    Args:
+        mixture: The model's experts; None: it has none.
+        spread: How they are to lie.
+        load: How busy they are.
+    """
+    if mixture is None:
+        if not spread.is_dealt:
+            return None
+        return (
+            f"parallel.expert deals experts out over {spread.parallel} ranks, but the model has none; leave it out, or "
+            "plan a model with experts"
+        )
+    if mixture.experts % spread.parallel:
+        return (
+            f"{mixture.experts} experts do not divide by the {spread.parallel} ranks that parallel.expert deals them "
+            "out over; take a number that divides them"
+        )
+    if spread.is_dealt and mixture.intermediate % spread.tensor:
+        return (
+            f"the {mixture.intermediate} features of an expert do not divide by the {spread.tensor} tensor ranks that "
+            "each is cut over; give expert.tensor 1, or change one of the two"
+        )
+    if isinstance(load, tuple) and len(load) != mixture.experts:
+        return f"imbalance has the rows of {len(load)} experts, but the model has {mixture.experts}; give one of each"
+    return None
+
+
+def experts_of(mixture: Mixture, spread: Spread) -> tuple[int, int]:
+    """Elements of a rank's two packed tensors of a layer of experts: those into them, and those out of them.
+
+    Args:
+        mixture: The layer.
+        spread: How they lie.
+    """
+    out = mixture.experts // spread.parallel * mixture.intermediate // spread.tensor * mixture.hidden
+    return (2 if mixture.gated else 1) * out, out
