@@ -237,9 +237,10 @@ def _check(model: PlannedModel, topology: Topology, cut: Cut, sequence: Sequence
             "Topology.from_config for experts; leave them out"
         )
     if job.batch % data or job.batch // data < job.microbatches or job.microbatches < 1:
+        ranks_of = "data ranks" if spread.own == 1 else "data x expert ranks"
         raise ValueError(
-            f"a batch of {job.batch} does not divide over {data} {'data' if spread.own == 1 else 'data x expert'} ranks "
-            f"into {job.microbatches} microbatches each; change one of them"
+            f"a batch of {job.batch} does not divide over {data} {ranks_of} into {job.microbatches} microbatches each; "
+            "change one of them"
         )
     problem = misfit_of_experts(model.mixture, spread, job.imbalance)
     for rows in {job.batch // data // job.microbatches, -(-job.batch // data // job.microbatches)}:

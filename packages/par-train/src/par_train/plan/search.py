@@ -65,59 +65,85 @@ def rank(
     Raises:
         ValueError: The model's activations cannot be known.
     """
-    best: dict[str, Prediction] = {}
-    elsewhere = bool(machine.host_memory or machine.disk)
-    nearest: Prediction | None = None
-    short: TooSmallError | None = None
+    search, bounds = _Search(shape, machine, top), _bounds(shape, world, job, machine, sequence)
+    for bound in sorted(bounds, key=lambda one: one.seconds):
+        if bound.seconds > search.slowest:
+            break
+        search.look_at(bound, machine.memory)
+    for bound in sorted(bounds, key=lambda one: one.memory) if not search.best else ():
+        if bound.memory > search.room:
+            break
+        search.look_at(bound, search.room)
+    frames = sum(len(bound.frames) for bound in bounds)
+    if search.best:
+        return Ranking(best=tuple(search.found), nearest=None, frames=frames)
+    return Ranking(best=(), nearest=search.nearest, frames=frames, short=search.short)
 
-    def found() -> list[Prediction]:
-        return sorted(best.values(), key=_order)[:top]
 
-    def consider(least_seconds: float, topology: Topology, frame: Job) -> None:
+class _Search:
+    """What was found so far.
+
+    Args:
+        shape: The model's sizes.
+        machine: What the job runs on.
+        top: Number of topologies to find.
+    """
+
+    def __init__(self, shape: Shape | PlannedModel, machine: Machine, top: int) -> None:
+        self._shape, self._machine, self._top = shape, machine, top
+        self._elsewhere = bool(machine.host_memory or machine.disk)
+        self.best: dict[str, Prediction] = {}
+        self.nearest: Prediction | None = None
+        self.short: TooSmallError | None = None
+
+    @property
+    def found(self) -> list[Prediction]:
+        """The best configurations of the best topologies."""
+        return sorted(self.best.values(), key=_order)[: self._top]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds beyond which no other topology is of use."""
+        return self.found[-1].seconds if len(self.best) >= self._top else math.inf
+
+    @property
+    def room(self) -> float:
+        """Bytes of the device beyond which nothing comes nearer to what fits."""
+        if self.short is None:
+            return math.inf
+        return self._machine.memory + self.short.missing * (self.short.tier == "device")
+
+    def look_at(self, bound: "_Bound", room: float) -> None:
+        """Considers the frames of a topology that take no more than some bytes, and are of use."""
+        for frame in bound.frames if bound.memory <= room else ():
+            least_seconds, least_memory = _least(self._shape, bound.topology, frame, self._machine)
+            if least_memory <= room and least_seconds <= self.slowest:
+                self._consider(least_seconds, bound.topology, frame)
+
+    def _consider(self, least_seconds: float, topology: Topology, frame: Job) -> None:
         """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
-        nonlocal nearest, short
-        name, ranks = topology.to_json(), topology.size("pipeline")
+        best, (name, ranks) = self.best, (topology.to_json(), topology.size("pipeline"))
         # More than this topology's best, or of a new one more than all that are wanted, is of no use.
-        within = best[name].seconds if name in best else found()[-1].seconds if len(best) >= top else math.inf
-        stages = variants(topology, frame, elsewhere=elsewhere)
-        for variant, way in product(stages, best_modes(shape, topology, frame, machine)):
+        within = best[name].seconds if name in best else self.slowest
+        stages = variants(topology, frame, elsewhere=self._elsewhere)
+        for variant, way in product(stages, best_modes(self._shape, topology, frame, self._machine)):
             within = min(within, best[name].seconds) if name in best else within
             try:
                 idle = pipe(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
                 if least_seconds * (1 + idle) > within:
                     continue
-                made, problem = cheapest(shape, way, variant, machine, within)
+                made, problem = cheapest(self._shape, way, variant, self._machine, within)
             except ValueError:  # a schedule that does not take these sizes
                 continue
-            if problem is not None and not best and (nearest is None or _lacks(made, problem) < _lacks(nearest, short)):
-                nearest, short = made, problem
+            if problem is not None and not best:
+                self._note(made, problem)
             if problem is None and (name not in best or _order(made) < _order(best[name])):
                 best[name] = made
 
-    def look_at(bound: _Bound, room: float) -> None:
-        """Considers the frames of a topology that take no more than some bytes, and are of use."""
-        for frame in bound.frames if bound.memory <= room else ():
-            least_seconds, least_memory = _least(shape, bound.topology, frame, machine)
-            if least_memory <= room and (len(best) < top or least_seconds <= found()[-1].seconds):
-                consider(least_seconds, bound.topology, frame)
-
-    bounds = _bounds(shape, world, job, machine, sequence)
-    for bound in sorted(bounds, key=lambda one: one.seconds):
-        if len(best) >= top and bound.seconds > found()[-1].seconds:
-            break
-        look_at(bound, machine.memory)
-    if not best:
-        for bound in sorted(bounds, key=lambda one: one.memory):
-            room = math.inf
-            if short is not None:
-                room = machine.memory + short.missing * (short.tier == "device")
-            if bound.memory > room:
-                break
-            look_at(bound, room)
-    if best:
-        nearest = short = None
-    frames = sum(len(bound.frames) for bound in bounds)
-    return Ranking(best=tuple(found()), nearest=nearest, frames=frames, short=short)
+    def _note(self, made: Prediction, problem: TooSmallError) -> None:
+        """Keeps what does not fit, if nothing came nearer."""
+        if self.nearest is None or _lacks(made, problem) < _lacks(self.nearest, self.short):
+            self.nearest, self.short = made, problem
 
 
 @dataclass(frozen=True)
