@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from par_checkpoint import CheckpointError, SaveOptions, load, read, save, verify
+from par_checkpoint import CheckpointError, SaveOptions, inspect, load, read, save, verify
 from par_checkpoint.transfer import write as writing
 from par_groups import Box, Sharding
 
@@ -257,8 +257,6 @@ def test_ranks_that_disagree_are_told_so(tmp_path):
         ({"model": {"w": torch.zeros(3 + rank)}}, r"'w' is torch.float32 \(3,\) on rank 0, but torch.float32 \(4,\)"),
         ({"model": {"w": torch.zeros(3, dtype=FLOATS[rank])}}, "but torch.float32"),
         ({"model": nn.Linear(3, 3)}, "'weight' and 1 more differ between ranks 0 and 1.*layout="),
-        ({"extra": {"seed": rank}}, "extra differs between ranks"),
-        ({"extra": torch.full((2,), float(rank))}, "differs between rank"),
     ]
     for keywords, words in cases:
         with pytest.raises(ValueError, match=words):
@@ -368,3 +366,48 @@ def test_more_files_than_a_process_may_have_open_are_saved_and_loaded(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 300
     assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+class Noted:
+    """A scheduler of no kind that torch knows."""
+
+    def state_dict(self):
+        return {"rank": dist.get_rank()}
+
+
+@pytest.mark.ranks(2)
+def test_what_a_scheduler_says_must_be_the_same_on_all_ranks(tmp_path):
+    with pytest.raises(ValueError, match="scheduler differs between ranks"):
+        save(tmp_path / "c", scheduler=Noted())
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("style", ["huggingface", "torch"])
+def test_extra_that_differs_between_ranks_is_kept_for_each(tmp_path, style):
+    rank = dist.get_rank()
+    given = [
+        {"step": 7, "rng": torch.arange(5) + each, "seen": (each, {each: "x"}), "$ranks": [1]} for each in range(3)
+    ]
+    given[2] = None
+    model = {"w": torch.ones(5), "extra": torch.zeros(3)}  # a name as a tensor of extra would have
+    save(tmp_path / "c", model=model, extra=given[rank], style=style)
+    assert verify(tmp_path / "c") == []
+
+    def same(found, expected):
+        if expected is None:
+            return found is None
+        rest = {key: value for key, value in found.items() if key != "rng"}
+        return torch.equal(found["rng"], expected["rng"]) and rest == {k: v for k, v in expected.items() if k != "rng"}
+
+    report = load(tmp_path / "c", model=model)
+    assert same(report.extra, given[rank])
+    assert all(same(*pair) for pair in zip(report.extra_of_ranks, given, strict=True))
+    assert all(same(*pair) for pair in zip(inspect(tmp_path / "c").extra, given, strict=True))
+    groups = [dist.new_group([each]) for each in range(3)]
+    with pytest.warns(UserWarning, match="extra differed between the 3 ranks that saved .* and 1 load it: .* rank 0"):
+        report = load(tmp_path / "c", model=model, group=groups[rank])
+    assert same(report.extra, given[0])
+    save(tmp_path / "d", model=model, extra=given[0], style=style)
+    report = load(tmp_path / "d", model=model)
+    assert same(report.extra, given[0])
+    assert report.extra_of_ranks is None

@@ -114,7 +114,7 @@ class Checkpoints:
             model: A module, or a mapping of tensors.
             optimizer: An optimizer; see `par_checkpoint.save`, which tells more of the following keywords, too.
             scheduler: An lr scheduler, or a list of them.
-            extra: Anything made of numbers, strings, containers and tensors; the same on every rank.
+            extra: Anything made of numbers, strings, containers and tensors; it may differ between ranks.
             force: Whether to save even if it is not due.
             style: "huggingface" or "torch".
             overwrite: Whether to replace a checkpoint of the same step.

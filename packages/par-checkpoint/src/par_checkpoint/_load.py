@@ -1,6 +1,7 @@
 """Loading: look, match, check, read, set; nothing is changed before everything that can be checked beforehand is."""
 
 import socket
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -53,7 +54,9 @@ class Report:
             meta device that no file holds and that nobody computes.
         unexpected: Names that the checkpoint has and no model or optimizer on any rank.
         mismatched: What has another shape or dtype, in words.
-        extra: What `save` was given as `extra`.
+        extra: What `save` was given as `extra`. Where that differed between ranks: what the rank of this number gave,
+            or, on more ranks than saved, rank r what rank r modulo their number gave.
+        extra_of_ranks: What each rank gave as `extra`, by rank, where it differed between them; else None.
         step: What `save` was given as `step`.
         recomputed: Buffers that no file holds and that were computed, for they were on the meta device.
     """
@@ -64,6 +67,7 @@ class Report:
     extra: Any = None
     step: int | None = None
     recomputed: tuple[str, ...] = ()
+    extra_of_ranks: tuple[Any, ...] | None = None
 
 
 @takes_options(LoadOptions)
@@ -167,6 +171,15 @@ def load(
         folder.url,
         checked=lambda outcome: outcome[1],
     )
+    of_ranks = report.extra_of_ranks
+    if of_ranks is not None:
+        if len(of_ranks) != ranks.size:
+            warnings.warn(
+                f"extra differed between the {len(of_ranks)} ranks that saved {folder.url!r}, and {ranks.size} load "
+                f"it: report.extra here is that of rank {ranks.rank % len(of_ranks)}, and report.extra_of_ranks has all",
+                stacklevel=3,
+            )
+        report = replace(report, extra=of_ranks[ranks.rank % len(of_ranks)])
     return report
 
 
@@ -338,6 +351,7 @@ def _report(outline: Outline, stored: Sequence[str], announced: Sequence[_Announ
         unexpected=tuple(name_of(key) for key, by in zip(stored, used, strict=True) if not any(by)),
         mismatched=tuple(dict.fromkeys(text for of_rank in announced for text in of_rank.mismatched)),
         extra=outline.part("extra"),
+        extra_of_ranks=outline.extra_of_ranks(),
         step=None if outline.manifest is None else outline.manifest.step,
         recomputed=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.buffers)),
     )

@@ -27,7 +27,17 @@ from .plan.claims import Claims, check_covered, digest, merge
 from .plan.files import File, Prepared, data_blocks, lay_out
 from .plan.plan import Planner
 from .state.beside import check_config, files_beside
-from .state.collect import Content, check_replicas, collect, digest_of, summary_of, united_state
+from .state.collect import (
+    Content,
+    check_replicas,
+    collect,
+    digest_of,
+    extra_differs,
+    extra_of,
+    summary_of,
+    united_state,
+    with_extra_of_ranks,
+)
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, layout_names
 from .storage.folder import Folder, Staging, open_folder
@@ -81,7 +91,8 @@ def save(
         model: A module (wrapped or not, of FSDP2, DTensors, or with `Sharding` records), or a mapping of tensors.
         optimizer: An optimizer. It needs the model beside it for names, or to be made from named parameters.
         scheduler: An lr scheduler, or a list of them; anything with `state_dict()`.
-        extra: Anything made of numbers, strings, containers and tensors; the same on every rank.
+        extra: Anything made of numbers, strings, containers and tensors. If it differs between ranks, as random states
+            do, each rank gets its own again from a load on as many ranks.
         style: "huggingface": safetensors that `transformers` opens. "torch": one file for each of model, optimizer,
             scheduler and extra, which `torch.load` opens.
         group: The ranks that take part; between them they hold the whole model. Default: the world.
@@ -185,6 +196,8 @@ def save(
     if len({of_rank.samples for of_rank in announced}) > 1:
         check_replicas(ranks.gather(content.samples))
     if len({of_rank.state for of_rank in announced}) > 1:
+        if extra_differs(ranks.gather(summary_of(content.state))):
+            content = replace(content, state=with_extra_of_ranks(content.state, ranks.gather(extra_of(content.state))))
         content = replace(content, state=united_state(content.state, ranks.gather(summary_of(content.state))))
 
     staging = folder.stage(announced[0].nonce, by_owner=prepared.owners is not None)

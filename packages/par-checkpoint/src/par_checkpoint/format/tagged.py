@@ -22,6 +22,8 @@ from .manifest import MANIFEST
 _DEPTH = 100  # far below where reading JSON ends
 _PLAIN = 64  # bits of a whole number that JSON readers agree on
 
+_RANKS = "$ranks"  # a list of what differed between ranks, which no `encode` gives
+
 _Path = tuple[object, ...]
 
 
@@ -144,6 +146,8 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> object:
             return _to_numpy(tensors[content], is_array=True)
         if tag == "$tensor":
             return tensors[content]
+        if tag == _RANKS:
+            return [decoded(item) for item in content]
         raise ValueError(f"{tag} is no type that this version knows")
 
     try:
@@ -182,6 +186,16 @@ def _is_plain_number(value: object) -> bool:
     if type(value) is int:
         return value.bit_length() <= _PLAIN
     return type(value) is float and math.isfinite(value)
+
+
+def join_ranks(encoded: list[Any]) -> Any:
+    """One encoded value of those of several ranks, by rank, which `split_ranks` takes apart again."""
+    return {_RANKS: encoded}
+
+
+def split_ranks(encoded: Any) -> list[Any] | None:
+    """The encoded values of several ranks that `join_ranks` has joined; None for any other value."""
+    return encoded[_RANKS] if isinstance(encoded, dict) and list(encoded) == [_RANKS] else None
 
 
 def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str, path: _Path) -> str:

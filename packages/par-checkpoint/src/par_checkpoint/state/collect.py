@@ -1,13 +1,15 @@
 """What this rank brings to a save: the tensors of model and optimizer, and everything else, encoded.
 
-Nothing is copied but small state. What is no tensor of a file (param groups, schedulers, extra) has to be the same on
-every rank, for a checkpoint knows no ranks; only parameter names are put together.
+Nothing is copied but small state. What is no tensor of a file (param groups, schedulers) has to be the same on every
+rank, for a checkpoint knows no ranks; only parameter names are put together. `extra` may differ, such as random states:
+then the values of all ranks are kept.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from crc32c import crc32c
@@ -18,7 +20,7 @@ from par_groups import Sharding, settle_
 
 from ..format.bytes import bytes_of
 from ..format.dtypes import safetensors_name
-from ..format.tagged import check_round_trip, encode
+from ..format.tagged import check_round_trip, decode, encode, join_ranks
 from ..plan.claims import Entry, digest, key_of, name_of
 from .conversion import Convert, checked
 from .model import Model, Names, local_of, model_state, rename, segments_on_disk, sharding_in
@@ -27,6 +29,10 @@ from .transformers import conversion_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # what torch's BatchNorm calls its buffers
 _SAMPLE = 256  # elements of a tensor that are compared between replicas without a record
+
+_EXTRA = "extra"  # what names of the tensors in it begin with
+
+Tensors = TypeVar("Tensors")
 
 Samples = list[tuple[str, int]]
 """Key of a tensor and checksum of its first elements."""
@@ -199,6 +205,36 @@ def summary_of(state: EncodedState) -> StateSummary:
     )
 
 
+def extra_differs(summaries: Sequence[StateSummary]) -> bool:
+    """Whether ranks gave different values as `extra`."""
+    return len({repr((summary.parts["extra"], _of_extra(summary.tensors))) for summary in summaries}) > 1
+
+
+def extra_of(state: EncodedState) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What this rank gave as `extra`, encoded, and the tensors in it."""
+    return state.parts["extra"], _of_extra(state.tensors)
+
+
+def with_extra_of_ranks(mine: EncodedState, every: Sequence[tuple[Any, Mapping[str, torch.Tensor]]]) -> EncodedState:
+    """This rank's state, with the values that all ranks gave as `extra` in the place of its own.
+
+    Args:
+        mine: This rank's state.
+        every: By rank: what `extra_of` gave there.
+    """
+    extra = _of_extra(mine.tensors)
+    tensors = {name: tensor for name, tensor in mine.tensors.items() if name not in extra}
+    joined = [
+        encode(decode(encoded, its), tensors, f"{_EXTRA} of rank {rank}") for rank, (encoded, its) in enumerate(every)
+    ]
+    return replace(mine, parts={**mine.parts, "extra": join_ranks(joined)}, tensors=tensors)
+
+
+def _of_extra(tensors: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Of what `encode` was told to name by what it belongs to: that in `extra`."""
+    return {name: each for name, each in tensors.items() if re.match(rf"{_EXTRA}(?:[.#]|$)", name)}
+
+
 def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> EncodedState:
     """The state of all ranks as one: parameter names and slots put together, everything else the same on all.
 
@@ -211,8 +247,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
     Raises:
         ValueError: What differs between ranks.
     """
-    for name in ("scheduler", "extra"):
-        _check_same(name, [summary.parts[name] for summary in summaries])
+    _check_same("scheduler", [summary.parts["scheduler"] for summary in summaries])
     tensors = _united("tensor", [summary.tensors for summary in summaries])
     absent = sorted(set(tensors) - set(summaries[0].tensors))
     if absent:

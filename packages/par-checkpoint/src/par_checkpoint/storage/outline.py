@@ -13,7 +13,7 @@ from .._errors import CheckpointError, CorruptError
 from ..format.index import STEMS, index_of
 from ..format.manifest import MANIFEST, OBJECTS, SIDE_FILE, FileRecord, Manifest, decode_manifest
 from ..format.pickled import flat_tensors, is_extra_state, load_outline, load_pickle, place_of
-from ..format.tagged import decode
+from ..format.tagged import decode, split_ranks
 from .directory import Directory, Place, check_index, read_directory, read_small
 from .folder import Folder
 
@@ -50,6 +50,11 @@ class Outline:
         """The decoded "model", "scheduler" or "extra"; None where there is none."""
         encoded = None if self.manifest is None else getattr(self.manifest, name)
         return None if encoded is None else decode(encoded, self.side)
+
+    def extra_of_ranks(self) -> tuple[Any, ...] | None:
+        """What each rank gave as `extra`, where they differed; None where they did not."""
+        encoded = None if self.manifest is None else split_ranks(self.manifest.extra)
+        return None if encoded is None else tuple(decode(one, self.side) for one in encoded)
 
     def objects(self) -> dict[str, Any]:
         """The extra state of modules by its key in the state dict; nothing where the model is not wanted."""
