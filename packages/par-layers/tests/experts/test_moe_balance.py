@@ -117,3 +117,12 @@ def test_a_rank_without_sequences_has_a_loss_of_zero():
             assert torch.isfinite(taken["aux"])
             assert (taken["aux"] > 0) == (here.replica == 0)
             assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_parts_of_other_sequences_are_refused_on_every_rank():
+    with world({"sequence": 2}) as here:
+        layer = EVEN.make(here.layers, balance=Balance(aux=0.1))
+        x = EVEN.of(0)[: 1 + dist.get_rank()]
+        with pytest.raises(ValueError, match="ranks of 'sequence' have parts of 1 to 2 sequences; cut one batch"):
+            layer(x)

@@ -191,6 +191,13 @@ def test_evaluation_draws_no_numbers_and_keeps_nothing():
     assert len(layer.gate.replay) == 0
 
 
+def test_forwards_that_can_have_no_graph_keep_nothing():
+    layer = filled(Layer())
+    with torch.inference_mode():
+        layer(start().detach())
+    assert len(layer.gate.replay) == 0
+
+
 def test_choices_are_kept_in_two_bytes():
     layer = filled(Layer())
     y = checkpoint(layer, start(), use_reentrant=False)

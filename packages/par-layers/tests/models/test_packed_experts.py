@@ -281,6 +281,11 @@ def unknown(**wrong):
         (lambda: unknown(act_fn=nn.PReLU()), DEALT, r"has the parameters \['act_fn.weight', 'down_proj'"),
         (block, {"gate": "replicate"}, "deals experts out over 2 ranks, but no module of Block has the rule"),
         (block, {"experts.down_proj": "grouped_gemm"}, "but no module of Block has the rule"),
+        (
+            lambda: unknown(identity_expert=nn.Identity()),
+            {**DEALT, "experts.identity_expert": "moe_identity_expert"},
+            "'experts.identity_expert' has the rule 'moe_identity_expert', .* cannot be dealt out",
+        ),
         (block, {"gate": "ep_router"}, "'ep_router', removed by transformers; use ep_dispatch_experts"),
     )
 )

@@ -193,6 +193,8 @@ class Tally:
             weights: Which tokens count together, [B, M].
         """
         sequences, experts = len(weights), self.experts
+        if self.balance.aux and self.balance.over == "sequence":
+            self._check_sequences(sequences, ids.device)
         places = torch.arange(sequences, device=ids.device).view(-1, 1, 1) * experts + ids  # [B, M, k]
         chosen = weights.new_zeros(sequences * experts)
         chosen.scatter_add_(0, places.flatten(), weights.unsqueeze(-1).expand_as(places).flatten())
@@ -238,6 +240,23 @@ class Tally:
             of_token = weights.sum(0) / shares.tokens.sum().clamp(min=1.0)
             total = total + self.balance.z * (of_token * logits.logsumexp(-1).square()).sum()
         return total * self.grid.size(self.tokens.context)  # over which gradients are averaged
+
+    def _check_sequences(self, number: int, device: torch.device) -> None:
+        """Raises ValueError on all ranks that have parts of the same sequences unless these are as many on each.
+
+        Only on the CPU, where a look costs little and sums of other sizes end the process.
+        """
+        larger = self.grid.larger(self.tokens.context)
+        if not larger or device.type != "cpu":
+            return
+        ends = torch.tensor([number, -number], device="cpu")
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.grid.group(larger))
+        most, fewest = ends[0].item(), -ends[1].item()
+        if most != fewest:
+            raise ValueError(
+                f"ranks of {' and '.join(map(repr, larger))} have parts of {fewest} to {most} sequences; cut one batch "
+                "over them, so that each has a part of every sequence"
+            )
 
     def _sum_(self, flat: Tensor, axes: Axes) -> None:
         larger = self.grid.larger(axes)

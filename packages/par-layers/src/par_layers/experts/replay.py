@@ -41,7 +41,7 @@ def in_backward() -> bool:
 
 def may_run_again() -> bool:
     """Whether a forward that is called now may be within a checkpoint: what it saves is replaced, or nothing is."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return not torch.is_grad_enabled() or hooks_of_saved_tensors(True) is not None
 

@@ -24,7 +24,18 @@ from .adapters import Wrapper, wrapper_around, wrappers_of
 from .cutting import Part, PlannedGrid, part_along, part_whole
 from .packed.look import experts_like, is_packed
 from .plans.plans import Plan, Resolved, name_of, names_around, output_embedding, resolve
-from .plans.styles import Column, DealtExperts, Partial, Row, SplitExperts, Style, Vocabulary, Whole, with_unit
+from .plans.styles import (
+    Column,
+    DealtExperts,
+    Partial,
+    Row,
+    Shared,
+    SplitExperts,
+    Style,
+    Vocabulary,
+    Whole,
+    with_unit,
+)
 
 
 @dataclass(frozen=True)
@@ -175,6 +186,11 @@ class _Surveyor:
                 "the rule 'ep_dispatch_experts'; give these ranks to data, tensor or pipeline"
             )
         for name, style in self.rules.items():
+            if isinstance(style, Shared) and any(owner in self.experts for owner in names_around(name)):
+                raise TypeError(
+                    f"{name!r} has the rule 'moe_identity_expert', and is among experts whose rows travel, which leave "
+                    "it out; experts without weights cannot be dealt out: use tensor ranks alone"
+                )
             if name in self.modules and isinstance(style, (Column, Row)):
                 _features(self._linear(name), name)
         regions = {name: self._region(name) for name in self._region_names()}
