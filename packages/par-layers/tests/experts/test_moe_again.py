@@ -1,11 +1,13 @@
 """Layers that run again in backward, that drop rows, and in half precision, over ranks."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from par_layers import Balance, RouterLosses, layer_set
+from par_layers import Balance, RouterLosses, layer_set, update_choice_bias_
 
 from .worlds import TOKENS, Tokens, world
 
@@ -37,6 +39,26 @@ def test_a_checkpoint_changes_no_bit_over_ranks_nemo_2635_3325():
             for other in found[1:]:
                 assert len(other) == len(found[0])
                 assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True)), parallel
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_run_again_leave_no_tensor_behind_torchtitan_1467():
+    """There, each step of a checkpoint around torch's own exchange with autograd kept its results for ever."""
+    with world({"expert": 2}) as here:
+        layer = TOKENS["uneven"].make(here.layers, shared=1, balance=Balance(aux=0.1, z=0.01))
+        alive = []
+        for _ in range(4):
+            for reentrant in (False, True):
+                x = TOKENS["uneven"].of(here.replica).requires_grad_()
+                checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+            update_choice_bias_(layer, here.groups)
+            layer.zero_grad()
+            RouterLosses(layer).take()
+            del x
+            gc.collect()
+            alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        assert alive[1:] == alive[1:2] * 3
+        assert torch._C._distributed_c10d._get_work_registry_size() == 0  # exchanges that nobody has waited for
 
 
 @pytest.mark.ranks(2)
