@@ -38,11 +38,14 @@ class Save:
         self._heard = False
         self._last_acts: list[Callable[[], object]] = []
         self._ending = threading.Lock()
+        self._tiers: threading.Thread | None = None
+        self._tiers_error: BaseException | None = None
+        self._tiers_heard = False
         self._ended = True
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
+        """Whether the save has ended, well or not, in all tiers."""
+        return self._written() and (self._tiers is None or not self._tiers.is_alive())
 
     def wait_for_copy(self) -> None:
         """Waits until weights and optimizer state may change again; cheap where they may already.
@@ -54,13 +57,16 @@ class Save:
         self._unhook()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete. Not collective: every rank may call it, or only some.
+        """Waits until the checkpoint is complete, in all tiers. Not collective: every rank may call it, or only some.
 
         Raises:
             CheckpointError, OSError: It could not be written; what was there before is still there. Each call raises
                 it, and so does the next save or load, on all ranks, if any rank has not called this by then.
         """
         error, _ = self._hear()
+        if error is not None:
+            raise error
+        error, _ = self._hear_of_tiers()
         if error is not None:
             raise error
 
@@ -80,6 +86,57 @@ class Save:
         self._unhook()
         before, self._heard = self._heard, True
         return self._error, before or self._error is None
+
+    def _copy_on(self, copy: Callable[[], None], before: threading.Thread | None) -> None:
+        """Goes on in a thread of its own with copies to the next tiers, once the first one is there.
+
+        Args:
+            copy: Makes the copies; not called if the save has failed.
+            before: The thread of copies that are to be made before.
+        """
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            self._join()
+            try:
+                if self._error is None:
+                    copy()
+            except BaseException as error:  # raised by wait() or by the next save, or written to stderr at exit
+                self._tiers_error = error
+
+        atexit.register(self._write_tiers_error)
+        self._tiers = threading.Thread(target=run, name="par-checkpoint-tiers")
+        self._tiers.start()
+
+    def _written(self) -> bool:
+        """Whether the first tier is written, or will not be."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def _tiers_thread(self) -> threading.Thread | None:
+        """The thread of copies to the next tiers."""
+        return self._tiers
+
+    def _tiers_failed(self) -> bool | None:
+        """Whether copies to the next tiers have failed, and nobody has heard of it; None while they are being made."""
+        if self._tiers is not None and self._tiers.is_alive():
+            return None
+        return self._tiers_error is not None and not self._tiers_heard
+
+    def _hear_of_tiers(self) -> tuple[BaseException | None, bool]:
+        """What `_hear` gives, of the copies to the next tiers."""
+        if self._tiers is not None:
+            self._tiers.join()
+        atexit.unregister(self._write_tiers_error)
+        before, self._tiers_heard = self._tiers_heard, True
+        return self._tiers_error, before or self._tiers_error is None
+
+    def _write_tiers_error(self) -> None:
+        """Writes an error of copies that nobody has asked for to stderr, at exit."""
+        if self._tiers is not None:
+            self._tiers.join()
+        if self._tiers_error is not None and not self._tiers_heard:
+            sys.stderr.write(f"par-checkpoint: {self.path!r} is whole, but not in all tiers: {self._tiers_error}\n")
 
     def _at_end(self, act: Callable[[], object]) -> None:
         """Has something called when the checkpoint is there: by the thread that writes it, or now if there is none.

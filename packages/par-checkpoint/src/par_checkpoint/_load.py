@@ -18,8 +18,9 @@ from par_groups import Sharding, settle_, written_
 from ._errors import CheckpointError
 from ._options import LoadOptions, check_options, parse_size, takes_options, usable_timeout
 from .format.index import STEMS
+from .format.manifest import encode_manifest
 from .format.pickled import is_extra_state
-from .plan.claims import key_of, name_of
+from .plan.claims import digest, key_of, name_of
 from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, device_for, layout_names, model_state, rename
@@ -34,8 +35,9 @@ from .state.restore import (
 )
 from .state.targets import OptimizerTargets, SavedOptimizer, Targets, model_targets, optimizer_targets, ties_of
 from .storage.consistent import retry_while_replaced, version_of
-from .storage.folder import Folder, open_folder
+from .storage.folder import Folder, in_tiers, open_folder
 from .storage.outline import Outline, read_outline
+from .storage.steps import read_manifest
 from .storage.verify import check_blocks, check_same
 from .transfer.fill import Filling, fill_
 from .transfer.ranks import Ranks, session_of
@@ -91,6 +93,7 @@ def load(
     threads: int = 2,
     timeout: float = 1800.0,
     progress: bool | None = None,
+    tiers: Sequence[Path] | None = None,
     options: LoadOptions | None = None,
 ) -> Report:
     """Fills a model, an optimizer and a scheduler from a checkpoint of any topology, ours or another's. Collective.
@@ -128,6 +131,8 @@ def load(
         threads: Number of threads of a rank that read and checksum.
         timeout: Seconds to wait for a rank that does not answer.
         progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
+        tiers: What `save` was given: folders or URLs, the nearest first. Taken is the first in which all ranks see the
+            same whole checkpoint of the name `path`.
         options: An object with values for the keywords from `layout` to `progress`; a keyword goes before it.
 
     Returns:
@@ -143,7 +148,7 @@ def load(
     ranks = session.ranks
     session.settle("wait")
 
-    def opened() -> tuple[tuple[LoadOptions, Folder], str | None]:
+    def opened() -> tuple[tuple[LoadOptions, list[Folder]], None]:
         check_options(options, LoadOptions)
         chosen = LoadOptions(
             layout=layout,
@@ -159,15 +164,15 @@ def load(
             timeout=timeout,
             progress=progress,
         )
-        folder = open_folder(path)
-        return (chosen, folder), version_of(folder) if ranks.rank == 0 else None
+        return (chosen, [open_folder(each) for each in in_tiers(path, tiers)]), None
 
-    (chosen, folder), versions = ranks.share(opened)
+    (chosen, folders), _ = ranks.share(opened)
+    folder = folders[0] if tiers is None else _nearest(folders, ranks)
     into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
     report, _ = retry_while_replaced(
         lambda: ranks.on_first(lambda: version_of(folder)),
         lambda: _load(into, folder, ranks, chosen),
-        versions[0],
+        ranks.on_first(lambda: version_of(folder)),
         folder.url,
         checked=lambda outcome: outcome[1],
     )
@@ -176,11 +181,33 @@ def load(
         if len(of_ranks) != ranks.size:
             warnings.warn(
                 f"extra differed between the {len(of_ranks)} ranks that saved {folder.url!r}, and {ranks.size} load "
-                f"it: report.extra here is that of rank {ranks.rank % len(of_ranks)}, and report.extra_of_ranks has all",
+                f"it: report.extra is that of rank {ranks.rank % len(of_ranks)} here, report.extra_of_ranks has all",
                 stacklevel=3,
             )
         report = replace(report, extra=of_ranks[ranks.rank % len(of_ranks)])
     return report
+
+
+def _nearest(folders: Sequence[Folder], ranks: Ranks) -> Folder:
+    """The first folder in which all ranks see the same whole checkpoint.
+
+    Raises:
+        CheckpointError: There is none; on every rank.
+    """
+
+    def seen(folder: Folder) -> str:
+        folder.recover()
+        manifest = read_manifest(folder)
+        return "" if manifest is None else digest(encode_manifest(manifest)).hex()
+
+    for folder in folders:
+        _, every = ranks.share(lambda folder=folder: (None, seen(folder)))  # type: ignore[misc]
+        if len(set(every)) == 1 and every[0]:
+            return folder
+    raise CheckpointError(
+        f"none of the tiers has a whole checkpoint that all ranks see: {', '.join(folder.url for folder in folders)}; "
+        "look at them with `par-checkpoint ls`, or load another one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

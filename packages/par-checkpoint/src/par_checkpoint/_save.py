@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from par_groups import Sharding
 
+from ._copy import copy_checkpoint
 from ._finish import Noted, commit, index_from_above, indexes, needed_bytes, place_files, records_of, side_files
 from ._handle import Save
 from ._options import SaveOptions, check_options, check_style, parse_size, takes_options, usable_timeout
@@ -40,7 +42,7 @@ from .state.collect import (
 )
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, layout_names
-from .storage.folder import Folder, Staging, open_folder
+from .storage.folder import Folder, Staging, in_tiers, open_folder
 from .transfer.memory import Local
 from .transfer.ranks import Ranks, Session, session_of
 from .transfer.snapshot import Snapshot
@@ -79,6 +81,7 @@ def save(
     timeout: float = 1800.0,
     progress: bool | None = None,
     step: int | None = None,
+    tiers: Sequence[Path] | None = None,
     options: SaveOptions | None = None,
 ) -> Save:
     """Saves whole tensors, from however they are cut, into a folder that knows nothing of ranks. Collective.
@@ -122,6 +125,10 @@ def save(
         timeout: Seconds to wait for a rank that does not answer.
         progress: Whether rank 0 shows a bar (needs tqdm); None: where stderr is a terminal.
         step: The training step, which is noted in the checkpoint.
+        tiers: Folders or URLs, the nearest first, such as "/dev/shm/run", "/nvme/run", "s3://bucket/run": `path` is
+            then the name of the checkpoint in each of them. The save is over when the first has it; the next ones are
+            copied to in the background, each from the one before it, and each is whole by itself. Neither a step nor
+            the next save waits for them.
         options: An object with values for the keywords from `max_shard_size` to `step`; a keyword goes before it.
 
     Returns:
@@ -136,7 +143,7 @@ def save(
     session = session_of(group, usable_timeout(timeout))
     ranks = session.ranks
 
-    def look() -> tuple[tuple[SaveOptions, Content, Folder, bytes], _Announced]:
+    def look() -> tuple[tuple[SaveOptions, Content, list[Folder], bytes], _Announced]:
         check_style(style)
         check_options(options, SaveOptions)
         check_config(config)
@@ -174,7 +181,8 @@ def save(
             beside = files_beside(model, config=config, assets=assets or (), stem=stem, style=style, dtype=dtype)
             content = replace(content, beside=beside)
         claims = Claims.of(content.entries).encode()
-        folder = open_folder(path)
+        folders = [open_folder(each) for each in in_tiers(path, tiers)]
+        folder = folders[0]
         if writer == "pwrite" and not folder.positional:
             raise ValueError(
                 f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use "
@@ -187,9 +195,9 @@ def save(
             state=digest_of(summary_of(content.state)),
             claims=digest(claims),
         )
-        return (chosen, content, folder, claims), announced
+        return (chosen, content, folders, claims), announced
 
-    (chosen, content, folder, claims), announced = ranks.share(look)
+    (chosen, content, (folder, *further), claims), announced = ranks.share(look)
     session.settle(chosen.pending)
     check_layout([of_rank.layout for of_rank in announced])
     prepared = _prepare(session, claims, [of_rank.claims for of_rank in announced], chosen, folder, style)
@@ -212,8 +220,26 @@ def save(
     else:
         with job.workers() as workers:
             job.write(ranks, None, workers)
+    if further:
+        copies = _copies(session.beside, [folder, *further], announced[0].nonce, chosen, overwrite=overwrite)
+        handle._copy_on(copies, session.copied[-1]._tiers_thread() if session.copied else None)
+        session.copied.append(handle)
     handle.blocked_seconds += time.perf_counter() - begin
     return handle
+
+
+def _copies(
+    ranks: Ranks, folders: Sequence[Folder], nonce: str, options: SaveOptions, *, overwrite: bool
+) -> Callable[[], None]:
+    """What copies a checkpoint from each folder to the next, when the first has it."""
+
+    def copy() -> None:
+        for source, target in pairwise(folders):
+            of = ranks.on_first(source.version)
+            if not copy_checkpoint(source, target, ranks, nonce, overwrite=overwrite, threads=options.threads, of=of):
+                return  # a later save has taken its place, and is copied next
+
+    return copy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """What a checkpoint needs of a file system, beside single files, and the choice between a local and a remote one."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from ..format.index import is_base_name
 from ..format.manifest import BLOCK, Manifest
 from .files import Source, Writer
 from .local import LocalFolder
@@ -34,6 +35,29 @@ def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None =
             raise
         raise ImportError(f"{path} needs fsspec, which is not installed: pip install fsspec") from error
     return RemoteFolder(path, at=at)
+
+
+def in_tiers(path: str | os.PathLike[str], tiers: Sequence[str | os.PathLike[str]] | None) -> list[str]:
+    """The places of a checkpoint: its path, or where there are tiers, its name in each of them.
+
+    Args:
+        path: The path, or the name in the tiers.
+        tiers: Folders or URLs, the nearest first; None: the path stands for itself.
+
+    Raises:
+        TypeError: Tiers that are no list of paths.
+        ValueError: No tiers, two equal ones, or a path in them that is no plain name.
+    """
+    if tiers is None:
+        return [os.fspath(path)]
+    if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
+        raise TypeError(f"tiers is {tiers!r}; give a list of folders or URLs, the nearest first")
+    name, roots = os.fspath(path), [os.fspath(tier).rstrip("/") for tier in tiers]
+    if not isinstance(name, str) or not all(is_base_name(part) for part in name.split("/")):
+        raise ValueError(f"path is {name!r}; with tiers it is the checkpoint's name in each of them, such as 'step-1'")
+    if not roots or len(set(roots)) < len(roots):
+        raise ValueError(f"tiers is {list(tiers)!r}; give one or more folders or URLs, all different")
+    return [f"{root}/{name}" for root in roots]
 
 
 class Folder(Protocol):

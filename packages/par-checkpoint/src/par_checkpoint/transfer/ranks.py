@@ -6,6 +6,7 @@ the trainer's collectives.
 
 import pickle
 import struct
+import threading
 import uuid
 import weakref
 from collections import OrderedDict
@@ -269,14 +270,23 @@ def _portable(error: BaseException) -> _Portable:
 class Pending(Protocol):
     """A save in the background."""
 
-    def done(self) -> bool:
-        """Whether it has ended."""
+    def _written(self) -> bool:
+        """Whether it has ended, but for copies to further tiers."""
 
     def _join(self) -> None:
         """Waits for its end, and raises nothing."""
 
     def _hear(self) -> tuple[BaseException | None, bool]:
         """Waits for its end: what went wrong, and whether the trainer has heard of that on this rank before."""
+
+    def _tiers_thread(self) -> threading.Thread | None:
+        """The thread of its copies to further tiers."""
+
+    def _tiers_failed(self) -> bool | None:
+        """Whether its copies to further tiers have failed, unheard of on this rank; None while they are made."""
+
+    def _hear_of_tiers(self) -> tuple[BaseException | None, bool]:
+        """What `_hear` gives, of these copies."""
 
 
 class Session:
@@ -290,6 +300,7 @@ class Session:
         timeout: Seconds that the present call waits.
         ranks: The communicator of saves and loads.
         pending: The save that runs in the background, or the last one that did, until somebody has asked for its error.
+        copied: Saves whose copies to further tiers are under way, or were when ranks last looked, in order.
         memory: What the last copy of a save in the background lies in, used again for the next one.
     """
 
@@ -298,7 +309,9 @@ class Session:
         self.ranks = Ranks(group, timeout)
         self.pending: Pending | None = None
         self.memory: Chunks | None = None
+        self.copied: list[Pending] = []
         self._background: Ranks | None = None
+        self._beside: Ranks | None = None
         self._group = (lambda: None) if group is None else weakref.ref(group)  # which must not keep itself alive
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -313,6 +326,16 @@ class Session:
         self._background.set_timeout(self.timeout)
         return self._background
 
+    @property
+    def beside(self) -> Ranks:
+        """A third communicator, for copies to further tiers, which no save waits for. Collective the first time.
+
+        It waits as long as the call that first asked for it: an earlier copy may still be using it.
+        """
+        if self._beside is None:
+            self._beside = Ranks(self._group(), self.timeout, private=True)
+        return self._beside
+
     def settle(self, how: str) -> None:
         """Deals with a save that still runs: waits for it, or raises. What went wrong in it is raised now.
 
@@ -322,9 +345,10 @@ class Session:
         Args:
             how: "wait" or "raise".
         """
+        self._hear_of_tiers()
         if self.pending is None:
             return
-        if how == "raise" and not all(self.ranks.gather(self.pending.done())):
+        if how == "raise" and not all(self.ranks.gather(self.pending._written())):
             raise CheckpointError(
                 "an earlier save is still being written and pending is 'raise'; wait() for it, save less often, or "
                 "pass pending='wait'"
@@ -333,6 +357,22 @@ class Session:
         error, heard = pending._hear()
         if not all(self.ranks.gather(heard)):
             self.ranks.raise_first(error)
+
+    def _hear_of_tiers(self) -> None:
+        """Raises on all ranks what went wrong in copies to further tiers, if all ranks have not heard of it yet.
+
+        Copies that are still being made are left alone. Ranks agree about which those are.
+        """
+        if not self.copied:
+            return
+        of_ranks = self.ranks.gather([copy._tiers_failed() for copy in self.copied])
+        for number, failed in enumerate(zip(*of_ranks, strict=True)):
+            if any(failed):
+                error, _ = self.copied.pop(number)._hear_of_tiers()
+                self.ranks.raise_first(error)
+        self.copied = [
+            copy for copy, states in zip(self.copied, zip(*of_ranks, strict=True), strict=True) if None in states
+        ]
 
     def release(self) -> None:
         """Frees the memory of the last copy, when it is written."""

@@ -1,0 +1,191 @@
+"""Copying a checkpoint from one folder to another: the same files, checked on the way, committed like a save."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from crc32c import crc32c
+
+from ._errors import corrupt
+from .format.bytes import bytes_of
+from .format.index import encode_index, index_of
+from .format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest, encode_manifest
+from .storage.files import Source, Writer
+from .storage.folder import Folder, Staging
+from .storage.outline import read_outline
+from .transfer.memory import Pool
+from .transfer.ranks import Ranks, attempt
+from .transfer.workers import Workers
+
+
+def copy_checkpoint(
+    source: Folder, target: Folder, ranks: Ranks, nonce: str, *, overwrite: bool, threads: int, of: str | None = None
+) -> bool:
+    """Copies a whole checkpoint; it appears at once and whole, or not at all. Collective.
+
+    Every byte is compared with its checksum on the way. Ranks deal the blocks out among themselves where several can
+    write one file, else the files.
+
+    Args:
+        source: The checkpoint, which all ranks see.
+        target: The folder to make it in.
+        ranks: The ranks that copy, through a communicator that nothing else uses meanwhile.
+        nonce: A name for the copy, new and the same on every rank.
+        overwrite: Whether to replace a checkpoint that is there.
+        threads: Number of threads of a rank that read, checksum and write; each holds a block.
+        of: The version of the source that is meant (see `Folder.version`, on rank 0); None: that which is there.
+
+    Returns:
+        Whether it is copied. It is not if another checkpoint has taken its place in the source.
+
+    Raises:
+        CheckpointError, OSError: It cannot be read or written; what was in the target before is still there.
+    """
+
+    def look() -> bytes | None:
+        if of is not None and source.version() not in (of, None):
+            return None
+        return source.read(MANIFEST)
+
+    data = ranks.on_first(look)
+    if data is None:
+        return False
+    manifest = decode_manifest(data)
+    source.use(manifest)
+    copy = _Copy(source, target.stage(nonce, by_owner=not target.positional), manifest, target, overwrite)
+    try:
+        copy.run(ranks, threads)
+    except Exception:
+        if ranks.on_first(lambda: of is not None and source.version() not in (of, None)):
+            return False
+        raise
+    return True
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy under way."""
+
+    source: Folder
+    staging: Staging
+    manifest: Manifest
+    target: Folder
+    overwrite: bool
+
+    def run(self, ranks: Ranks, threads: int) -> None:
+        """Copies and commits; whatever fails, the staging folder goes."""
+        large = {name: record for name, record in self.manifest.files.items() if record.size > self._unit(record)}
+
+        def make() -> object:
+            self.target.recover()
+            self.target.check_target(overwrite=self.overwrite)
+            self.staging.create(list(self.manifest.files), sum(record.size for record in self.manifest.files.values()))
+            if self.staging.positional:
+                for name, record in large.items():
+                    block = self.target.block(record.size - record.data_begin)
+                    self.staging.allocate(name, record.size, head=record.data_begin, block=block)
+            return self.staging.invite()
+
+        try:
+            invitation = ranks.on_first(make)
+            ranks.agree(lambda: self.staging.attach(invitation))
+            _, error = attempt(lambda: self._copy_share(large, ranks, threads))
+            ranks.raise_first(error)
+            if self.staging.joins:
+                ranks.agree(lambda: self.staging.complete((ranks.rank, ranks.size)))
+            ranks.on_first(lambda: self._commit(large))
+        except BaseException:
+            if ranks.rank == 0:
+                self.staging.discard()
+            self.staging.close()
+            raise
+        self.staging.close()
+
+    def _unit(self, record: FileRecord) -> int:
+        """Bytes that are copied at a time: whole blocks, of the target and of the source's checksums."""
+        return math.lcm(self.target.block(record.size - record.data_begin), record.block)
+
+    def _copy_share(self, large: dict[str, FileRecord], ranks: Ranks, threads: int) -> None:
+        """Copies this rank's blocks, or its files where each has one writer."""
+        with Workers(threads if self.staging.positional else 1, "par-checkpoint-tier") as workers:
+            for number, (name, record) in enumerate(large.items()):
+                begins = list(range(record.data_begin, record.size, self._unit(record)))
+                if self.staging.positional:
+                    begins = [begin for place, begin in enumerate(begins, number) if place % ranks.size == ranks.rank]
+                elif number % ranks.size != ranks.rank:
+                    begins = []
+                if begins:
+                    self._copy_file(name, record, begins, workers)
+
+    def _copy_file(self, name: str, record: FileRecord, begins: Sequence[int], workers: Workers) -> None:
+        """Copies what begins at some bytes of a file, each to the end of its unit."""
+        pool = Pool(self._unit(record))
+        with closing(self.source.open(name)) as opened:
+            writer = self.staging.writer(name)
+
+            def copy(begin: int) -> None:
+                with pool.lent() as memory:
+                    self._copy_unit(name, record, begin, bytes_of(memory), opened, writer)
+
+            try:
+                for job in [workers.submit(partial(copy, begin)) for begin in begins]:
+                    job.result()
+            except BaseException:
+                writer.abort()
+                raise
+            writer.finish()
+
+    def _copy_unit(
+        self, name: str, record: FileRecord, begin: int, memory: memoryview, source: Source, writer: Writer
+    ) -> None:
+        """Reads some blocks, checks them and writes them; the header goes with the first."""
+        if begin == record.data_begin and begin:
+            header = bytes_of(torch.empty(begin, dtype=torch.uint8, device="cpu"))
+            source.read_into(0, header)
+            self._check(name, crc32c(header) == record.header_crc)
+            writer.write_at(0, header)
+        data = memory[: min(len(memory), record.size - begin)]
+        source.read_into(begin, data)
+        first = (begin - record.data_begin) // record.block
+        for number, low in enumerate(range(0, len(data), record.block), first):
+            self._check(name, crc32c(data[low : low + record.block]) == record.crcs[number])
+        block = self.target.block(record.size - record.data_begin)
+        for low in range(0, len(data), block):
+            writer.write_at(begin + low, data[low : low + block])
+
+    def _check(self, name: str, is_right: bool) -> None:
+        """Raises CorruptError unless a checksum is right."""
+        if not is_right:
+            raise corrupt(f"{self.source.url}/{name}", "is not what was written, and was not copied")
+
+    def _commit(self, large: dict[str, FileRecord]) -> None:
+        """Writes the small files and the manifest, and makes the folder the checkpoint."""
+        for name, data in self._small(large):
+            self.staging.write(name, data)
+        manifest = replace(self.manifest, generation=self.staging.generation)
+        self.staging.write(MANIFEST, encode_manifest(manifest))
+        index = None
+        places = read_outline(self.source).places("model") if manifest.generation else {}
+        if places and manifest.style == "huggingface":  # transformers looks for it beside the manifest
+            weight_map = {name: f"{manifest.generation}/{place.file}" for name, place in places.items()}
+            total = sum(place.end - place.begin for place in places.values())
+            parameters = sum(math.prod(place.shape) for place in places.values())
+            index = index_of(manifest.stem), encode_index(weight_map, total, parameters)
+        self.staging.publish(overwrite=self.overwrite, index=index)
+
+    def _small(self, large: dict[str, FileRecord]) -> Iterator[tuple[str, bytes]]:
+        """The files that one rank copies, and those beside them, which have no checksums."""
+        for name, record in self.manifest.files.items():
+            if name not in large:
+                data = self.source.read(name)
+                crcs = tuple(
+                    crc32c(data[low : low + record.block]) for low in range(record.data_begin, len(data), record.block)
+                )
+                is_whole = len(data) == record.size and crcs == record.crcs
+                self._check(name, is_whole and crc32c(data[: record.data_begin]) == record.header_crc)
+                yield name, data
+        for name in self.manifest.beside:
+            yield name, self.source.read(name)
