@@ -219,7 +219,7 @@ REFUSED = {
     "offload": (
         {"others": lambda: [Share(holding(2))], "stage": 3, "offload": {"budget": "1GB"}},
         ValueError,
-        "offload counts on one group that shares all parameters, and others has more",
+        "offload counts on one group that shares all parameters, others has more",
     ),
     "parameters of others": (
         {"others": lambda: [Share(holding(2), parameters=[nn.Parameter(torch.ones(1))])]},

@@ -35,7 +35,9 @@ def test_the_formula_counts_what_torch_counts_with_causal_attention_by_half(tied
     whole_attention = 3 * options.layers * 2 * options.context * options.width  # what the causal half leaves out
     expected = (model_flops(options.shape) + whole_attention) * inputs.numel()
     assert counter.get_total_flops() == pytest.approx(expected, rel=AGREEMENT)
-    assert model_flops(options.shape) == sum(options.shape.flops(part=SimpleNamespace(blocks=3, first=True, last=True)))
+    assert model_flops(options.shape) == sum(
+        options.shape.flops(part=SimpleNamespace(blocks=3, mixtures=0, first=True, last=True))
+    )
 
 
 def test_experts_count_as_far_as_a_token_goes_to_them():

@@ -154,6 +154,7 @@ class Order:
         self._gathered: list[Gathering] = []  # as they were gathered in this pass
         self._needed: list[bool] = []  # of these, which were for this rank too
         self._ahead: int | None = None  # the place of what is on its way and not needed yet
+        self._at_backward = 0  # how many were gathered when the latest backward began
         self._supervised = False
 
     def gather(self, unit: Unit, kind: Kind, *, in_backward: bool, enters: bool) -> None:
@@ -195,10 +196,13 @@ class Order:
     def begin_backward(self) -> None:
         """The pass comes to its backward, in which a rank may wait for the others in a unit before it gathers again.
 
+        Nothing is compared where nothing was gathered, as where units stay from an earlier pass.
+
         Raises:
             RuntimeError: In the first pass, other ranks need a unit before theirs. All of them raise.
         """
-        if self._supervised:
+        if self._supervised and len(self._gathered) > self._at_backward:
+            self._at_backward = len(self._gathered)
             self._compare(End.FORWARD)
 
     def _pass_by(self, entry: Gathering) -> None:

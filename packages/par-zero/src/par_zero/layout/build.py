@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from par_groups import Sharding
@@ -86,6 +87,8 @@ def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, as
         )
     candidates = naming or [n for n, share in enumerate(shares) if share.parameters is None]
     found = [n for n in candidates if shares[n].has_copies(record)]
+    if not found and not naming and _is_of_one_device(record):
+        found = [0]
     if not found:
         holders = sorted({rank for box in record.boxes for rank in box.copies})
         near = " or ".join(str(shares[n].near) for n in candidates)
@@ -100,6 +103,15 @@ def _share_of(parameter: nn.Parameter, name: str, shares: Sequence[Share], *, as
             "parts; give it to an optimizer that works element by element, or make each matrix a parameter"
         )
     return found[0]
+
+
+def _is_of_one_device(record: Sharding) -> bool:
+    """Whether a record is of a layer that was made for one device: the whole tensor, and no rank but this has it.
+
+    Such a record does not know the ranks on which copies of the model were made.
+    """
+    mine = {dist.get_rank()}
+    return record.local_numel == record.numel and all(set(box.copies) == mine for box in record.boxes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
