@@ -25,6 +25,7 @@ SEQUENCE: dict[str, dict[str, Any]] = {
     "Ulysses2 x Ring2": {"size": 4, "mode": "2d"},
     "Ulysses2 x Gather2": {"size": 4, "mode": "2d", "outer": "gather"},
 }
+EXPERT: dict[str, Any] = {"EP2": 2, "EP2 folded": {"size": 2, "tensor": 1}, "EP4 folded": {"size": 4, "tensor": 1}}
 MICROBATCHES = 4
 BUCKET = 20_000  # bytes: some chunks on each rank
 
@@ -38,8 +39,8 @@ class Case:
         ranks: Of the world.
         options: Of the strategy, but for precision.
         tied: Whether the logits share the embedding's table.
-        model: "GPT", of the strategy's layers; "Llama", of transformers, as it is; or "Packed", the GPT of `par-train
-            run` on rows of documents.
+        model: "GPT", of the strategy's layers; "Llama", of transformers, as it is; "Packed", the GPT of `par-train
+            run` on rows of documents; or "Mixture", the GPT with a mixture of experts after each block.
         muon: Whether matrices are stepped as wholes.
     """
 
@@ -61,6 +62,7 @@ def case(
     tensor: str | None = None,
     *,
     sequence: str | None = None,
+    expert: str | None = None,
     zero: int = 0,
     tied: bool = False,
     model: str = "GPT",
@@ -74,6 +76,7 @@ def case(
         pipeline: The schedule of a pipeline of two ranks; None without.
         tensor: A name in `TENSOR`; None without.
         sequence: A name in `SEQUENCE`; None without.
+        expert: A name in `EXPERT`; None without.
         zero: The ZeRO stage.
         tied: Whether the logits share the embedding's table.
         model: What is trained.
@@ -82,7 +85,7 @@ def case(
     """
     mode, ranks = TENSOR.get(tensor or "", {}), 1 if pipeline is None else 2
     cut = SEQUENCE.get(sequence or "", {})
-    axes = [f"DP{data}" if data > 1 else "", "PP2" if pipeline else "", sequence or "", tensor or ""]
+    axes = [f"DP{data}" if data > 1 else "", "PP2" if pipeline else "", sequence or "", expert or "", tensor or ""]
     further = [pipeline or "", f"ZeRO {zero}" if zero else "", "tied" if tied else "", "Muon" if muon else ""]
     further += [f"{recompute} again" if recompute else ""]
     options: dict[str, Any] = {
@@ -90,6 +93,7 @@ def case(
             "data": data,
             "pipeline": ranks,
             **({"sequence": cut} if sequence else {}),
+            **({"expert": EXPERT[expert]} if expert else {}),
             **({"tensor": mode} if tensor else {}),
         },
         "zero": {"stage": zero, "bucket": BUCKET, **({"atomic": is_of_matrices} if muon else {})},
@@ -98,7 +102,7 @@ def case(
     }
     first = [model if model != "GPT" else "", " x ".join(filter(None, axes)) or "one rank"]
     name = ", ".join(filter(None, [*first, *further]))
-    ranks = data * ranks * mode.get("size", 1) * cut.get("size", 1)
+    ranks = data * ranks * mode.get("size", 1) * cut.get("size", 1) * (2 if expert in ("EP2", "EP4 folded") else 1)
     return Case(name=name, ranks=ranks, options=options, tied=tied, model=model, muon=muon)
 
 
@@ -111,7 +115,8 @@ def every_cell() -> list[Cell]:
     """All of them, in the order of the table.
 
     Under autocast, weights and gradients stay in fp32: what par-zero moves is the same, and is not tried again. Whole
-    matrices are stepped in fp32 alone, where a wrong one shows best.
+    matrices are stepped in fp32 alone, where a wrong one shows best, and so are mixtures: which experts are chosen is
+    no number that rounds a little.
     """
     plain = [case(), case(2), *(case(tensor=name) for name in TENSOR)]
     plain += [case(pipeline=name) for name in SCHEDULES] + [case(pipeline="1f1b", tied=True)]
@@ -146,6 +151,12 @@ def every_cell() -> list[Cell]:
     again += [case(2, "1f1b", "TP2", zero=1, recompute="layers:2"), case(pipeline="zb_v", recompute="keep:0.5")]
     again += [case(sequence="Ring2", recompute="layers"), case(2, sequence="Gather2", zero=3, recompute="keep:0.5")]
     again += [case(pipeline="1f1b", tensor="SP2", model="Llama", recompute="layers")]
+    mixtures = [case(expert="EP2", zero=stage, model="Mixture") for stage in range(4)]
+    mixtures += [case(2, expert="EP2", zero=3, model="Mixture"), case(pipeline="1f1b", expert="EP2", model="Mixture")]
+    mixtures += [case(tensor="TP2", expert="EP2 folded", zero=stage, model="Mixture") for stage in (0, 3)]
+    mixtures += [case(tensor="SP2", expert=name, zero=1, model="Mixture") for name in ("EP2", "EP4 folded")]
+    mixtures += [case(sequence="Ring2", expert="EP2 folded", model="Mixture")]
+    mixtures += [case(2, "zb_v", "TP2", expert="EP2 folded", zero=2, model="Mixture")]
     return [
         *_in(plain, PRECISIONS),
         *_in(zero, ("fp32", "bf16", "fp16")),
@@ -154,6 +165,7 @@ def every_cell() -> list[Cell]:
         *_in(existing, PRECISIONS),
         *_in(sharded, ("fp32", "bf16", "fp16")),
         *_in(matrices, ("fp32",)),
+        *_in(mixtures, ("fp32",)),
         *_in(again, ("fp32", "bf16", "fp16")),
     ]
 
@@ -169,6 +181,7 @@ def cover() -> list[Cell]:
     fp32 += [case(pipeline=name) for name in ("gpipe", "zb_h2", "looped_bfs", "v_min")]
     fp32 += [case(sequence="Ring2"), case(tensor="SP2", sequence="Gather2", zero=1)]
     fp32 += [case(pipeline="1f1b", tensor="SP2", model="Llama"), case(2, sequence="Gather2", zero=2, model="Packed")]
+    fp32 += [case(expert="EP2", zero=1, model="Mixture"), case(tensor="TP2", expert="EP2 folded", model="Mixture")]
     return [
         *_in(fp32, ("fp32",)),
         (case(2, zero=2), "bf16"),

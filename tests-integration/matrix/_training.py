@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from par_layers import Context, LayerSet, initialize, layer_set
+from par_layers import Balance, Context, LayerSet, initialize, layer_set, normal
 from par_layers.examples import GPT
 from par_pipeline import Batch
 from par_precision import DynamicScale, MixedOptimizer, mixed
@@ -33,6 +34,7 @@ except ImportError:  # the cells of a Llama are left out
 VOCABULARY, WIDTH, HEADS, CONTEXT = 29, 32, 4, 16  # the vocabulary is padded wherever it is cut
 BATCH, SAMPLES = 8, 44  # the last batch of an epoch is left out
 SEED, CLIP_NORM = 0, 0.5
+OURS = ("GPT", "Mixture")  # of the strategy's layers
 
 
 class Extent(NamedTuple):
@@ -90,12 +92,28 @@ def tolerance(precision: str, rounding: float = 0.0) -> tuple[float, float]:
     return eps, max(16 * eps, 4 * rounding)
 
 
-def gpt(layers: LayerSet, blocks: int, *, tied: bool = False) -> nn.Sequential:
+class Mixed(nn.Module):
+    """A block, and a mixture of experts on a normed copy of what it gives."""
+
+    def __init__(self, layers: LayerSet, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.norm = block, layers.LayerNorm(WIDTH)
+        balance = Balance(aux=0.01, over="sequence")
+        self.mixture = layers.MoE(WIDTH, WIDTH, 4, 2, shared=1, activation="gelu", balance=balance, init=normal(0.1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.block(hidden)
+        added: Tensor = self.mixture(self.norm(hidden))
+        return hidden + added
+
+
+def gpt(layers: LayerSet, blocks: int, *, tied: bool = False, experts: bool = False) -> nn.Sequential:
     """As many layers as blocks, one before and one after them."""
     parts = GPT(layers, VOCABULARY, WIDTH, HEADS, blocks, CONTEXT, tied=tied)
     first = OrderedDict(tokens=parts.tokens, positions=parts.positions)
     last = OrderedDict(norm=parts.norm, head=parts.head)
-    return nn.Sequential(nn.Sequential(first), *parts.blocks, nn.Sequential(last))
+    between = [Mixed(layers, block) for block in parts.blocks] if experts else parts.blocks
+    return nn.Sequential(nn.Sequential(first), *between, nn.Sequential(last))
 
 
 def llama(blocks: int, *, tied: bool = False) -> nn.Module:
@@ -207,8 +225,8 @@ def train_alone(
 ) -> tuple[Curve, nn.Module]:
     """Trains without a strategy: in fp32 in torch's own way, else with par-precision."""
     layers = layer_set(None)
-    if kind == "GPT":
-        model: Any = gpt(layers, blocks, tied=tied)
+    if kind in OURS:
+        model: Any = gpt(layers, blocks, tied=tied, experts=kind == "Mixture")
         initialize(model, SEED)
     elif kind == "Packed":
         model = BYTE_GPT(packed(blocks, tied=tied), layers, seed=SEED)
@@ -229,7 +247,7 @@ def train_alone(
         if kind == "Packed":
             loss = alone_by_document(model, inputs, targets)
         else:
-            logits = model(inputs) if kind == "GPT" else model(input_ids=inputs, use_cache=False).logits
+            logits = model(inputs) if kind in OURS else model(input_ids=inputs, use_cache=False).logits
             loss = layers.cross_entropy(logits, targets, classes=VOCABULARY)
         norm = step_alone(model, optimizer, loss)
         scheduler.step()
@@ -267,7 +285,8 @@ class Run:
         if model == "Packed":
             self.gpt, whole = self.packed(packed(blocks, tied=tied))
         else:
-            whole = gpt(strategy.layers, blocks, tied=tied) if model == "GPT" else llama(blocks, tied=tied)
+            ours = partial(gpt, strategy.layers, experts=model == "Mixture")
+            whole = (ours if model in OURS else llama)(blocks, tied=tied)
         optimizer = MuonAndMomentum(whole) if muon else adamw(whole)
         self.model, self.optimizer, batches, self.scheduler = strategy.initialize(
             whole, optimizer, loader(), warm_up(optimizer)
@@ -305,8 +324,8 @@ class Run:
             batch = next(self.batches)
             self.count = float(batch.target[1].sum())
             return strategy.execute_pipeline(iter([batch]), self.model, self.packed_criterion, self.optimizer)
-        if strategy.schedule is not None or self.kind != "GPT":
-            criterion = self.criterion if self.kind == "GPT" else None  # a model of transformers has its own
+        if strategy.schedule is not None or self.kind not in OURS:
+            criterion = self.criterion if self.kind in OURS else None  # a model of transformers has its own
             return strategy.execute_pipeline(self.batches, self.model, criterion, self.optimizer)
         inputs, targets = next(self.batches)
         loss = self.criterion(self.model(inputs), targets)
@@ -324,5 +343,5 @@ class Run:
     def mean_over_data(self, loss: Tensor) -> float:
         """The mean over the data ranks, which weigh as many targets as they have."""
         both = torch.stack([loss.detach().double() * self.count, loss.new_tensor(self.count, dtype=torch.float64)])
-        dist.all_reduce(both, group=self.strategy.groups["data"])
+        dist.all_reduce(both, group=self.strategy.groups[self.strategy.data_axes])
         return (both[0] / both[1]).item()

@@ -22,6 +22,11 @@ RUNS = {
         [["--mode=ring"], ["--mode=gather", "--zero=3"]],
         "loss",
     ),
+    "mixture_of_experts": (
+        ["--batch-size=16", "--steps=20"],
+        [["--expert=2", "--zero=3"], ["--expert=2", "--tensor=2", "--zero=1", "--recompute=layers"]],
+        "loss",
+    ),
     "actor_critic": (["--batch-size=16", "--steps=20"], [["--tensor=2", "--zero=3"]], "reward"),
 }
 
