@@ -47,7 +47,7 @@ def check_load(load: Load) -> None:
     """Raises ValueError if a load is none: below 1, or of experts that have no rows at all."""
     if isinstance(load, tuple):
         if min(load, default=-1.0) < 0 or not sum(load):
-            raise ValueError("imbalance has no rows, or fewer than none; give the number of rows of each expert")
+            raise ValueError(f"imbalance is {load}; give the number of rows of each expert, some of them above 0")
     elif not load >= 1:
         raise ValueError(f"imbalance is {load}; the busiest rank has 1 time the mean at least")
 
