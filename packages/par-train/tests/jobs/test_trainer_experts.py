@@ -141,3 +141,9 @@ def test_padding_of_packed_rows_counts_in_no_balance():
         trainer.advance(0)
         for counts in trainer.strategy.expert_load(trainer.model).values():
             assert int(counts.sum()) == 2 * 8 * 15, "experts of a byte, rows, bytes of three documents"
+
+
+@pytest.mark.parametrize("sizes", [{"shared": 1}, {"expert_hidden": 24, "score": "sigmoid", "bias_rate": 1e-3}])
+def test_the_planner_counts_the_parameters_that_there_are(sizes):
+    model = ModelOptions(width=32, layers=2, heads=4, context=32, experts=4, **sizes)
+    assert model.shape.parameters == sum(each.numel() for each in GPT(model).parameters())

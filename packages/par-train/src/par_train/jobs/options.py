@@ -124,6 +124,11 @@ class ModelOptions:
             context=self.context,
             tied=self.tied,
             vocabulary=256,
+            experts=self.experts,
+            top_k=self.top_k if self.experts else 1,
+            expert_hidden=self.features,
+            shared=self.shared,
+            gated=False,
         )
 
 
