@@ -1,10 +1,11 @@
-"""Sends rows to the ranks of their experts and the outputs back: begun in one autograd function, awaited in the next.
+"""Sends rows to the ranks of their experts, begun in one autograd function and awaited in the next; and outputs back.
 
-    Send -> (what you compute) -> Receive -> Experts -> Return -> Combine
+    Send -> (what you compute) -> Receive -> Experts -> Combine
 
-In backward Combine and Receive begin the way back of gradients, and Return and Send wait for it. Autograd runs nodes in
-the reverse order of their making, so what was computed between `send` and `receive` is differentiated between begin and
-wait, too. A layer takes three exchanges forward (counts, rows, outputs) and two backward.
+In backward Receive begins the way back of gradients, and Send waits for it. Autograd runs nodes in the reverse order of
+their making, so what was computed between `send` and `receive` is differentiated between begin and wait, too. Nothing
+can be computed while outputs return, forward or backward, so Combine both begins and waits. A layer takes three
+exchanges forward (counts, rows, outputs) and two backward.
 """
 
 from collections.abc import Callable
@@ -205,7 +206,7 @@ class Sent:
         if self._gates is not None:
             summed: Tensor = _Sum.apply(rows, route)  # type: ignore[no-untyped-call]
         else:
-            summed = _Combine.apply(_Return.apply(rows, route), route)  # type: ignore[no-untyped-call]
+            summed = _Combine.apply(rows, route)  # type: ignore[no-untyped-call]
         return summed
 
 
@@ -230,6 +231,11 @@ class Flight:
         if started is None:
             raise RuntimeError("an exchange of rows is awaited that has not begun; a bug of par-layers")
         return finish(started)
+
+    def exchange(self, x: Tensor, sizes: list[int], expected: list[int]) -> Tensor:
+        """Both at once: the rows that arrive."""
+        self.begin(x, sizes, expected)
+        return self.finish()
 
 
 @dataclass(eq=False)
@@ -320,7 +326,7 @@ class Route:
         self.tokens, self.order, self.places, self.dropped = tokens, order, places, dropped
         self._settle = settle
         if group is not None:
-            self.there, self.back = Flight(group), Flight(group)
+            self.flight = Flight(group)
 
     @cached_property
     def _bags(self) -> Tensor:
@@ -418,7 +424,7 @@ class _Send(torch.autograd.Function):
         ctx.route = route
         packed = route.pack(x, gates)
         splits = route.splits
-        route.there.begin(packed, splits.sizes, splits.expected)
+        route.flight.begin(packed, splits.sizes, splits.expected)
         return x.new_empty(0)
 
     @staticmethod
@@ -426,7 +432,7 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor, Tensor, None]:
         del token
         route: Route = ctx.route
-        packed = route.there.finish()
+        packed = route.flight.finish()
         rows, gates = packed[:, : route.width], route.gates_of(packed, None)
         return route.summed(rows), route.placed_gates(gates), None
 
@@ -438,7 +444,7 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         del token
         ctx.route = route
-        packed, index = route.there.finish(), route.splits.to_experts
+        packed, index = route.flight.finish(), route.splits.to_experts
         rows = packed[:, : route.width]
         return rows.contiguous() if index is None else rows.index_select(0, index), route.gates_of(packed, index)
 
@@ -447,41 +453,24 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         route: Route = ctx.route
         splits = route.splits
-        route.there.begin(route.pack_back(rows, gates), splits.expected, splits.sizes)
+        route.flight.begin(route.pack_back(rows, gates), splits.expected, splits.sizes)
         return rows.new_zeros(0), None
 
 
-class _Return(torch.autograd.Function):
-    """Brings outputs into the order of sources and begins; backward waits for their gradients."""
+class _Combine(torch.autograd.Function):
+    """Sends outputs back and adds those of each token; backward sends its gradient to their experts."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
         splits = route.splits
         arranged = rows if splits.to_sources is None else rows.index_select(0, splits.to_sources)
-        route.back.begin(arranged, splits.expected, splits.sizes)
-        return rows.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
-        del token
-        arrived, index = ctx.route.back.finish(), ctx.route.splits.to_experts
-        return arrived if index is None else arrived.index_select(0, index), None
-
-
-class _Combine(torch.autograd.Function):
-    """Waits for outputs and adds those of each token; backward begins to send the gradient to their experts."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, route: Route) -> Tensor:
-        del token
-        ctx.route = route
-        return route.summed(route.back.finish())
+        return route.summed(route.flight.exchange(arranged, splits.expected, splits.sizes))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         route: Route = ctx.route
-        route.back.begin(route.taken(gradient), route.splits.sizes, route.splits.expected)
-        return gradient.new_zeros(0), None
+        splits = route.splits
+        arrived = route.flight.exchange(route.taken(gradient), splits.sizes, splits.expected)
+        return arrived if splits.to_experts is None else arrived.index_select(0, splits.to_experts), None
