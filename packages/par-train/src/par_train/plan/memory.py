@@ -155,10 +155,12 @@ def shared_apart(replicas: Sequence[Replicas]) -> tuple[Replicas, ...]:
     """
     if len(replicas) == 1:
         return tuple(replicas)
+    reduce = [each for each in replicas if each.ranks > 1]
     if replicas[0].zero >= 2:
-        return tuple(replace(each, reduced=each.elements, waiting=0) for each in replicas)
-    most = max(range(len(replicas)), key=lambda number: replicas[number].reduced)
-    return tuple(each if number == most else replace(each, reduced=0) for number, each in enumerate(replicas))
+        return tuple(replace(each, reduced=each.elements if each.ranks > 1 else 0, waiting=0) for each in replicas)
+    lent = max((each.chunk for each in reduce), default=0) * min(2, sum(each.chunks for each in reduce))
+    lends = min(reduce, key=lambda each: each.ranks, default=None)  # has the least to share with
+    return tuple(replace(each, reduced=lent if each is lends else 0) for each in replicas)
 
 
 def added(memories: Sequence[Memory]) -> Memory:

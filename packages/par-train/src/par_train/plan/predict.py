@@ -148,6 +148,7 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
     microbatches = {size * local: times for size, times in pieces.items()}
     wiring = wiring_of(topology, cut, sequence, machine)
     averaged, copies = averaged_ranks(topology), topology.size("data") * cut.experts.copies
+    flags = cut.experts.reaches
     ranks = []
     for place, part, numbers_of_ranks in _kinds_of_places(model, pipeline):
         parameters, experts = model.count(cut, part), model.count_experts(cut, part)
@@ -160,7 +161,7 @@ def predict(shape: Shape | PlannedModel, topology: Topology, job: Job, machine: 
         attentions = model.attentions(cut, sequence, part)
         moves = (
             *data_traffic(replicas, numbers),
-            *(move for each in of_experts for move in data_traffic(each, numbers, "expert_data", flags=False)),
+            *(move for each in of_experts for move in data_traffic(each, numbers, "expert_data", flags=flags)),
             *pipeline_traffic(model, cut, place, part, microbatches, table),
             *sequence_traffic(
                 sequence,

@@ -36,6 +36,11 @@ class Spread:
     is_dealt: bool = False
 
     @property
+    def reaches(self) -> bool:
+        """Whether ranks that have the same experts are not all among those that have the same dense layers."""
+        return self.tensor < self.group and self.parallel % self.group > 0
+
+    @property
     def label(self) -> str:
         """The spread in a table's cell, such as "8", "8x2" where two ranks cut each, or "-" where there is none."""
         if not self.is_dealt:
