@@ -117,3 +117,14 @@ def test_biases_interleaved_and_transposed_weights_equal_the_loop():
         assert_equals_loop(axes, 8, 2, "one rank has none", transposed=True)
     own = Activation(lambda wide: wide[:, :F] * wide[:, F:].exp())
     assert_equals_loop({"expert_parallel": 4}, 8, 2, "uneven", activation=own, reference=own.forward)
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    experts, dispatch = Experts(4, H, F), Dispatch(4, None)
+    initialize(experts, seed=3, dtype=torch.float64)
+    x, gates = numbers(5, H, seed=1).requires_grad_(), numbers(5, 2, seed=2).requires_grad_()
+    sent = dispatch.send(x, chosen(5, 4, 2, 5, range(4)), gates)
+    y = sent.combine(experts(*sent.receive()))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

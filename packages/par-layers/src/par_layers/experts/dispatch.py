@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from .._collectives import finish
+from .._once import once_differentiable
 from .._torch_private import apart, assert_async, functional_collectives, sums_of_bags
 from .capacity import assigned, slots
 from .rows import by_expert, inverse, sorted_by_expert
@@ -85,7 +85,7 @@ class Dispatch:
         Raises:
             ValueError: Shapes do not fit; or some rank has ids out of range, and then every rank raises.
         """
-        if x.dim() != 2 or ids.dim() != 2 or ids.shape != gates.shape or len(ids) != len(x):
+        if x.ndim != 2 or ids.ndim != 2 or ids.shape != gates.shape or ids.shape[0] != x.shape[0]:
             raise ValueError(
                 f"x is {list(x.shape)}, ids are {list(ids.shape)}, gates {list(gates.shape)}; they must be [M, h], "
                 "[M, k] and [M, k]"
@@ -97,7 +97,7 @@ class Dispatch:
         return self._send(x, ids, gates, tokens, priorities)
 
     def _send(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None, priorities: Tensor | None) -> "Sent":
-        if gates.element_size() < x.element_size():
+        if gates.dtype.itemsize < x.dtype.itemsize:
             gates = gates.to(x.dtype)
         if self.capacity is None:
             route = self._rows(x, ids, gates)
@@ -115,7 +115,7 @@ class Dispatch:
         else:
             if ids.device.type != "cpu":
                 assert_async(counts[0] >= 0, out_of_range([], self.experts))
-            elif counts[0].item() < 0:
+            elif min(counts.tolist()) < 0:
                 raise ValueError(out_of_range([dist.get_rank() if dist.is_initialized() else 0], self.experts))
             splits = Splits([], [], ids.numel(), counts)
 
@@ -177,11 +177,11 @@ class Sent:
             The rows [R, h], expert by expert; their gates [R]; and the number of rows of each of this rank's experts,
             int64 [E / p], in the host's memory unless nothing was exchanged.
         """
+        if self._gates is not None:
+            return self._token, self._gates, self._route.splits.counts
         return apart(self._receive) if is_compiling() else self._receive()
 
     def _receive(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._gates is not None:
-            return self._token, self._gates, self._route.splits.counts
         rows, gates = _Receive.apply(self._token, self._route)  # type: ignore[no-untyped-call]
         return rows, gates, self._route.splits.counts
 
@@ -201,7 +201,7 @@ class Sent:
 
     def _combine(self, rows: Tensor) -> Tensor:
         route = self._route
-        if rows.dim() != 2 or len(rows) != route.splits.received:
+        if rows.ndim != 2 or rows.shape[0] != route.splits.received:
             raise ValueError(f"the outputs are {list(rows.shape)}, but {route.splits.received} rows were received")
         if self._gates is not None:
             summed: Tensor = _Sum.apply(rows, route)  # type: ignore[no-untyped-call]
@@ -370,22 +370,22 @@ class Route:
         return self._packed(rows, index, gates if index is None else gates.index_select(0, index))
 
     def _packed(self, x: Tensor, index: Tensor | None, gates: Tensor) -> Tensor:
-        number, size = len(gates), x.element_size()
+        number, size = gates.numel(), x.dtype.itemsize
         packed = x.new_empty(number, self.width + PADDING // size)
         if index is None:
             packed[:, : self.width] = x
         else:
             torch.index_select(x, 0, index, out=packed[:, : self.width])
-        wide = gates.element_size() // size
+        wide = gates.dtype.itemsize // size
         packed[:, self.width : self.width + wide] = gates.contiguous().view(x.dtype).view(number, wide)
         return packed
 
     def gates_of(self, packed: Tensor, index: Tensor | None) -> Tensor:
         """The gates [n] beside rows, in the order of an index."""
-        wide = torch.empty((), dtype=self.dtype).element_size() // packed.element_size()
+        wide = self.dtype.itemsize // packed.dtype.itemsize
         bits = packed[:, self.width : self.width + wide]
         bits = bits.contiguous() if index is None else bits.index_select(0, index)
-        return bits.view(self.dtype).view(len(bits))
+        return bits.view(self.dtype).flatten()
 
 
 class _Take(torch.autograd.Function):

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from par_groups import Box, Sharding, WeightGradHook, WeightGradient, set_sharding, weight_and_hook
 
+from .._once import once_differentiable
 from .._torch_private import apart
 from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import ByPlace, EachExpert, Init, constant, uniform
@@ -108,7 +109,7 @@ class Experts(ParallelLayer):
         Raises:
             ValueError: Shapes do not fit, or counts do not add up to the rows.
         """
-        if rows.dim() != 2 or rows.shape[1] != self.hidden or gates.shape != rows.shape[:1]:
+        if rows.ndim != 2 or rows.shape[1] != self.hidden or gates.shape != rows.shape[:1]:
             raise ValueError(
                 f"rows are {list(rows.shape)} and gates {list(gates.shape)}; these experts take [R, {self.hidden}] and "
                 "[R]"
@@ -215,7 +216,7 @@ class _Place:
         return parameter
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Computation:
     """What `_Experts` is told beside tensors.
 
@@ -260,14 +261,12 @@ class _Computation:
         self, hook: WeightGradHook | None, weight: Tensor, left: Tensor, right: Tensor
     ) -> Tensor | None:
         """The gradient of a weight [E', n, k], of rows [R, n] and [R, k]; or None, and the hook has it for later."""
-        segments, transposed = self.segments, self.transposed
-
-        def compute() -> Tensor:  # as the parameter lies in memory, which would else be copied
-            return weight_product(right, left, segments) if transposed else weight_product(left, right, segments)
-
+        if self.transposed:  # computed as the parameter lies in memory, which would else be copied
+            left, right = right, left
         if hook is None:
-            return compute().transpose(1, 2) if transposed else compute()
-        hook(WeightGradient(weight, compute))
+            gradient = weight_product(left, right, self.segments)
+            return gradient.transpose(1, 2) if self.transposed else gradient
+        hook(WeightGradient(weight, partial(weight_product, left, right, self.segments)))
         return None
 
 
@@ -288,7 +287,7 @@ class _Experts(torch.autograd.Function):
             raise RuntimeError("experts have no weights; a bug of par-layers")
         segments, activation = told.segments, told.activation
         if is_one_by_one(segments.rows, segments.experts, rows.device.type):
-            wide, y = rows.new_empty(len(rows), up.shape[1]), rows.new_empty(len(rows), down.shape[1])
+            wide, y = (rows.new_empty(segments.rows, weight.shape[1]) for weight in (up, down))
             for expert, (row, gate, inner, out) in enumerate(segments.of(rows, gates, wide, y)):
                 linear_into(inner, row, up[expert], None if up_bias is None else up_bias[expert])
                 linear_into(out, activation.scaled(inner, gate), down[expert])

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from .._once import once_differentiable
 from .._torch_private import apart, assert_async, gelu_backward, silu_backward
 
 ROWS_ONE_BY_ONE = 256
@@ -35,10 +36,8 @@ class Segments:
     def __init__(self, counts: Tensor | Sequence[int], rows: Tensor, *weights: Tensor) -> None:
         self._device = rows.device
         self._counts = counts
-        self._sizes: list[int] | None = None
-        self._offsets: Tensor | None = None
-        self.rows, self.experts = len(rows), len(counts)
-        widths = [width for weight in weights for width in weight.shape[1:]]
+        self.rows, self.experts = rows.shape[0], len(counts)
+        widths = {width for weight in weights for width in weight.shape[1:]}
         self.are_grouped = can_be_grouped(rows.device, rows.dtype, *widths) and all(map(is_aligned, weights))
         if isinstance(counts, Tensor) and counts.device.type != "cpu":
             assert_async(counts.sum() == self.rows, "counts of experts do not add up to the rows")
@@ -48,21 +47,17 @@ class Segments:
                 "that came with them"
             )
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Number of rows of each expert, for the host, which waits for the device if they are there."""
-        if self._sizes is None:
-            self._sizes = self._counts.tolist() if isinstance(self._counts, Tensor) else list(self._counts)
-        return self._sizes
+        return self._counts.tolist() if isinstance(self._counts, Tensor) else list(self._counts)
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """The end of each expert's rows, int32 [E], on the device."""
-        if self._offsets is None:
-            counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts)
-            offsets = counts.cumsum(0, dtype=torch.int32)
-            self._offsets = offsets if self._device.type == "cpu" else offsets.to(self._device, non_blocking=True)
-        return self._offsets
+        counts = self._counts if isinstance(self._counts, Tensor) else torch.tensor(self._counts)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        return offsets if self._device.type == "cpu" else offsets.to(self._device, non_blocking=True)
 
     def of(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """For each expert its rows of every tensor."""
@@ -120,7 +115,7 @@ def product(x: Tensor, weight: Tensor, segments: Segments, bias: Tensor | None =
     if segments.are_grouped:
         y = functional.grouped_mm(x, weight.transpose(1, 2), offs=segments.offsets)
         return y if bias is None else y.add_(of_each_row(bias, segments))
-    y = x.new_empty(len(x), weight.shape[1])
+    y = x.new_empty(x.shape[0], weight.shape[1])
     for expert, (part, out) in enumerate(segments.of(x, y)):
         linear_into(out, part, weight[expert], None if bias is None else bias[expert])
     return y
@@ -128,7 +123,7 @@ def product(x: Tensor, weight: Tensor, segments: Segments, bias: Tensor | None =
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Writes the product of torch.nn.Linear to `out`; of no rows, nothing."""
-    if not len(x):
+    if not x.shape[0]:
         return
     if bias is None:
         torch.mm(x, weight.t(), out=out)

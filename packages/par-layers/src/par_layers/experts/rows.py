@@ -18,19 +18,20 @@ def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         Which row, counted over [M, k], comes at each place, int64 [M * k]; and the number of rows of each expert,
         int64 [E], all -1 if an id is none of 0 .. E - 1.
     """
+    rows = ids.numel()
     in_order, order = torch.sort(ids.flatten(), stable=True)
     if ids.device.type == "cpu":  # where the host may look, and `bincount` is quicker
-        if len(order) and in_order[0].item() < 0:
+        if rows and in_order[0].item() < 0:
             return order, torch.full((experts,), -1)
         counts = torch.bincount(in_order, minlength=experts)
-        return order, counts if len(counts) == experts else torch.full((experts,), -1)
+        return order, counts if counts.numel() == experts else torch.full((experts,), -1)
     counts = torch.searchsorted(in_order, torch.arange(experts + 1, device=ids.device)).diff()
-    return order, torch.where(counts.sum() == len(order), counts, -1)
+    return order, torch.where(counts.sum() == rows, counts, -1)
 
 
 def inverse(order: Tensor) -> Tensor:
     """The inverse of a permutation: at which place each row comes, int64 [n]."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
 def by_expert(counts: Tensor, total: int) -> Tensor | None:
