@@ -1,6 +1,7 @@
 """`par-train plan`: what the config would take, and what would be best. One process, no ranks, no device."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,10 +57,11 @@ def plan(options: Options, plan_options: PlanOptions) -> int:
     if options.parallel:
         topology = check_config(options, plan_options.world)
         try:
-            configured = predict(shape, topology, configured_job(options, topology), machine)
+            asked = replace(configured_job(options, topology), imbalance=plan_options.imbalance)
+            configured = predict(shape, topology, asked, machine)
         except ValueError as error:
             raise UserError(str(error)) from None
-    job = Job(batch=options.train.batch_size, precision=options.precision)
+    job = Job(batch=options.train.batch_size, precision=options.precision, imbalance=plan_options.imbalance)
     try:
         sequence = None if plan_options.sequence == "auto" else plan_options.sequence
         ranking = rank(shape, plan_options.world, job, machine, plan_options.top, sequence=sequence)

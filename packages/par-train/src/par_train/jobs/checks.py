@@ -38,6 +38,10 @@ def check_config(options: Options, world_size: int) -> Topology:
 
     Pure, and so the same on every rank.
 
+    Args:
+        options: The options.
+        world_size: Number of ranks.
+
     Raises:
         UserError: They do not.
     """

@@ -295,6 +295,9 @@ class PlanOptions(FlagsAlone):
     sequence: int | Literal["auto"] = option(
         "auto", "ranks that each sequence is cut over in what is compared; 1: none is cut; auto: all that help", low=1
     )
+    imbalance: float = option(
+        1.0, "of experts: rows of the rank that has most of them, by the mean of those they are dealt out over", low=1
+    )
     json: str = option("", "file to write all figures to")
     flops: float | Literal["auto"] = option(
         "auto",

@@ -118,13 +118,14 @@ class Report:
         step, memory = format_seconds(best.seconds), format_bytes(best.memory.total)
         sentences = [f"{describe(best)} is fastest: {step} a step in {memory}.", *self._choices(best)]
         sentences.append(_where_time_goes(best))
+        sentences += _where_rows_go(best, self.machine)
         if others:
             sentences.append(f"The next, {describe(others[0])}, {_behind(others[0], best)}")
         if mine is None or fits_not:
-            return [*sentences, *fits_not]
+            return [*sentences, *fits_not, *([] if mine is None else _where_rows_go(mine, self.machine))]
         if mine.seconds <= best.seconds:
             return [*sentences, "The configured one is the best there is."]
-        return [*sentences, f"The configured one {_behind(mine, best)}"]
+        return [*sentences, f"The configured one {_behind(mine, best)}", *_where_rows_go(mine, self.machine)]
 
     def as_dict(self) -> dict[str, Any]:
         """The report for programs: plain values, in bytes and seconds."""
@@ -327,6 +328,26 @@ def _where_time_goes(prediction: Prediction) -> str:
     if seconds[most] > 0 and most != prediction.bound:
         sentences += f"; beside computing, most goes to {_TERMS_IN_WORDS[most]}"
     return f"{sentences}."
+
+
+def _where_rows_go(prediction: Prediction, machine: Machine) -> list[str]:
+    """Why experts lie as they do: over what rows travel, and for how long beside arithmetic."""
+    topology, seconds = prediction.topology, prediction.busiest.seconds
+    spread = cut_of(topology).experts
+    if spread.parallel == 1 or prediction.busiest.experts is None:
+        return []
+    nodes = max(
+        -(-block.size * block.stride // machine.devices_per_node) for block in topology.blocks("expert_parallel")
+    )
+    rows, rate = format_seconds(seconds["experts"]), machine.bandwidth if nodes == 1 else machine.network
+    place = "one node" if nodes == 1 else f"{nodes} nodes"
+    sentence = (
+        f"Experts are dealt out over {spread.parallel} ranks of {place}, where rows travel at {format_bytes(rate)}/s: "
+        f"{rows} beside {format_seconds(seconds['compute'])} of arithmetic"
+    )
+    if nodes > 1 and seconds["experts"] > seconds["compute"] / 2:
+        sentence += "; deal them out over fewer nodes, or compute something else while they travel"
+    return [f"{sentence}."]
 
 
 def _behind(prediction: Prediction, best: Prediction) -> str:
