@@ -213,8 +213,7 @@ class Ours(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[M, h] to [M, h]."""
         ids, gates = self.gate(x)
-        sent = self.dispatch.send(x, ids, gates)
-        return sent.combine(self.experts(*sent.receive()))
+        return self.dispatch.send(x, ids, gates).through(self.experts)
 
 
 class Theirs(nn.Module):

@@ -128,3 +128,23 @@ def test_a_gradient_of_the_gradient_is_refused():
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("capacity", [None, 0.6])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "is_cast"), [(13, False), (13, True), (600, False), (0, False)])
+def test_through_gives_the_bits_of_its_pieces(capacity, bias, tokens, is_cast):
+    dispatch, experts = Dispatch(4, None, capacity=capacity), Experts(4, 8, 16, bias=bias, transposed=bias)
+    initialize(experts, seed=3)
+    ids, upstream = chosen(tokens, 4, 2, 5), torch.randn(tokens, 8)
+    results = []
+    for is_through in (True, False):
+        torch.manual_seed(1)
+        x, gates = torch.randn(tokens, 8, requires_grad=True), torch.rand(tokens, 2, requires_grad=True)
+        experts.zero_grad()
+        with torch.autocast("cpu", enabled=is_cast):
+            sent = dispatch.send(x, ids, gates)
+            y = sent.through(experts) if is_through else sent.combine(experts(*sent.receive()))
+        y.backward(upstream.to(y.dtype))
+        results.append([y.detach(), x.grad, gates.grad, *(parameter.grad for parameter in experts.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from .._collectives import finish
 from .._once import once_differentiable
-from .._torch_private import apart, assert_async, functional_collectives, sums_of_bags
+from .._torch_private import apart, assert_async, functional_collectives, is_any_autocast_enabled, sums_of_bags
 from .capacity import assigned, slots
 from .rows import by_expert, inverse, sorted_by_expert
 
@@ -104,7 +104,7 @@ class Dispatch:
         else:
             route = self._slots(x, ids, gates, tokens, gates if priorities is None else priorities)
         if self.group is None:
-            return Sent(route, *_Take.apply(x, gates, route))  # type: ignore[no-untyped-call]
+            return Sent(route, x, gates)
         return Sent(route, _Send.apply(x, gates, route))  # type: ignore[no-untyped-call]
 
     def _rows(self, x: Tensor, ids: Tensor, gates: Tensor) -> "Route":
@@ -160,10 +160,16 @@ def out_of_range(ranks: list[int], experts: int) -> str:
 
 
 class Sent:
-    """Rows on their way: `receive` waits for those of this rank's experts, `combine` sends their outputs back."""
+    """Rows on their way: `receive` waits for those of this rank's experts, `combine` sends their outputs back.
 
-    def __init__(self, route: "Route", token: Tensor, gates: Tensor | None = None) -> None:
-        self._route, self._token, self._gates = route, token, gates
+    Args:
+        route: How they travel.
+        x: Stands for what is on its way; where nothing is exchanged, the tokens themselves.
+        gates: Where nothing is exchanged, the tokens' gates.
+    """
+
+    def __init__(self, route: "Route", x: Tensor, gates: Tensor | None = None) -> None:
+        self._route, self._x, self._gates = route, x, gates
 
     @property
     def dropped(self) -> Tensor | None:
@@ -177,13 +183,25 @@ class Sent:
             The rows [R, h], expert by expert; their gates [R]; and the number of rows of each of this rank's experts,
             int64 [E / p], in the host's memory unless nothing was exchanged.
         """
-        if self._gates is not None:
-            return self._token, self._gates, self._route.splits.counts
         return apart(self._receive) if is_compiling() else self._receive()
 
     def _receive(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows, gates = _Receive.apply(self._token, self._route)  # type: ignore[no-untyped-call]
+        if self._gates is None:
+            rows, gates = _Receive.apply(self._x, self._route)  # type: ignore[no-untyped-call]
+        else:
+            rows, gates = _Take.apply(self._x, self._gates, self._route)  # type: ignore[no-untyped-call]
         return rows, gates, self._route.splits.counts
+
+    def through(self, experts: Callable[..., Tensor]) -> Tensor:
+        """What `combine(experts(*receive()))` gives; where nothing is exchanged, in one autograd function.
+
+        Args:
+            experts: This rank's `Experts`.
+        """
+        # Autocast casts rows: those of a token are added in the wider dtype, as the pieces do.
+        if self._gates is None or is_compiling() or is_any_autocast_enabled():
+            return self.combine(experts(*self.receive()))
+        return experts(self._x, self._gates, self._route.splits.counts, route=self._route)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Brings outputs back to their tokens and adds those of each token, in the order of its ids.

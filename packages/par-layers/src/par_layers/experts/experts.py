@@ -18,6 +18,7 @@ from ..layers.parallel_layer import ParallelLayer
 from ..layers.parameter import ByPlace, EachExpert, Init, constant, uniform
 from ..modes.arithmetic import in_autocast_dtype
 from ..modes.grid import Axes, Grid
+from .dispatch import Route
 from .products import (
     Activation,
     Segments,
@@ -95,13 +96,17 @@ class Experts(ParallelLayer):
         self.register_parameter(self._up + "_bias", up_bias)
         self.down_proj_bias = place.parameter((hidden,), constant(0.0)) if bias else None
 
-    def forward(self, rows: Tensor, gates: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+    def forward(
+        self, rows: Tensor, gates: Tensor, counts: Tensor | Sequence[int], *, route: Route | None = None
+    ) -> Tensor:
         """The experts' outputs, multiplied by the gates.
 
         Args:
             rows: Rows [R, h], expert by expert.
             gates: Their weights, [R].
             counts: Number of rows of each of this rank's experts, int64 [E']; or a list.
+            route: Given by `Sent.through` alone, where nothing is exchanged: rows and gates are those of tokens, [M, h]
+                and [M, k], and what is returned is the sum of each token, [M, h].
 
         Returns:
             [R, h]; where features are cut over `expert_tensor`, this rank's part of the sum over it.
@@ -109,7 +114,7 @@ class Experts(ParallelLayer):
         Raises:
             ValueError: Shapes do not fit, or counts do not add up to the rows.
         """
-        if rows.ndim != 2 or rows.shape[1] != self.hidden or gates.shape != rows.shape[:1]:
+        if rows.ndim != 2 or rows.shape[1] != self.hidden or (route is None and gates.shape != rows.shape[:1]):
             raise ValueError(
                 f"rows are {list(rows.shape)} and gates {list(gates.shape)}; these experts take [R, {self.hidden}] and "
                 "[R]"
@@ -118,21 +123,23 @@ class Experts(ParallelLayer):
             raise ValueError(
                 f"there are counts of {len(counts)} experts, but this rank has {self.local_experts} of {self.experts}"
             )
-        return apart(self._forward, rows, gates, counts) if is_compiling() else self._forward(rows, gates, counts)
+        if is_compiling():
+            return apart(self._forward, rows, gates, counts, route)
+        return self._forward(rows, gates, counts, route)
 
-    def _forward(self, rows: Tensor, gates: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+    def _forward(self, rows: Tensor, gates: Tensor, counts: Tensor | Sequence[int], route: Route | None) -> Tensor:
         up, up_hook = weight_and_hook(self, name=self._up)
         down, down_hook = weight_and_hook(self, name="down_proj")
         if self.transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         rows, up, up_bias = in_autocast_dtype(rows.contiguous(), up, self._parameters[self._up + "_bias"])
         _, down, down_bias = in_autocast_dtype(rows, down, self.down_proj_bias)
+        received = rows.shape[0] if route is None else route.splits.received
+        segments = Segments(counts, received, rows, up, down)
         y: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
             rows,
             gates,
-            _Computation(
-                self.activation, Segments(counts, rows, up, down), self._adds_bias, up_hook, down_hook, self.transposed
-            ),
+            _Computation(self.activation, segments, self._adds_bias, up_hook, down_hook, self.transposed, route),
             up,
             down,
             up_bias,
@@ -227,6 +234,7 @@ class _Computation:
         up_hook: Takes the first weight's gradient for later, or None.
         down_hook: Takes the second one's.
         transposed: Whether the weights are transposed views of the parameters.
+        route: Where tokens are given, how their rows lie; None where rows are given.
     """
 
     activation: Activation
@@ -235,6 +243,7 @@ class _Computation:
     up_hook: WeightGradHook | None
     down_hook: WeightGradHook | None
     transposed: bool
+    route: Route | None
 
     @property
     def is_later(self) -> bool:
@@ -285,7 +294,9 @@ class _Experts(torch.autograd.Function):
         up, down, up_bias, down_bias = parameters
         if up is None or down is None:
             raise RuntimeError("experts have no weights; a bug of par-layers")
-        segments, activation = told.segments, told.activation
+        segments, activation, route = told.segments, told.activation, told.route
+        if route is not None:
+            rows, gates = route.taken(rows), route.taken_gates(gates)
         if is_one_by_one(segments.rows, segments.experts, rows.device.type):
             wide, y = (rows.new_empty(segments.rows, weight.shape[1]) for weight in (up, down))
             for expert, (row, gate, inner, out) in enumerate(segments.of(rows, gates, wide, y)):
@@ -297,7 +308,7 @@ class _Experts(torch.autograd.Function):
         if down_bias is not None and told.adds_bias:
             y += scaled(of_each_row(down_bias, segments), gates)
         ctx.save_for_backward(rows, wide, gates, up, down, up_bias, down_bias)
-        return y
+        return y if route is None else route.summed(y)
 
     @staticmethod
     @once_differentiable
@@ -305,8 +316,8 @@ class _Experts(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: a checkpoint gives them once
         rows, wide, gates, up, down, _, down_bias = saved
         told: _Computation = ctx.told
-        segments = told.segments
-        gradient = gradient.contiguous()
+        segments, route = told.segments, told.route
+        gradient = gradient.contiguous() if route is None else route.taken(gradient)
         if told.is_later or not is_one_by_one(segments.rows, segments.experts, rows.device.type):
             of_act = product(gradient, down.transpose(1, 2), segments)
             act, of_gates, of_wide = told.middle(wide, gates, of_act)
@@ -321,6 +332,9 @@ class _Experts(torch.autograd.Function):
             of_down_bias = sums_of_rows(scaled(gradient, gates), segments)
             if told.adds_bias:
                 of_gates += (gradient * of_each_row(down_bias, segments)).sum(1, dtype=gates.dtype)
+        if route is not None:
+            of_rows = None if of_rows is None else route.summed(of_rows)
+            of_gates = route.placed_gates(of_gates)
         return of_rows, of_gates, None, of_up, of_down, of_up_bias, of_down_bias
 
 

@@ -61,7 +61,7 @@ class MoE(nn.Module):
         if sent.dropped is not None:
             self.gate.count_dropped(sent.dropped)
         shared = self._shared(x, routed, entering)  # while rows travel
-        sums = sent.combine(self.experts(*sent.receive()))
+        sums = sent.through(self.experts)
         if shared is None:
             return entrance.leave(sums, x)
         if entrance.sums_parts:

@@ -25,7 +25,8 @@ class Segments:
 
     Args:
         counts: Number of rows of each expert, int64 [E], in the host's memory or on the device; or a list of them.
-        rows: A tensor with the rows.
+        rows: Number of all rows, R.
+        like: A tensor of their dtype, where they are.
         weights: The weights of all experts with which they are multiplied; one product of all experts is computed if
             torch can, and else a product for each.
 
@@ -33,12 +34,12 @@ class Segments:
         ValueError: The counts do not add up to the rows.
     """
 
-    def __init__(self, counts: Tensor | Sequence[int], rows: Tensor, *weights: Tensor) -> None:
-        self._device = rows.device
+    def __init__(self, counts: Tensor | Sequence[int], rows: int, like: Tensor, *weights: Tensor) -> None:
+        self._device = like.device
         self._counts = counts
-        self.rows, self.experts = rows.shape[0], len(counts)
+        self.rows, self.experts = rows, len(counts)
         widths = {width for weight in weights for width in weight.shape[1:]}
-        self.are_grouped = can_be_grouped(rows.device, rows.dtype, *widths) and all(map(is_aligned, weights))
+        self.are_grouped = can_be_grouped(like.device, like.dtype, *widths) and all(map(is_aligned, weights))
         if isinstance(counts, Tensor) and counts.device.type != "cpu":
             assert_async(counts.sum() == self.rows, "counts of experts do not add up to the rows")
         elif sum(self.sizes) != self.rows:
@@ -179,7 +180,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int])
 
 
 def _multiplied(rows: Tensor, weight: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
-    y: Tensor = _GroupedLinear.apply(rows.contiguous(), weight, Segments(counts, rows, weight))  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedLinear.apply(rows.contiguous(), weight, Segments(counts, len(rows), rows, weight))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -202,7 +203,7 @@ def grouped_weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor | Seq
             f"the gradient is {list(gradient.shape)} and rows are {list(rows.shape)}; they must be [R, n] and [R, k]"
         )
     gradient, rows = gradient.detach().contiguous(), rows.detach().contiguous()
-    segments = Segments(counts, rows)
+    segments = Segments(counts, len(rows), rows)
     segments.are_grouped = can_be_grouped(rows.device, rows.dtype, gradient.shape[1], rows.shape[1])
     return weight_product(gradient, rows, segments)
 
