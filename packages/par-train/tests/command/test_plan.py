@@ -193,3 +193,8 @@ def test_an_adapter_is_not_planned(llama):
     options = Options(model=ModelOptions(path=str(llama)), adapter=AdapterOptions(rank=8))
     with pytest.raises(UserError, match=r"adapter\.rank is 8, and par-train plan knows .* leave \[adapter\] out"):
         pretrained_shape(options)
+
+
+def test_experts_that_a_model_has_not_are_refused_in_one_line(config, capsys):
+    assert main(["plan", str(config), "--world", "8", "--device-memory", "80GB", "--parallel.expert", "2"]) == 2
+    assert "the model has none" in capsys.readouterr().err
