@@ -1,4 +1,4 @@
-"""Ranks on several machines, as their host names say: a stand-in in one world. tests-integration/hosts has real ones."""
+"""Ranks on several machines, as host names say: a stand-in in one world. tests-integration/hosts has real ones."""
 
 import socket
 from unittest import mock
