@@ -1,9 +1,11 @@
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from par_checkpoint import CheckpointError, CorruptError, load, read, save
+from par_checkpoint import _torch_private as private
 from par_checkpoint import verify as check
 from par_checkpoint.transfer.ranks import Ranks
 from par_groups import Box, Sharding, on_written, set_sharding
@@ -210,18 +213,56 @@ def test_a_bar_without_tqdm_is_refused_on_every_rank(monkeypatch, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_saves_and_loads_talk_little(monkeypatch, tmp_path):
-    gather, counted = Ranks.gather, []
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: counted.append(value) or gather(self, value))
+    counted = Counter()
+    for name in ("total", "distinct_bytes", "broadcast", "to_first"):
+        act = getattr(Ranks, name)
+        noted = lambda self, value, name=name, act=act: counted.update([name]) or act(self, value)  # noqa: E731
+        monkeypatch.setattr(Ranks, name, noted)
     rank, value = dist.get_rank(), torch.arange(30.0).view(6, 5)
     rows = {"w": value[3 * rank :][:3].contiguous()}, {"w": rectangle((6, 5), 0, 3 * rank, 3 * rank + 3, rank)}
-    for name, model, layout, planning in (("replicas", {"w": value}, None, 0), ("rows", *rows, 1)):
-        for path, expected in ((tmp_path / name, 5 + planning), (tmp_path / f"{name} again", 5)):
+    hosts = 1
+    for name, model, layout in (("replicas", {"w": value}, None), ("rows", *rows)):
+        for path, planning in ((tmp_path / name, 2), (tmp_path / f"{name} again", 0)):
             save(path, model=model, layout=layout)
-            assert len(counted) == expected, "words, staging, sight of it, checksums, commit; claims that differ, once"
+            # words, sight of the staging and the end of writing; staging and commit; what ranks hold, and once where
+            told = {"total": 3, "broadcast": 2, "to_first": 1, "distinct_bytes": planning + hosts}
+            assert counted == Counter(told), path
+            hosts = 0
             counted.clear()
-        load(tmp_path / name, model=model, layout=layout)
-        assert len(counted) == 5 + planning, "options, a look, words, claims' digests, the end; claims that differ"
-        counted.clear()
+        for planning in (2, 0):
+            load(tmp_path / name, model=model, layout=layout)
+            # options, a look, claims and the end; the version and the outline; what ranks lack, and what they hold
+            told = {"total": 4, "broadcast": 2, "distinct_bytes": 1 + planning}
+            parts = {"to_first": 1, "broadcast": 1} if layout else {}
+            assert counted == Counter(told) + Counter(parts), name
+            counted.clear()
+
+
+@pytest.mark.ranks([2, 4])
+def test_no_rank_collects_an_object_of_every_other_one(monkeypatch, tmp_path):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for name in ("all_gather_object", "gather_object", "scatter_object_list"):
+        monkeypatch.setattr(dist, name, None)
+    read, told = [], []
+    loads, gather = pickle.loads, private.all_gather_into
+    monkeypatch.setattr("par_checkpoint.transfer.ranks.pickle.loads", lambda data: read.append(data) or loads(data))
+
+    def noted(gloo, every, mine, timeout):
+        told.append(mine.numel() * mine.element_size())
+        gather(gloo, every, mine, timeout)
+
+    monkeypatch.setattr("par_checkpoint.transfer.ranks.all_gather_into", noted)
+    value = torch.arange(40.0).view(8, 5)
+    rows = 8 // size
+    layout = {"w": rectangle((8, 5), 0, rows * rank, rows * rank + rows, rank)}
+    model = {"w": value[rows * rank :][:rows].contiguous()}
+    save(tmp_path / "c", model=model, layout=layout)
+    load(tmp_path / "c", model=model, layout=layout)
+    assert torch.equal(model["w"], value[rows * rank :][:rows])
+    assert len(read) == 7, (
+        "of the first rank, or of all that say the same: staging, commit, host; version, outline, lack, end"
+    )
+    assert set(told) == {24}, "digests and lengths: all else is told by few"
 
 
 def test_holders_of_copies_are_told(tmp_path):

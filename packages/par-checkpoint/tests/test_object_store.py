@@ -125,7 +125,7 @@ def test_a_save_and_a_load_make_the_requests_of_the_formula_and_move_its_bytes(s
     assert_equal(found, model)
     assert torch.equal(report.extra["x"], torch.ones(3))
     files = files_of(url)
-    window = window_of(sum(each.size for each in files.values()), 256 * 10**6, 8 * MIB, 1)
+    window = window_of(sum(each.size for each in files.values()), 256 * 10**6, 8 * MIB, 1, 16)
     expected = load_requests(files, window=window, objects=objects_there)
     assert counts_of(requests) == expected.by_kind
     received = sum(each.received for each in requests if "/generation-" in each.path)
@@ -143,7 +143,7 @@ def test_long_files_are_read_in_ranges_of_64_mib_and_short_ones_in_sixteen_at_a_
     model = {"w": torch.arange(36 * MIB, dtype=torch.float32)}  # 144 MiB
     save(f"{ROOT}/c", model=model, **OPTIONS)
     for in_flight, expected in ((16, [16 * MIB] * 9), (2, [16 * MIB, 64 * MIB, 64 * MIB])):
-        monkeypatch.setattr("par_checkpoint.transfer.read.IN_FLIGHT", in_flight)
+        monkeypatch.setattr("par_checkpoint.storage.remote.RemoteFolder.in_flight", in_flight)
         store.start()
         found = zeros(model)
         load(f"{ROOT}/c", model=found)
@@ -556,7 +556,7 @@ def test_eight_ranks_of_one_host_read_each_byte_once():
         if dist.get_rank() == 0:
             requests, files = list(proxy.requests), files_of(url)
             total = sum(each.size for each in files.values())
-            window = window_of(total, int(budget[:-2]) * 10**6, 8 * MIB, 8)
+            window = window_of(total, int(budget[:-2]) * 10**6, 8 * MIB, 8, 16)
             expected = load_requests(files, window=window)
             assert sum(each.received for each in requests if "/generation-" in each.path) == expected.data
             assert counts_of(requests) == expected.by_kind

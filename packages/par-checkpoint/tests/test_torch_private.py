@@ -27,6 +27,7 @@ def test_communicators_of_gloo():
 def test_collectives_of_a_communicator_wait_as_long_as_they_are_told():
     rank = dist.get_rank()
     gloo = private.gloo_among("another name", rank, 2, TIMEOUT)
+    gloo.allreduce([torch.ones(1)]).wait()  # the ranks are connected
     private.set_timeout_of(gloo, timedelta(milliseconds=200))
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):

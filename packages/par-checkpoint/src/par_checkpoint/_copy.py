@@ -181,10 +181,10 @@ class _Copy:
         for name, record in self.manifest.files.items():
             if name not in large:
                 data = self.source.read(name)
-                crcs = tuple(
+                crcs = [
                     crc32c(data[low : low + record.block]) for low in range(record.data_begin, len(data), record.block)
-                )
-                is_whole = len(data) == record.size and crcs == record.crcs
+                ]
+                is_whole = len(data) == record.size and crcs == list(record.crcs)
                 self._check(name, is_whole and crc32c(data[: record.data_begin]) == record.header_crc)
                 yield name, data
         for name in self.manifest.beside:

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+import torch
 from crc32c import crc32c
 from safetensors.torch import save as to_safetensors
 
-from .format.crc import Crc
 from .format.index import STEMS, encode_index, index_of
 from .format.manifest import BLOCK, MANIFEST, SIDE_FILE, FileRecord, Manifest, encode_manifest, record_of
 from .plan.claims import section_of
@@ -88,12 +88,12 @@ def commit(
     staging.publish(overwrite=noted.overwrite, index=index)
 
 
-def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileRecord]:
+def records_of(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> dict[str, FileRecord]:
     """What the manifest says of safetensors files.
 
     Args:
         files: All of them.
-        crcs: File number, first byte, bytes and checksum of every block or of its parts, in any order.
+        crcs: Checksums of every block or of its parts, in any order, see `decode_crcs`.
     """
     return {
         file.name: FileRecord(
@@ -101,7 +101,7 @@ def records_of(files: Sequence[File], crcs: Iterable[Crc]) -> dict[str, FileReco
             data_begin=file.data_begin,
             header_crc=crc32c(file.header),
             block=file.block,
-            crcs=tuple(blocks.values()),
+            crcs=blocks,
         )
         for file, blocks in zip(files, join_crcs(files, crcs), strict=True)
     }

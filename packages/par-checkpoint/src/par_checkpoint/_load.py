@@ -1,9 +1,9 @@
 """Loading: look, match, check, read, set; nothing is changed before everything that can be checked beforehand is."""
 
-import socket
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -20,7 +20,7 @@ from ._options import LoadOptions, check_options, parse_size, takes_options, usa
 from .format.index import STEMS
 from .format.manifest import encode_manifest
 from .format.pickled import is_extra_state
-from .plan.claims import digest, key_of, name_of
+from .plan.claims import key_of, name_of
 from .state.buffers import MetaBuffer, make_buffers_, meta_buffers, tie_
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, device_for, layout_names, model_state, rename
@@ -40,7 +40,7 @@ from .storage.outline import Outline, read_outline
 from .storage.steps import read_manifest
 from .storage.verify import check_blocks, check_same
 from .transfer.fill import Filling, fill_
-from .transfer.ranks import Ranks, session_of
+from .transfer.ranks import Ranks, Session, session_of, words
 
 Path = str | PathLike[str]
 
@@ -148,7 +148,7 @@ def load(
     ranks = session.ranks
     session.settle("wait")
 
-    def opened() -> tuple[tuple[LoadOptions, list[Folder]], None]:
+    def opened() -> tuple[LoadOptions, list[Folder]]:
         check_options(options, LoadOptions)
         chosen = LoadOptions(
             layout=layout,
@@ -164,14 +164,14 @@ def load(
             timeout=timeout,
             progress=progress,
         )
-        return (chosen, [open_folder(each) for each in in_tiers(path, tiers)]), None
+        return chosen, [open_folder(each) for each in in_tiers(path, tiers)]
 
-    (chosen, folders), _ = ranks.share(opened)
+    chosen, folders = ranks.agree(opened)
     folder = folders[0] if tiers is None else _nearest(folders, ranks)
     into = _Into(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
     report, _ = retry_while_replaced(
         lambda: ranks.on_first(lambda: version_of(folder)),
-        lambda: _load(into, folder, ranks, chosen),
+        lambda: _load(into, folder, session, chosen),
         ranks.on_first(lambda: version_of(folder)),
         folder.url,
         checked=lambda outcome: outcome[1],
@@ -195,14 +195,15 @@ def _nearest(folders: Sequence[Folder], ranks: Ranks) -> Folder:
         CheckpointError: There is none; on every rank.
     """
 
-    def seen(folder: Folder) -> str:
+    def seen(folder: Folder) -> tuple[list[int], list[int]]:
         folder.recover()
         manifest = read_manifest(folder)
-        return "" if manifest is None else digest(encode_manifest(manifest)).hex()
+        found = [0] * 8 if manifest is None else words(encode_manifest(manifest))
+        return found, found
 
     for folder in folders:
-        _, every = ranks.share(lambda folder=folder: (None, seen(folder)))  # type: ignore[misc]
-        if len(set(every)) == 1 and every[0]:
+        mine, sums = ranks.tell(partial(seen, folder), 8)
+        if any(sums) and sums == [ranks.size * word for word in mine]:
             return folder
     raise CheckpointError(
         f"none of the tiers has a whole checkpoint that all ranks see: {', '.join(folder.url for folder in folders)}; "
@@ -225,35 +226,31 @@ class _Announced:
     """What a rank tells the others, before anything changes.
 
     Args:
-        host: Name of its machine.
         layout: The names of `layout` that the rank lacks, and those that it has.
         missing: Names that its model or optimizer has and the files have not.
         buffers: Names of buffers on the meta device that no file holds, and which it can have computed.
         unmade: What is wrong with those that it cannot, in words, by name.
         mismatched: What has another shape or dtype in the files, in words.
-        used: A byte for each tensor in the files: whether the rank has a place for it.
         same: Pairs of names in the files that are one tensor in its model.
         groups: For each param group of its optimizer, the candidates among the saved groups.
         fills_model: Whether it fills any tensor of the model.
         fills_optimizer: Whether it fills any tensor of the optimizer.
     """
 
-    host: str
     layout: LayoutNames
     missing: list[str]
     buffers: list[str]
     unmade: dict[str, str]
     mismatched: list[str]
-    used: bytes
     same: list[tuple[str, str]]
     groups: list[list[int] | None]
     fills_model: bool
     fills_optimizer: bool
 
 
-def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tuple[Report, bool]:
+def _load(into: _Into, folder: Folder, session: Session, options: LoadOptions) -> tuple[Report, bool]:
     """Loads what is there now, and tells whether all of it was compared with checksums."""
-    model, optimizer = into.model, into.optimizer
+    model, optimizer, ranks = into.model, into.optimizer, session.ranks
     outline = ranks.on_first(
         lambda: read_outline(
             folder,
@@ -267,7 +264,7 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
     stored += [key_of("model", name) for name in outline.objects()]
     scheduler_state = outline.part("scheduler") if into.scheduler is not None else None
 
-    def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer]], _Announced]:
+    def match() -> tuple[tuple[Targets, OptimizerTargets, list[MetaBuffer], _Announced], list[int]]:
         folder.use(outline.manifest)  # the first rank may have seen it replaced since this one has looked
         tie_(model)
         without_file = meta_buffers(model)
@@ -275,23 +272,23 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
         of_model, of_optimizer = _match(outline, options, into)
         check_schedulers(into.scheduler, scheduler_state)
         used = of_model.used | of_optimizer.used
-        return (of_model, of_optimizer, buffers), _Announced(
-            host=socket.gethostname(),
+        announced = _Announced(
             layout=layout_names(options.layout, model),
             missing=[*of_model.missing, *of_optimizer.missing],
             buffers=[buffer.name for buffer in buffers],
             unmade={buffer.name: buffer.text() for buffer in without_file if not buffer.can_be_made},
             mismatched=[*of_model.mismatched, *of_optimizer.mismatched],
-            used=bytes(key in used for key in stored),
             same=of_model.same,
             groups=candidates(of_optimizer.groups, outline.groups()),
             fills_model=bool(of_model.pending),
             fills_optimizer=bool(of_optimizer.pending),
         )
+        return (of_model, of_optimizer, buffers, announced), [key in used for key in stored]
 
-    (of_model, of_optimizer, buffers), announced = ranks.share(match)
+    (of_model, of_optimizer, buffers, mine), users = ranks.tell(match, len(stored))
+    announced = [of_rank for _, of_rank in ranks.distinct(mine)]
     check_layout([of_rank.layout for of_rank in announced])
-    report = _report(outline, stored, announced)
+    report = _report(outline, dict(zip(stored, users, strict=True)), announced)
     unmade = {name: text for of_rank in announced for name, text in of_rank.unmade.items()}
     if into.strict:
         _check_strict(folder, report, unmade.values())
@@ -304,8 +301,8 @@ def _load(into: _Into, folder: Folder, ranks: Ranks, options: LoadOptions) -> tu
         ranks.agree(lambda: check_blocks(folder, outline, options.threads, (ranks.rank, ranks.size)))
 
     filling = Filling(
-        ranks=ranks,
-        near=folder.cached and len({of_rank.host for of_rank in announced}) == 1,
+        session=session,
+        near=folder.cached and len(set(ranks.hosts())) == 1,
         folder=folder,
         outline=outline,
         device=device_for(options.device, model),
@@ -364,18 +361,17 @@ def _match(outline: Outline, options: LoadOptions, into: _Into) -> tuple[Targets
     return of_model, of_optimizer
 
 
-def _report(outline: Outline, stored: Sequence[str], announced: Sequence[_Announced]) -> Report:
+def _report(outline: Outline, users: Mapping[str, int], announced: Sequence[_Announced]) -> Report:
     """Lists what is missing or too much, of all ranks together.
 
     Args:
         outline: What the checkpoint holds.
-        stored: The keys of everything in it that somebody should use.
-        announced: What each rank fills.
+        users: By key of everything in it that somebody should use: the number of ranks that do.
+        announced: What the ranks fill, equal ones once.
     """
-    used = zip(*(of_rank.used for of_rank in announced), strict=True)
     return Report(
         missing=tuple(dict.fromkeys(name for of_rank in announced for name in of_rank.missing)),
-        unexpected=tuple(name_of(key) for key, by in zip(stored, used, strict=True) if not any(by)),
+        unexpected=tuple(name_of(key) for key, count in users.items() if count == 0),
         mismatched=tuple(dict.fromkeys(text for of_rank in announced for text in of_rank.mismatched)),
         extra=outline.part("extra"),
         extra_of_ranks=outline.extra_of_ranks(),

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -23,17 +23,19 @@ from ._handle import Save
 from ._options import SaveOptions, check_options, check_style, parse_size, takes_options, usable_timeout
 from ._progress import Bar
 from ._torch_style import write_objects
-from .format.crc import Crc
+from .format.crc import decode_crcs, encode_crcs
 from .format.manifest import BLOCK
-from .plan.claims import Claims, check_covered, digest, merge
-from .plan.files import File, Prepared, data_blocks, lay_out
+from .plan.claims import Claims, check_covered, merge
+from .plan.files import File, Prepared, data_areas, lay_out
 from .plan.plan import Planner
 from .state.beside import check_config, files_beside
 from .state.collect import (
     Content,
+    EncodedState,
+    Samples,
+    StateSummary,
     check_replicas,
     collect,
-    digest_of,
     extra_differs,
     extra_of,
     summary_of,
@@ -43,8 +45,9 @@ from .state.collect import (
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, layout_names
 from .storage.folder import Folder, Staging, in_tiers, open_folder
+from .transfer.claims import claims_of_all, words_of
 from .transfer.memory import Local
-from .transfer.ranks import Ranks, Session, session_of
+from .transfer.ranks import Ranks, Session, session_of, words
 from .transfer.snapshot import Snapshot
 from .transfer.workers import Workers
 from .transfer.write import Work, write_blocks
@@ -143,7 +146,7 @@ def save(
     session = session_of(group, usable_timeout(timeout))
     ranks = session.ranks
 
-    def look() -> tuple[tuple[SaveOptions, Content, list[Folder], bytes], _Announced]:
+    def look() -> tuple[tuple[SaveOptions, Content, list[Folder], Claims, _Compared], list[int]]:
         check_style(style)
         check_options(options, SaveOptions)
         check_config(config)
@@ -180,7 +183,7 @@ def save(
         if ranks.rank == 0:
             beside = files_beside(model, config=config, assets=assets or (), stem=stem, style=style, dtype=dtype)
             content = replace(content, beside=beside)
-        claims = Claims.of(content.entries).encode()
+        claims = Claims.of(content.entries)
         folders = [open_folder(each) for each in in_tiers(path, tiers)]
         folder = folders[0]
         if writer == "pwrite" and not folder.positional:
@@ -188,27 +191,25 @@ def save(
                 f"writer is 'pwrite', but files at {folder.url!r} can only be written from beginning to end; use "
                 "'owner' or 'auto'"
             )
-        announced = _Announced(
-            nonce=uuid.uuid4().hex[:12],
-            layout=layout_names(layout, model),
-            samples=digest_of(content.samples),
-            state=digest_of(summary_of(content.state)),
-            claims=digest(claims),
+        compared = _Compared(
+            layout=layout_names(layout, model), samples=content.samples, state=summary_of(content.state)
         )
-        return (chosen, content, folders, claims), announced
+        nonce = uuid.uuid4().int >> 80 if ranks.rank == 0 else 0
+        told = [nonce, *words_of(claims, ranks.rank), *compared.words()]
+        return (chosen, content, folders, claims, compared), told
 
-    (chosen, content, (folder, *further), claims), announced = ranks.share(look)
+    (chosen, content, (folder, *further), claims, compared), sums = ranks.tell(look, 1 + 4 * 8)
     session.settle(chosen.pending)
-    check_layout([of_rank.layout for of_rank in announced])
-    prepared = _prepare(session, claims, [of_rank.claims for of_rank in announced], chosen, folder, style)
-    if len({of_rank.samples for of_rank in announced}) > 1:
-        check_replicas(ranks.gather(content.samples))
-    if len({of_rank.state for of_rank in announced}) > 1:
-        if extra_differs(ranks.gather(summary_of(content.state))):
-            content = replace(content, state=with_extra_of_ranks(content.state, ranks.gather(extra_of(content.state))))
-        content = replace(content, state=united_state(content.state, ranks.gather(summary_of(content.state))))
+    nonce, digest_of_all = f"{sums[0]:012x}", tuple(sums[1:9])
+    layout_differs, samples_differ, state_differs = compared.differences(sums[9:], ranks.size)
+    check_layout([names for _, names in ranks.distinct(compared.layout)] if layout_differs else [compared.layout])
+    prepared = _prepare(session, claims, digest_of_all, chosen, folder, style)
+    if samples_differ:
+        check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(compared.samples)])
+    if state_differs:
+        content = replace(content, state=_united(content.state, compared.state, ranks))
 
-    staging = folder.stage(announced[0].nonce, by_owner=prepared.owners is not None)
+    staging = folder.stage(nonce, by_owner=prepared.owners is not None)
     job = _Job(folder, staging, content, prepared, chosen, style, overwrite)
     job.stage(ranks)
     handle = Save(folder.url, session.timeout)
@@ -221,7 +222,7 @@ def save(
         with job.workers() as workers:
             job.write(ranks, None, workers)
     if further:
-        copies = _copies(session.beside, [folder, *further], announced[0].nonce, chosen, overwrite=overwrite)
+        copies = _copies(session.beside, [folder, *further], nonce, chosen, overwrite=overwrite)
         handle._copy_on(copies, session.copied[-1]._tiers_thread() if session.copied else None)
         session.copied.append(handle)
     handle.blocked_seconds += time.perf_counter() - begin
@@ -243,33 +244,59 @@ def _copies(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Announced:
-    """What a rank tells the others, before anything is written. 32 bytes stand for what is usually equal.
+class _Compared:
+    """What is usually the same on every rank, so that ranks compare 32 bytes of it before they tell it each other.
 
     Args:
-        nonce: A name for the save; the one of rank 0 counts.
         layout: The names of `layout` that the rank lacks, and those that it has.
-        samples: Digest of the beginnings of tensors without a record.
-        state: Digest of what is no tensor of a file.
-        claims: Digest of what the rank holds.
+        samples: The beginnings of tensors without a record.
+        state: What is no tensor of a file.
     """
 
-    nonce: str
     layout: LayoutNames
-    samples: bytes
-    state: bytes
-    claims: bytes
+    samples: Samples
+    state: StateSummary
+
+    def words(self) -> list[int]:
+        """Integers that stand for each of them."""
+        return [word for value in (self.layout, self.samples, self.state) for word in words(repr(value).encode())]
+
+    def differences(self, sums: Sequence[int], size: int) -> list[bool]:
+        """Whether ranks differ in each of them.
+
+        Args:
+            sums: The sums of `words` over all ranks.
+            size: The number of ranks.
+        """
+        same = [size * word == total for word, total in zip(self.words(), sums, strict=True)]
+        return [not all(same[begin : begin + 8]) for begin in range(0, len(same), 8)]
+
+
+def _united(state: EncodedState, summary: StateSummary, ranks: Ranks) -> EncodedState:
+    """The state of all ranks as one, where ranks have different ones. Collective.
+
+    Args:
+        state: This rank's state.
+        summary: Its summary.
+        ranks: The ranks that save.
+    """
+    summaries = [each for _, each in ranks.distinct(summary)]
+    if extra_differs(summaries):
+        extra = {rank: each for holders, each in ranks.distinct(extra_of(state)) for rank in holders}
+        state = with_extra_of_ranks(state, [extra[rank] for rank in range(ranks.size)])
+        summaries = [each for _, each in ranks.distinct(summary_of(state))]
+    return united_state(state, summaries)
 
 
 def _prepare(
-    session: Session, claims: bytes, digests: Sequence[bytes], options: SaveOptions, folder: Folder, style: str
+    session: Session, claims: Claims, digest: Hashable, options: SaveOptions, folder: Folder, style: str
 ) -> Prepared:
     """The files and the plan of a save, made once for each layout. Collective when they are not known yet.
 
     Args:
         session: The ranks that save, and the plans that they know.
         claims: What this rank holds.
-        digests: The digests of the claims of all ranks.
+        digest: What stands for the claims of all ranks.
         options: How to save.
         folder: The folder to save to.
         style: The style of the files.
@@ -285,16 +312,22 @@ def _prepare(
         by_owner = not folder.positional
 
     def make() -> Prepared:
-        every = ranks.gather_distinct(claims, digests)
-        tensors = merge([(holders, Claims.decode(data)) for holders, data in every])
+        tensors = merge(claims_of_all(ranks, claims))
         check_covered(tensors)
         files = lay_out(tensors, limit, stem, None if by_owner else folder.block)
         owners = _owners(files, ranks.size) if by_owner else None
-        planner = Planner(tensors, ranks.rank, ranks.size, owners, whole=not folder.cached)
-        plan = planner.save(data_blocks(files, tensors))
-        return Prepared(tensors=tensors, files=files, plan=plan, owners=owners)
+        planner = Planner(
+            tensors,
+            data_areas(files),
+            ranks.rank,
+            ranks.size,
+            owners=owners,
+            hosts=ranks.hosts(),
+            alone=not folder.cached,
+        )
+        return Prepared(tensors=tensors, files=files, plan=planner.save(), owners=owners)
 
-    return session.planned((digest(b"".join(digests)), limit, by_owner, stem, folder.block(1)), make)
+    return session.planned(("save", digest, limit, by_owner, stem, folder.block(1), folder.cached), make)
 
 
 def _owners(files: Sequence[File], size: int) -> list[int]:
@@ -410,18 +443,14 @@ class _Job:
                     return
                 crcs, error = write_blocks(prepared.plan, work, snapshot)
 
-                def written() -> tuple[None, list[Crc]]:
-                    if error is not None:
-                        raise error
-                    return None, crcs
-
-                _, of_ranks = ranks.share(written)
+                ranks.raise_first(error)
+                of_ranks = ranks.to_first(encode_crcs(crcs))
                 if self.staging.joins:
                     ranks.agree(lambda: self.staging.complete((ranks.rank, ranks.size)))
                 stem, generation = self.options.stem, self.staging.generation
 
                 def finish() -> None:
-                    files = records_of(prepared.files, (crc for of_rank in of_ranks for crc in of_rank))
+                    files = records_of(prepared.files, map(decode_crcs, of_ranks))
                     commit(
                         self.staging,
                         content,

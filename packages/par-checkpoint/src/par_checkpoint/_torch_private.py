@@ -15,7 +15,10 @@ F = TypeVar("F", bound=Callable[..., object])
 def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
     """A gloo communicator of some ranks of the world, which find each other through its store by a name.
 
-    Since torch 2.0. `dist.new_group` makes a communicator too, but has to be called by all ranks of the world.
+    Two ranks connect when they first send each other something: a socket for every pair would be more than a process
+    may open, from a thousand ranks on.
+
+    Since torch 2.6. `dist.new_group` makes a communicator too, but has to be called by all ranks of the world.
 
     Args:
         nonce: The name, the same on all these ranks and used by no other communicator.
@@ -24,11 +27,17 @@ def gloo_among(nonce: str, rank: int, size: int, timeout: timedelta) -> Any:
         timeout: How long to wait for one that does not answer.
     """
     store = dist.distributed_c10d.PrefixStore(nonce, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def set_timeout_of(gloo: Any, timeout: timedelta) -> None:
     """Sets how long the collectives of a communicator that `gloo_among` has made wait for a rank.
+
+    Two ranks that have never sent each other anything connect with the patience that it was made with: what must not
+    last longer gives `wait` its timeout, too.
 
     Since torch 2.5 or before. What is public sets it for groups that `torch.distributed` has registered.
     """

@@ -44,7 +44,7 @@ def write_objects(
     work.ranks.raise_first(error)
     records, error = attempt(lambda: _write_all(prepared, work, content, memory))
     work.ranks.raise_first(error)
-    return {name: record for of_rank in work.ranks.gather(records or {}) for name, record in of_rank.items()}
+    return {name: record for _, of_rank in work.ranks.distinct(records or {}) for name, record in of_rank.items()}
 
 
 def _write_all(prepared: Prepared, work: Work, content: Content, memory: "_Memory") -> dict[str, FileRecord]:

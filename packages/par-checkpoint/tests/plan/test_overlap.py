@@ -11,8 +11,13 @@ from par_checkpoint.plan.overlap import BoxIndex
 def held(shape: tuple[int, ...], boxes: list[list[list[int]]]) -> GlobalTensor:
     """A tensor from each rank's boxes, start and size joined."""
     tensors = (("model:x", torch.float32, shape),)
-    claims = [Claims(tensors=tensors, rows={len(shape): torch.tensor([[0, *box] for box in each])}) for each in boxes]
+    dims = len(shape)
+    claims = [Claims.of_boxes(tensors, [(0, tuple(box[:dims]), tuple(box[dims:])) for box in each]) for each in boxes]
     return merge([([rank], each) for rank, each in enumerate(claims)])[0]
+
+
+def index_of(tensor: GlobalTensor) -> BoxIndex:
+    return BoxIndex(tensor.boxes, tensor.shape)
 
 
 def marked(shape: tuple[int, ...], start: list[int], size: list[int]) -> torch.Tensor:
@@ -35,8 +40,10 @@ def marked(shape: tuple[int, ...], start: list[int], size: list[int]) -> torch.T
 )
 def test_every_stretch_counts_the_elements_that_each_box_holds(shape, boxes):
     tensor = held(shape, boxes)
-    masks = [marked(shape, *each) for each in zip(tensor.starts.tolist(), tensor.sizes.tolist(), strict=True)]
-    holders = BoxIndex(tensor, rank=1)
+    masks = [
+        marked(shape, *each) for each in zip(tensor.boxes.starts.tolist(), tensor.boxes.sizes.tolist(), strict=True)
+    ]
+    holders = index_of(tensor)
     for start, stop in itertools.combinations(range(math.prod(shape) + 1), 2):
         stretch = torch.zeros(math.prod(shape), dtype=torch.bool)
         stretch[start:stop] = True
@@ -44,9 +51,15 @@ def test_every_stretch_counts_the_elements_that_each_box_holds(shape, boxes):
         overlap = holders.within(start, stop)
         expected = {box: int((mask & stretch).sum()) for box, mask in enumerate(masks)}
         assert overlap.boxes == {box: count for box, count in expected.items() if count}
-        by_rank = sorted((rank, expected[box] * 4) for box in overlap.boxes for rank in tensor.holders(box).tolist())
+        by_rank = sorted((rank, expected[box]) for box in overlap.boxes for rank in holders.holders(box))
         weights = sorted(zip(overlap.ranks.tolist(), overlap.weights.tolist(), strict=True))
         assert [each for each in weights if each[1]] == by_rank
+        runs = torch.full((math.prod(shape),), -1)
+        for first, last, box in overlap.runs() or ():
+            assert masks[box].view(-1)[first:last].all()
+            runs[first:last] = box
+        assert torch.equal(runs >= 0, stretch.view(-1) & torch.stack(masks).any(0).view(-1))
+        assert stop == start or overlap.runs(limit=0) is None or not overlap.boxes
         for box in overlap.boxes:
             parts = torch.zeros(shape, dtype=torch.int64)
             for part in overlap.parts(box):
@@ -55,14 +68,15 @@ def test_every_stretch_counts_the_elements_that_each_box_holds(shape, boxes):
 
 
 def test_a_rank_knows_its_boxes_and_those_of_others():
-    overlap = BoxIndex(held((8,), [[[0, 4]], [[4, 4]], [[4, 4]]]), rank=2).within(2, 6)
-    assert overlap.mine == [1]
-    assert overlap.boxes_of(0) == {0}
-    assert overlap.boxes_of(1) == overlap.boxes_of(2) == {1}
-    assert BoxIndex(held((8,), [[[0, 4]], [[4, 4]]]), rank=0).within(4, 8).mine == []
+    index = index_of(held((8,), [[[0, 4]], [[4, 4]], [[4, 4]]]))
+    assert [sorted(index.held_by(rank)) for rank in range(4)] == [[0], [1], [1], []]
+    overlap = index.within(2, 6)
+    assert [overlap.boxes_of(rank) for rank in range(3)] == [[0], [1], [1]]
+    assert index.within(4, 8).boxes_of(0) == []
 
 
 def test_a_scalar_has_one_element():
-    overlap = BoxIndex(held((), [[[]], [[]]]), rank=0).within(0, 1)
+    overlap = index_of(held((), [[[]], [[]]])).within(0, 1)
     assert overlap.boxes == {0: 1}
     assert list(overlap.parts(0)) == [((), ())]
+    assert overlap.runs() == [(0, 1, 0)]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from par_checkpoint.format.bytes import bytes_of, copy_elements_
 from par_checkpoint.plan.claims import Claims, Entry, check_covered, key_of, merge, name_of
-from par_checkpoint.plan.files import data_blocks, lay_out, tensor_blocks
+from par_checkpoint.plan.files import data_areas, lay_out, tensor_areas
 from par_checkpoint.plan.plan import Planner
-from par_checkpoint.transfer.exchange import by_peer, rounds
+from par_checkpoint.transfer.exchange import by_peer
 from par_checkpoint.transfer.memory import Local
 from par_groups import Sharding, cut, whole
 
@@ -87,45 +87,58 @@ def contents(files, held, values):
     return found
 
 
-def exchanged(plans, *, saving, each=1):
+def carried_out(plans, each):
+    """By round: each rank's blocks, and those of others; every block once."""
+    assert len({(plan.turns, plan.peers) for plan in plans}) == 1
+    of_ranks = [list(plan.rounds(each)) for plan in plans]
+    assert not plans[0].peers or len({len(rounds) for rounds in of_ranks}) == 1
+    return [list(of_round) for of_round in zip_longest(*of_ranks, fillvalue=([], []))]
+
+
+def exchanged(rounds, *, saving):
     """Every piece that goes from one rank to another, with its task at either end, as both ends agree on it."""
-    assert len({plan.turns for plan in plans}) == len({plan.peers for plan in plans}) == 1
-    turns, peers = plans[0].turns, plans[0].peers
-    for number in range(-(-turns // each)):
+    for of_round in rounds:
         sent, taken = {}, {}
-        for rank, plan in enumerate(plans):
-            mine, others = (list(rounds(tasks, turns, each))[number] for tasks in (plan.mine, plan.others))
+        for rank, (mine, others) in enumerate(of_round):
             sending, taking = (others, mine) if saving else (mine, others)
             sent.update({(rank, to): each for to, each in by_peer(sending, lambda piece: piece.to, rank).items()})
             got = by_peer(taking, lambda piece: piece.source, rank)
             taken.update({(source, rank): each for source, each in got.items()})
         assert sent == taken
-        assert peers or not sent
         for (source, to), pieces in sent.items():
             yield from ((source, to, a, b) for a, b in zip(pieces, taken[source, to], strict=True))
 
 
-def saved(world, held, files, owners, each):
+def blocks_of(areas, held):
+    return [area.at(number, held) for area in areas for number in range(area.count)]
+
+
+def saved(world, held, files, owners, each, **how):
     """Carries out a save; the bytes of each file, and which rank wrote which blocks."""
-    blocks = list(data_blocks(files, held))
-    plans = [Planner(held, rank, len(world), owners).save(blocks) for rank in range(len(world))]
+    areas = data_areas(files)
+    plans = [Planner(held, areas, rank, len(world), owners=owners, **how).save() for rank in range(len(world))]
     locals_ = [Local.of(entries, held) for entries in world]
     memory, writers = {}, {}
-    for rank, plan in enumerate(plans):
-        for task in plan.mine:
-            block = torch.zeros(task.block.size, dtype=torch.uint8)
-            locals_[rank].to_block_((piece for piece in task.pieces if piece.source == rank), block)
-            memory.update({id(piece): block for piece in task.pieces})
-            place = task.block.file, task.block.begin
-            assert place not in writers
-            writers[place] = rank, block
-    for source, to, given_, taken in exchanged(plans, saving=True, each=each):
+    rounds = carried_out(plans, each)
+    for of_round in rounds:
+        for rank, (mine, _) in enumerate(of_round):
+            for task in mine:
+                block = torch.zeros(task.block.size, dtype=torch.uint8)
+                locals_[rank].to_block_((piece for piece in task.pieces if piece.source == rank), block)
+                memory.update({id(piece): block for piece in task.pieces})
+                place = task.block.file, task.block.begin
+                assert place not in writers
+                writers[place] = rank, block
+    sends = False
+    for source, to, given_, taken in exchanged(rounds, saving=True):
         copy_elements_(locals_[to].in_block(taken, memory[id(taken)]), locals_[source].view(given_))
+        sends = True
+    assert plans[0].peers or not sends
     parts = sorted((file, begin, begin + block.numel()) for (file, begin), (_, block) in writers.items())
-    for block in blocks:  # one after the other, and none over the end of its block
+    for block in blocks_of(areas, held):  # one after the other, and none over the end of its block
         inside = [each for each in parts if each[0] == block.file and block.begin <= each[1] < block.end]
         assert [begin for _, begin, _ in inside] + [block.end] == [block.begin] + [end for _, _, end in inside]
-        assert owners is None or len(inside) == 1
+        assert len(inside) == 1 or not (owners or how.get("alone"))
     data = [bytearray(file.header) + bytes(file.size - len(file.header)) for file in files]
     for (file, begin), (_, block) in writers.items():
         data[file][begin : begin + block.numel()] = bytes(bytes_of(block))
@@ -141,8 +154,19 @@ def test_a_save_writes_every_block_once_with_every_byte_in_it(data):
     check_covered(held)
     files = laid_out(held, data.draw(st.sampled_from([1, 100, 1 << 40])))
     owners = [data.draw(st.integers(0, len(world) - 1)) for _ in files] if data.draw(st.booleans()) else None
-    written, writers = saved(world, held, files, owners, data.draw(st.integers(1, 3)))
+    hosts = [data.draw(st.integers(0, 1)) for _ in world]
+    few = data.draw(st.sampled_from([1, 2, 64]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("par_checkpoint.plan.plan._HOLDERS", few)
+        patch.setattr("par_checkpoint.plan.plan._WRITERS", 2)
+        alone = data.draw(st.booleans())
+        written, writers = saved(world, held, files, owners, data.draw(st.integers(1, 3)), hosts=hosts, alone=alone)
     assert written == contents(files, held, values)
+    if few < 64 and not owners:
+        assert all(
+            count <= max(few, 4)
+            for count in Counter(file for file, _ in {(f, r) for (f, _), r in writers.items()}).values()
+        )
     if owners:
         assert all(rank == owners[file] for (file, _), rank in writers.items())
 
@@ -160,17 +184,21 @@ def test_a_load_brings_every_box_to_every_holder(data):
     files = laid_out(held)
     stored = contents(files, held, values)
     near = data.draw(st.booleans())
-    blocks = list((data_blocks if data.draw(st.booleans()) else tensor_blocks)(files, held))
-    plans = [Planner(held, rank, len(world)).load(blocks, near=near) for rank in range(len(world))]
+    areas = (data_areas if data.draw(st.booleans()) else tensor_areas)(files)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("par_checkpoint.plan.plan._HOLDERS", data.draw(st.sampled_from([1, 2, 64])))
+        plans = [Planner(held, areas, rank, len(world)).load(near=near) for rank in range(len(world))]
     locals_ = [Local.of(entries, held) for entries in world]
     memory, readers = {}, Counter()
-    for rank, plan in enumerate(plans):
-        for task in plan.mine:
-            block = torch.frombuffer(stored[task.block.file][task.block.begin : task.block.end], dtype=torch.uint8)
-            locals_[rank].from_block_((piece for piece in task.pieces if piece.to == rank), block)
-            memory.update({id(piece): block for piece in task.pieces})
-            readers[task.block.file, task.block.begin, task.block.spans] += 1
-    for source, to, given_, taken in exchanged(plans, saving=False, each=data.draw(st.integers(1, 3))):
+    rounds = carried_out(plans, data.draw(st.integers(1, 3)))
+    for of_round in rounds:
+        for rank, (mine, _) in enumerate(of_round):
+            for task in mine:
+                block = torch.frombuffer(stored[task.block.file][task.block.begin : task.block.end], dtype=torch.uint8)
+                locals_[rank].from_block_((piece for piece in task.pieces if piece.to == rank), block)
+                memory.update({id(piece): block for piece in task.pieces})
+                readers[task.block.file, task.block.begin, task.block.spans] += 1
+    for source, to, given_, taken in exchanged(rounds, saving=False):
         copy_elements_(locals_[to].view(taken), locals_[source].in_block(given_, memory[id(given_)]))
     assert all(
         torch.equal(e.local, x) for es, xs in zip(world, expected, strict=True) for e, x in zip(es, xs, strict=True)
@@ -219,7 +247,7 @@ def test_a_few_runs_of_rows_are_written_by_their_holders(rows, peers, monkeypatc
     world = of_rows(value, rows)
     held = held_by(world)
     files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
-    plans = [Planner(held, rank, len(world)).save(data_blocks(files, held)) for rank in range(len(world))]
+    plans = [Planner(held, data_areas(files), rank, len(world)).save() for rank in range(len(world))]
     assert {plan.peers for plan in plans} == {peers}
     assert saved(world, held, files, None, 1)[0] == contents(files, held, {"w": value})
 
@@ -229,7 +257,7 @@ def test_ranks_read_their_own_rows_of_a_block_and_nothing_twice(near):
     value = torch.arange(9.0 * BLOCK // 8).view(9, -1)
     held = held_by(of_rows(value, [3, 2, 4]))
     files = [replace(file, block=2 * BLOCK) for file in lay_out(held, 1 << 40)]
-    plans = [Planner(held, rank, 3).load(data_blocks(files, held), near=near) for rank in range(3)]
+    plans = [Planner(held, data_areas(files), rank, 3).load(near=near) for rank in range(3)]
     assert not any(plan.peers for plan in plans)
     row = value[0].nbytes
     assert [sum(task.block.size for task in plan.mine) for plan in plans] == [3 * row, 2 * row, 4 * row]
@@ -249,8 +277,7 @@ def test_a_shard_that_is_whole_blocks_is_written_where_it_is():
         for rank in range(4)
     ]
     held = held_by(world)
-    blocks = list(data_blocks(laid_out(held), held))
-    plans = [Planner(held, rank, 4).save(blocks) for rank in range(4)]
+    plans = [Planner(held, data_areas(laid_out(held)), rank, 4).save() for rank in range(4)]
     assert not any(plan.peers for plan in plans)
-    assert [len(plan.mine) for plan in plans] == [2, 2, 2, 2]
+    assert [len(list(plan.mine)) for plan in plans] == [2, 2, 2, 2]
     assert {task.block.begin for task in plans[1].mine}.isdisjoint(task.block.begin for task in plans[3].mine)

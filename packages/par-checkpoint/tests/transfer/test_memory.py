@@ -7,7 +7,7 @@ import torch
 
 from par_checkpoint import load, save
 from par_checkpoint.plan.claims import Claims, Entry, merge
-from par_checkpoint.plan.plan import Piece
+from par_checkpoint.plan.tasks import Piece
 from par_checkpoint.transfer.memory import Local, Part, Pool
 from par_groups import Box, Sharding
 

@@ -4,69 +4,90 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from par_checkpoint import _torch_private as private
 from par_checkpoint.transfer.ranks import Ranks
 
 
 @pytest.mark.ranks([1, 2, 3])
-def test_every_rank_gets_the_values_of_all():
+@pytest.mark.parametrize("few", [0, 16])
+def test_values_are_told_once_by_each_kind_of_rank(monkeypatch, few):
+    monkeypatch.setattr("par_checkpoint.transfer.ranks._FEW", few)
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = Ranks(dist.group.WORLD, timeout=20)
-    for size_ in (0, 900, 1100, 5000):  # with the head, and in a round of their own
-        values = [None, {"a": list(range(size_))}, "x" * size_]
-        for value in values:
-            assert ranks.gather((rank, value)) == [(each, value) for each in range(size)]
-        assert ranks.gather("y" * size_ * rank) == ["y" * size_ * each for each in range(size)], "of unequal lengths"
-        for root in range(size):
-            mine = "z" * size_ if rank == root else None
-            assert ranks.gather(mine) == ["z" * size_ if each == root else None for each in range(size)], "of one alone"
+    for length in (0, 900, 5000):
+        assert [(list(who), what) for who, what in ranks.distinct("x" * length)] == [(list(range(size)), "x" * length)]
+        every = [([each], (each, "y" * length * each)) for each in range(size)]
+        assert [(list(who), what) for who, what in ranks.distinct((rank, "y" * length * rank))] == every
+        pairs = [(list(range(side, size, 2)), side) for side in range(min(size, 2))]
+        assert [(list(who), what) for who, what in ranks.distinct(rank % 2)] == pairs
+        assert ranks.broadcast("z" * length if rank == 0 else None) == "z" * length
 
 
-@pytest.mark.ranks(3)
-def test_short_messages_take_one_round_and_the_long_one_of_a_rank_goes_out_once(monkeypatch):
-    rank, ranks, sizes = dist.get_rank(), Ranks(dist.group.WORLD, timeout=20), []
-    for name in ("_all_gather", "_broadcast"):
-        act = getattr(Ranks, name)
-        noted = lambda self, data, size, *root, name=name, act=act: (  # noqa: E731
-            sizes.append((name, size)) or act(self, data, size, *root)
-        )
-        monkeypatch.setattr(Ranks, name, noted)
-    ranks.gather(rank)
-    assert sizes == [("_all_gather", 1024)]
-    ranks.gather(b"x" * 10_000 if rank == 1 else None)
-    assert [name for name, _ in sizes[1:]] == ["_all_gather", "_broadcast"]
-    ranks.gather(b"x" * 10_000 if rank else None)
-    assert [name for name, _ in sizes[3:]] == ["_all_gather", "_all_gather"]
-    assert all(10_000 < size < 10_100 for _, size in (sizes[2], sizes[4]))
+@pytest.mark.ranks([1, 2, 3, 5])
+def test_bytes_come_up_to_the_first_rank_and_sums_to_all():
+    rank, size, ranks = dist.get_rank(), dist.get_world_size(), Ranks(dist.group.WORLD, timeout=20)
+    assert ranks.total([rank, 1, 1 << 40]) == [size * (size - 1) // 2, size, size << 40]
+    assert ranks.total([]) == []
+    for length in (0, 3, 3000):
+        parts = sorted(bytes(part) for part in ranks.to_first(b"%d" % rank * length))
+        assert parts == (sorted(b"%d" % each * length for each in range(size)) if rank == 0 else [])
+    assert ranks.hosts() == [0] * size
 
 
 @pytest.mark.ranks(2)
 def test_what_all_are_told_comes_with_what_stays():
     rank, ranks = dist.get_rank(), Ranks(dist.group.WORLD, timeout=20)
-    assert ranks.share(lambda: ("mine", rank)) == ("mine", [0, 1])
+    assert ranks.tell(lambda: ("mine", [rank, 5]), 2) == ("mine", [1, 10])
 
     def fail():
         if rank == 1:
             raise FileNotFoundError(2, "no such file")
-        return "mine", rank
+        return "mine", [rank, 5]
 
     with pytest.raises(FileNotFoundError, match=r"rank 1: .*no such file"):
-        ranks.share(fail)
+        ranks.tell(fail, 2)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("length", [10, 5000])
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_message_that_was_never_filled_is_a_lost_rank(monkeypatch, which, length):
+@pytest.mark.parametrize("few", [0, 16])
+def test_a_message_that_was_never_filled_is_a_lost_rank(monkeypatch, few):
+    monkeypatch.setattr("par_checkpoint.transfer.ranks._FEW", few)
+    rank, ranks = dist.get_rank(), Ranks(dist.group.WORLD, timeout=20)
+    broadcast, gather = Ranks._broadcast, private.all_gather_into
+
+    def unfilled(self, data, size, root):
+        told = broadcast(self, data, size, root)
+        return told if root == rank else memoryview(bytes(size))
+
+    def half_filled(gloo, every, mine, timeout):
+        gather(gloo, every, mine, timeout)
+        if every.dtype == torch.uint8:
+            every.view(2, -1)[1 - rank] = 0
+
+    monkeypatch.setattr(Ranks, "_broadcast", unfilled)
+    monkeypatch.setattr("par_checkpoint.transfer.ranks.all_gather_into", half_filled)
+    with pytest.raises(
+        RuntimeError, match=f"message of rank {1 - rank} never arrived whole: a rank of the group is gone"
+    ):
+        ranks.distinct(f"x{rank}" * 1000)
+    if rank:
+        with pytest.raises(RuntimeError, match="message of rank 0 never arrived whole"):
+            ranks.broadcast(None)
+    else:
+        ranks.broadcast("x")
+
+
+@pytest.mark.ranks(2)
+def test_a_sum_that_lacks_a_rank_is_a_lost_rank(monkeypatch):
     ranks = Ranks(dist.group.WORLD, timeout=20)
-    whole, calls = Ranks._all_gather, []
 
-    def unfilled(self, data, size):
-        every = whole(self, data, size)
-        calls.append(size)
-        if len(calls) == min(which, length // 5000) + 1:
-            every[-1][:] = bytes(torch.randint(100, (size,), dtype=torch.uint8).tolist())
-        return every
+    class Alone:
+        def allreduce(self, tensors):
+            return self
 
-    monkeypatch.setattr(Ranks, "_all_gather", unfilled)
-    with pytest.raises(RuntimeError, match="message of rank 1 never arrived whole: a rank of the group is gone"):
-        ranks.gather("x" * length)
+        def wait(self, timeout):
+            return True
+
+    ranks._gloo = Alone()
+    with pytest.raises(RuntimeError, match="not all ranks of the group have taken part"):
+        ranks.agree(lambda: None)

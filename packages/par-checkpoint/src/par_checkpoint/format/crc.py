@@ -4,7 +4,13 @@ A CRC is a polynomial over GF(2), highest power in the lowest bit, modulo a fixe
 came before by x to the eighth for each of them, and are added.
 """
 
+import zlib
+from collections.abc import Iterable
 from functools import lru_cache
+
+import torch
+
+from .bytes import bytes_of
 
 Crc = tuple[int, int, int, int]
 """File number, first byte, number of bytes, and crc32c of a block or of a part of one."""
@@ -23,6 +29,25 @@ def joined(first: int, second: int, size: int) -> int:
         size: Number of bytes of the second run.
     """
     return _product(_power(size), first) ^ second if first else second
+
+
+def encode_crcs(crcs: Iterable[Crc]) -> bytes:
+    """Checksums as few bytes: little more than four for each, as blocks follow each other at even distances."""
+    rows = torch.tensor(sorted(crcs), dtype=torch.int64, device="cpu").view(-1, 4)
+    steps = torch.diff(rows[:, :3], dim=0, prepend=rows.new_zeros(1, 3)).T.contiguous()
+    places = zlib.compress(bytes_of(steps), 1)
+    return len(rows).to_bytes(8) + len(places).to_bytes(8) + places + bytes(bytes_of(rows[:, 3].to(torch.uint32)))
+
+
+def decode_crcs(data: bytes | memoryview) -> torch.Tensor:
+    """What `encode_crcs` made bytes of: int64 (checksums, 4), the fields of `Crc`, sorted."""
+    count, size = int.from_bytes(data[:8]), int.from_bytes(data[8:16])
+    rows = torch.empty(count, 4, dtype=torch.int64, device="cpu")
+    if count:
+        steps = torch.frombuffer(bytearray(zlib.decompress(data[16 : 16 + size])), dtype=torch.int64)
+        rows[:, :3] = steps.view(3, count).cumsum(1).T
+        rows[:, 3] = torch.frombuffer(bytearray(data[16 + size :]), dtype=torch.uint32)
+    return rows
 
 
 @lru_cache(maxsize=4096)

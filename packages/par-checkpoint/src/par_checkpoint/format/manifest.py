@@ -5,7 +5,9 @@ The file begins with a checksum of all bytes that follow it, so that a change to
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +43,7 @@ _HEAD = b'{"checksum": "%08x"'
 _HEAD_SIZE = len(_HEAD % 0)
 _VALUES = ("model", "optimizer", "scheduler", "extra")
 _FIELDS = {"checksum", "format", "par_checkpoint", "style", "step", "tied", "files", "beside", *_VALUES}
-_HEX = re.compile("(?:[0-9a-f]{8})*")
+_HEX = re.compile("[0-9a-f]*")
 _SHARD = re.compile(r"(\w+)(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 
 
@@ -54,14 +56,17 @@ class FileRecord:
         data_begin: Where a safetensors file's data begins; 0 in other files.
         header_crc: crc32c of the bytes before `data_begin`.
         block: Bytes of a block, from `data_begin` on; the last block may be shorter.
-        crcs: crc32c of each block.
+        crcs: crc32c of each block; kept as an array.
     """
 
     size: int
     data_begin: int
     header_crc: int
     block: int
-    crcs: tuple[int, ...]
+    crcs: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "crcs", array("I", self.crcs))  # four bytes each: there are millions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +115,27 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "style": manifest.style,
         "step": manifest.step,
         "tied": dict(manifest.tied),
-        "files": {name: _encode_record(record) for name, record in manifest.files.items()},
+        "files": None,
         "beside": list(manifest.beside),
         **{name: getattr(manifest, name) for name in _VALUES},
     }
     if manifest.generation:
         fields["generation"] = manifest.generation
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items()]
-    body = (",\n" + ",\n".join(lines) + "}\n").encode()
-    return _HEAD % crc32c(body) + body
+    data = bytearray(_HEAD_SIZE)  # what is written grows in one place: checksums may take many megabytes
+    for name, value in fields.items():
+        data += f",\n{json.dumps(name)}: ".encode()
+        if name != "files":
+            data += json.dumps(value, allow_nan=False).encode()
+            continue
+        data += b"{"
+        for number, (file, record) in enumerate(manifest.files.items()):
+            data += f"{', ' if number else ''}{json.dumps(file)}: {json.dumps(_encode_record(record))}".encode()
+        data += b"}"
+    data += b"}\n"
+    with memoryview(data) as view:
+        checksum = crc32c(view[_HEAD_SIZE:])
+    data[:_HEAD_SIZE] = _HEAD % checksum
+    return bytes(data)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -194,7 +211,7 @@ def _encode_record(record: FileRecord) -> dict[str, object]:
         "data_begin": record.data_begin,
         "header_crc": f"{record.header_crc:08x}",
         "block": record.block,
-        "crcs": "".join(f"{crc:08x}" for crc in record.crcs),
+        "crcs": _big_endian(array("I", record.crcs)).tobytes().hex(),
     }
 
 
@@ -219,10 +236,17 @@ def _decode_record(name: str, value: object) -> FileRecord:
     return FileRecord(size=size, data_begin=data_begin, header_crc=header_crc[0], block=block, crcs=crcs)
 
 
-def _checksums(text: object, where: str) -> tuple[int, ...]:
-    if not isinstance(text, str) or _HEX.fullmatch(text) is None:
+def _checksums(text: object, where: str) -> "array[int]":
+    if not isinstance(text, str) or len(text) % 8 or _HEX.fullmatch(text) is None:
         raise corrupt(where, f"{text!r:.40} is no row of checksums")
-    return tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
+    return _big_endian(array("I", bytes.fromhex(text)))
+
+
+def _big_endian(crcs: "array[int]") -> "array[int]":
+    """The checksums with the bytes of each in the order in which they are written, or back."""
+    if sys.byteorder == "little":
+        crcs.byteswap()
+    return crcs
 
 
 def _tied(value: object) -> dict[str, str]:

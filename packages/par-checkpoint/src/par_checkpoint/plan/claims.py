@@ -4,7 +4,6 @@ Pure arithmetic. A tensor is known by its key, its section and its name there: "
 it are boxes, rectangles of the global tensor; several ranks that hold the same box are replicas.
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -13,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -84,9 +84,14 @@ def with_unique_keys(entries: Iterable[Entry]) -> Iterator[Entry]:
 class Claims:
     """What a rank has, or each of several ranks that have the same.
 
+    Layers are cut alike, so one row speaks of a box of many tensors, whose places are evenly spaced in a list where
+    those of one shape follow each other: what a rank of 4,096 says of a model with thousands of tensors is some dozens
+    of rows.
+
     Args:
         tensors: Key, dtype and global shape of each tensor.
-        rows: By number of dims d: an int64 tensor (boxes, 1 + 2 d) of tensor number, start and size.
+        rows: By number of dims d: an int64 tensor (rows, 3 + 2 d) of the first tensor's place, see `by_shape`, the step
+            from one tensor to the next, their count, and start and size of the box that the rank has of each of them.
         may_differ: Keys of those tensors whose replicas may differ.
     """
 
@@ -98,69 +103,142 @@ class Claims:
     def of(cls, entries: Iterable[Entry]) -> "Claims":
         """The claims of a rank with these entries."""
         tensors: list[tuple[str, torch.dtype, Shape]] = []
-        rows: dict[int, list[list[int]]] = {}
+        boxes: list[tuple[int, Shape, Shape]] = []
         may_differ = []
         for number, entry in enumerate(entries):
             if entry.may_differ:
                 may_differ.append(entry.key)
             tensors.append((entry.key, entry.dtype, tuple(entry.sharding.shape)))
-            for box in entry.sharding.boxes:
-                rows.setdefault(len(box.start), []).append([number, *box.start, *box.size])
-        as_tensors = {dims: torch.tensor(boxes, device="cpu") for dims, boxes in rows.items()}
-        return cls(tensors=tuple(tensors), rows=as_tensors, may_differ=tuple(may_differ))
-
-    def encode(self) -> bytes:
-        """The claims as bytes, equal for equal claims."""
-        head = {
-            "tensors": [(key, str(dtype).partition(".")[2], shape) for key, dtype, shape in self.tensors],
-            "rows": [(dims, len(rows)) for dims, rows in sorted(self.rows.items())],
-            "may_differ": self.may_differ,
-        }
-        text = json.dumps(head).encode()
-        body = b"".join(bytes_of(rows.contiguous()) for _, rows in sorted(self.rows.items()))
-        return zlib.compress(len(text).to_bytes(8) + text + body, 1)
+            boxes.extend((number, tuple(box.start), tuple(box.size)) for box in entry.sharding.boxes)
+        return cls.of_boxes(tuple(tensors), boxes, tuple(may_differ))
 
     @classmethod
-    def decode(cls, data: bytes) -> "Claims":
-        """The claims that `encode` made bytes of."""
-        raw = zlib.decompress(data)
-        end = 8 + int.from_bytes(raw[:8])
-        head = json.loads(raw[8:end])
-        rows = {}
-        for dims, count in head["rows"]:
-            size = count * (1 + 2 * dims) * 8
-            rows[dims] = torch.frombuffer(bytearray(raw[end : end + size]), dtype=torch.int64).view(count, -1)
-            end += size
-        tensors = tuple((key, getattr(torch, dtype), tuple(shape)) for key, dtype, shape in head["tensors"])
-        return cls(tensors=tensors, rows=rows, may_differ=tuple(head["may_differ"]))
+    def of_boxes(
+        cls, tensors: Tensors, boxes: Iterable[tuple[int, Shape, Shape]], may_differ: tuple[str, ...] = ()
+    ) -> "Claims":
+        """The claims of a rank that has these boxes.
+
+        Args:
+            tensors: Key, dtype and global shape of each tensor.
+            boxes: Number of a tensor, and start and size of a box of it.
+            may_differ: Keys of those tensors whose replicas may differ.
+        """
+        places = dict(zip(by_shape(tensors), range(len(tensors)), strict=True))
+        alike: dict[tuple[Shape, Shape], list[int]] = {}
+        for number, start, size in boxes:
+            alike.setdefault((start, size), []).append(places[number])
+        rows: dict[int, list[list[int]]] = {}
+        for (start, size), found in alike.items():
+            of_dims = rows.setdefault(len(start), [])
+            of_dims.extend([*progression, *start, *size] for progression in _progressions(sorted(found)))
+        as_tensors = {dims: torch.tensor(found, dtype=torch.int64, device="cpu") for dims, found in rows.items()}
+        return cls(tensors=tensors, rows=as_tensors, may_differ=may_differ)
+
+    def table(self) -> bytes:
+        """The tensors as bytes, equal for equal ones; most ranks have the same."""
+        kinds = Counter((str(dtype).partition(".")[2], shape) for _, dtype, shape in self.tensors)
+        numbers = {kind: number for number, kind in enumerate(kinds)}
+        table = {
+            "keys": [key for key, _, _ in self.tensors],
+            "kinds": list(kinds),
+            "kind": [numbers[str(dtype).partition(".")[2], shape] for _, dtype, shape in self.tensors],
+            "may_differ": self.may_differ,
+        }
+        return zlib.compress(json.dumps(table).encode(), 1)
+
+    def boxes(self) -> bytes:
+        """The rows as bytes, equal for equal ones."""
+        rows = sorted(self.rows.items())
+        head = torch.tensor([len(rows)] + [n for dims, found in rows for n in (dims, len(found))], device="cpu")
+        return zlib.compress(b"".join(bytes_of(part.contiguous()) for part in (head, *(found for _, found in rows))), 1)
+
+    def with_boxes(self, boxes: bytes) -> "Claims":
+        """The claims of a rank with these tensors and the rows that `boxes` made bytes of."""
+        raw = torch.frombuffer(bytearray(zlib.decompress(boxes)), dtype=torch.int64)
+        count = int(raw[0])
+        at, rows = 1 + 2 * count, {}
+        for dims, length in raw[1:at].view(count, 2).tolist():
+            size = length * (3 + 2 * dims)
+            rows[dims] = raw[at : at + size].view(length, -1)
+            at += size
+        return replace(self, rows=rows)
+
+    @classmethod
+    def decode_table(cls, data: bytes) -> "Claims":
+        """The claims of a rank that has no box of the tensors that `table` made bytes of."""
+        table = json.loads(zlib.decompress(data))
+        kinds = [(getattr(torch, dtype), tuple(shape)) for dtype, shape in table["kinds"]]
+        tensors = tuple((key, *kinds[kind]) for key, kind in zip(table["keys"], table["kind"], strict=True))
+        return cls(tensors=tensors, rows={}, may_differ=tuple(table["may_differ"]))
 
 
-def digest(data: bytes) -> bytes:
-    """32 bytes that stand for longer ones where only equality counts."""
-    return hashlib.sha256(data).digest()
+def by_shape(tensors: Tensors) -> list[int]:
+    """The numbers of tensors, those of one shape together, and among them those of one slot of the optimizer."""
+    shapes: dict[Shape, int] = {}
+    kinds: dict[tuple[int, str], list[int]] = {}
+    for number, (key, _, shape) in enumerate(tensors):
+        kinds.setdefault((shapes.setdefault(shape, number), key.rpartition(".")[2]), []).append(number)
+    return [number for _, numbers in sorted(kinds.items()) for number in numbers]
+
+
+def _progressions(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Ascending numbers as first, step and count of evenly spaced ones."""
+    begin = 0
+    while begin < len(numbers):
+        end = begin + 1
+        step = numbers[end] - numbers[begin] if end < len(numbers) else 1
+        while end < len(numbers) and numbers[end] - numbers[end - 1] == step:
+            end += 1
+        yield numbers[begin], step, end - begin
+        begin = end
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Boxes:
+    """The different boxes that ranks hold of a tensor, or of many tensors that are cut alike, and who holds which.
+
+    Args:
+        starts: int64 (boxes, dims), sorted by the first element in row-major order.
+        sizes: int64 (boxes, dims).
+        ranks: int64, the holders of all boxes, box by box.
+        first: int64 (boxes + 1), where the holders of each box begin in `ranks`, and where the last ones end.
+    """
+
+    starts: torch.Tensor
+    sizes: torch.Tensor
+    ranks: torch.Tensor
+    first: torch.Tensor
+
+    @cached_property
+    def all_holders(self) -> int:
+        """Every rank that holds some box, as the bytes of a number: byte r is 1 if rank r does."""
+        holds = torch.zeros(int(self.ranks.max()) + 1 if len(self.ranks) else 0, dtype=torch.uint8, device="cpu")
+        holds[self.ranks] = 1
+        return int.from_bytes(bytes_of(holds), "little")
+
+    def holders(self, box: int) -> torch.Tensor:
+        """The ranks that hold a box, ascending."""
+        return self.ranks[self.first[box] : self.first[box + 1]]
+
+    def __len__(self) -> int:
+        return len(self.starts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalTensor:
-    """One tensor of the checkpoint, the different boxes of it that ranks hold, and which ranks hold which box.
+    """One tensor of the checkpoint, and the boxes of it that ranks hold.
 
     Args:
         key: Its section and name.
         dtype: The dtype on disk.
         shape: The global shape.
-        starts: int64 (boxes, dims), sorted by the first element in row-major order.
-        sizes: int64 (boxes, dims).
-        ranks: int64, the holders of all boxes, box by box.
-        first: Where the holders of each box begin in `ranks`, and one more: where the last ones end.
+        boxes: The boxes; tensors that are cut alike share them.
     """
 
     key: str
     dtype: torch.dtype
     shape: Shape
-    starts: torch.Tensor
-    sizes: torch.Tensor
-    ranks: torch.Tensor
-    first: tuple[int, ...]
+    boxes: Boxes
 
     @property
     def name(self) -> str:
@@ -172,20 +250,11 @@ class GlobalTensor:
         """Bytes of the whole tensor on disk."""
         return self.dtype.itemsize * math.prod(self.shape)
 
-    def holders(self, box: int) -> torch.Tensor:
-        """The ranks that hold a box, ascending."""
-        return self.ranks[self.first[box] : self.first[box + 1]]
-
-    def __len__(self) -> int:
-        return len(self.first) - 1
-
-
-_Holders = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]
-"""Starts, sizes, ranks and first of a `GlobalTensor`."""
-
 
 def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
     """All claims put together, tensors in the order in which they first appear.
+
+    It looks at rows, not at boxes of tensors: those that are cut alike are united once.
 
     Args:
         claims: Ranks, and what each of them claims.
@@ -194,10 +263,12 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
         ValueError: Ranks that give one name different dtypes or shapes.
     """
     known: dict[str, tuple[int, torch.dtype, Shape, int]] = {}  # number, dtype, shape, and the rank that said so
-    numbers_of: dict[Tensors, torch.Tensor] = {}  # most ranks name the same tensors
+    tables: dict[int, int] = {}  # by identity of a table of tensors, which most ranks share: its number
+    numbers: list[torch.Tensor] = []  # by number of a table: the global numbers of its tensors, by place
     for ranks, claim in claims:
-        if claim.tensors in numbers_of:
+        if id(claim.tensors) in tables:
             continue
+        tables[id(claim.tensors)] = len(numbers)
         for key, dtype, shape in claim.tensors:
             _, first_dtype, first_shape, first_rank = known.setdefault(key, (len(known), dtype, shape, ranks[0]))
             if (first_dtype, first_shape) != (dtype, shape):
@@ -206,80 +277,128 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
                     f"rank {ranks[0]}; a local tensor that is a part of a larger one needs a record: "
                     "layout={name: Sharding(...)}"
                 )
-        numbers = [known[key][0] for key, _, _ in claim.tensors]
-        numbers_of[claim.tensors] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        own = [known[claim.tensors[number][0]][0] for number in by_shape(claim.tensors)]
+        numbers.append(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
-    boxes_of = _boxes_by_tensor(claims, [numbers_of[claim.tensors] for _, claim in claims])
-    ranks_of = [ranks for ranks, _ in claims]
+    holders = _Holders.of([ranks for ranks, _ in claims])
     may_differ = {key for _, claim in claims for key in claim.may_differ}
-    united: dict[tuple[int, bytes, bytes, bool], _Holders] = {}  # layers of one shape are cut alike: the work is kept
+    groups: dict[int, list[_Rows]] = {}
+    for dims in sorted({dims for _, claim in claims for dims in claim.rows}):
+        for number, rows in _rows_by_tensor(claims, tables, numbers, dims).items():
+            groups[number] = rows
+    united: dict[tuple[int, tuple[int, ...], bool], Boxes] = {}
+    equal: dict[tuple[int, bytes], Boxes] = {}
     merged = []
     for key, (number, dtype, shape, _) in known.items():
-        dims = len(shape)
-        boxes, sources = boxes_of.get(number) or (  # nobody holds anything of it, as of a tensor without elements
-            torch.empty(0, 2 * dims, dtype=torch.int64, device="cpu"),
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )
-        same = dims, bytes(bytes_of(boxes)), bytes(bytes_of(sources)), key in may_differ
+        rows = groups.get(number, [])  # nobody holds anything of it, as of a tensor without elements
+        same = len(shape), tuple(map(id, rows)), key in may_differ
         if same not in united:
-            united[same] = _united(dims, boxes, sources, ranks_of, only_first=key in may_differ)
-        starts, sizes, ranks_, first = united[same]
-        merged.append(
-            GlobalTensor(key=key, dtype=dtype, shape=shape, starts=starts, sizes=sizes, ranks=ranks_, first=first)
-        )
+            boxes = _united(len(shape), rows, holders, only_first=key in may_differ)
+            fields = (boxes.starts, boxes.sizes, boxes.ranks, boxes.first)
+            content = b"|".join(bytes(bytes_of(field.contiguous())) for field in fields)
+            united[same] = equal.setdefault((len(shape), content), boxes)
+        merged.append(GlobalTensor(key=key, dtype=dtype, shape=shape, boxes=united[same]))
     return merged
 
 
-def _boxes_by_tensor(
-    claims: Sequence[tuple[Sequence[int], Claims]], numbers: Sequence[torch.Tensor]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By number of a tensor: its boxes, int64 (boxes, 2 dims), and int64 (boxes): which of the claims each is from.
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Boxes of the same tensors: int64 (boxes, 2 dims), start and size; int64 (boxes), which of the claims says so."""
+
+    boxes: torch.Tensor
+    sources: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """The ranks of all claims in one int64 tensor, where those of each begin in it, and how many they are."""
+
+    ranks: torch.Tensor
+    first: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[int]]) -> "_Holders":
+        """The ranks of each of the claims, put together."""
+        count = torch.tensor([len(some) for some in ranks], dtype=torch.int64, device="cpu")
+        flat = torch.tensor([rank for some in ranks for rank in some], dtype=torch.int64, device="cpu")
+        return cls(flat, count.cumsum(0) - count, count)
+
+
+def _rows_by_tensor(
+    claims: Sequence[tuple[Sequence[int], Claims]],
+    tables: dict[int, int],
+    numbers: Sequence[torch.Tensor],
+    dims: int,
+) -> dict[int, list[_Rows]]:
+    """By global number of a tensor of so many dims: all rows that speak of it; tensors of the same rows share them.
 
     Args:
         claims: What is claimed.
-        numbers: For each of the claims: the numbers of its tensors.
+        tables: By identity of a table of tensors: its number.
+        numbers: By number of a table: the global numbers of its tensors, by place.
+        dims: The number of dims.
     """
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for dims in {dims for _, claim in claims for dims in claim.rows}:
-        parts = [(i, claim.rows[dims]) for i, (_, claim) in enumerate(claims) if dims in claim.rows]
-        rows = torch.cat([part for _, part in parts])
-        source = torch.cat([torch.full((len(part),), i, device="cpu") for i, part in parts])
-        tensor = torch.cat([numbers[i][part[:, 0]] for i, part in parts])
-        order = tensor.argsort(stable=True)
-        which, counts = tensor[order].unique_consecutive(return_counts=True)
-        split = counts.tolist()
-        pieces = zip(which.tolist(), rows[order, 1:].split(split), source[order].split(split), strict=True)
-        found.update((number, (boxes, sources)) for number, boxes, sources in pieces)
+    parts = [(source, claim) for source, (_, claim) in enumerate(claims) if dims in claim.rows]
+    rows = torch.cat([claim.rows[dims] for _, claim in parts])
+    counts = torch.tensor([len(claim.rows[dims]) for _, claim in parts], device="cpu")
+    source = torch.tensor([source for source, _ in parts], device="cpu").repeat_interleave(counts)
+    table = torch.tensor([tables[id(claim.tensors)] for _, claim in parts], device="cpu").repeat_interleave(counts)
+    spoken_of, which = _unique(torch.cat([table[:, None], rows[:, :3]], 1))
+    order = which.argsort(stable=True)
+    split = which.bincount(minlength=len(spoken_of)).tolist()
+    pieces = zip(rows[order, 3:].split(split), source[order].split(split), strict=True)
+    found: dict[int, list[_Rows]] = {}
+    for (number, first, step, count), (boxes, sources) in zip(spoken_of.tolist(), pieces, strict=True):
+        same = _Rows(boxes, sources)
+        tensors = numbers[number][first : first + step * (count - 1) + 1 : step] if step else numbers[number][[first]]
+        for tensor in tensors.tolist():
+            found.setdefault(tensor, []).append(same)
     return found
 
 
-def _united(
-    dims: int, boxes: torch.Tensor, sources: torch.Tensor, ranks: Sequence[Sequence[int]], *, only_first: bool
-) -> _Holders:
-    """One tensor's different boxes and their holders: equal boxes become one box with several holders.
+def _united(dims: int, rows: Sequence[_Rows], holders: _Holders, *, only_first: bool) -> Boxes:
+    """The different boxes of one tensor and their holders: equal boxes become one box with several holders.
 
     Args:
         dims: The tensor's number of dims.
-        boxes: int64 (boxes, 2 dims), start and size.
-        sources: int64 (boxes), which of the claims each box is from.
-        ranks: The ranks of each of the claims.
+        rows: All rows that speak of it.
+        holders: The ranks of all claims.
         only_first: Whether the first holder of a box counts alone, as the others may have other values.
     """
-    if len(boxes) <= 1 or dims == 0:
-        unique, which = boxes[:1], torch.zeros(len(boxes), dtype=torch.int64, device="cpu")
-    else:
-        unique, which = boxes.unique(dim=0, return_inverse=True)  # sorted row by row: by start, first dim first
-    holders: list[list[int]] = [[] for _ in range(len(unique))]
-    for box, source in zip(which.tolist(), sources.tolist(), strict=True):
-        holders[box].extend(ranks[source])
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    boxes = torch.cat([none.view(0, 2 * dims), *(part.boxes for part in rows)])
+    sources = torch.cat([none, *(part.sources for part in rows)])
+    unique, which = _unique(boxes)
+    count = holders.count[sources]
+    begin = holders.first[sources] - (count.cumsum(0) - count)  # of the ranks of each row, less where it begins here
+    ranks = holders.ranks[begin.repeat_interleave(count) + torch.arange(int(count.sum()), device="cpu")]
     # A rank has a box twice where two tensors of its optimizer hold parts of one parameter, and count steps each.
-    holders = [sorted(set(box))[: 1 if only_first else None] for box in holders]
-    return (
-        unique[:, :dims],
-        unique[:, dims:],
-        torch.tensor([rank for box in holders for rank in box], dtype=torch.int64, device="cpu"),
-        tuple(itertools.accumulate((len(box) for box in holders), initial=0)),
-    )
+    stride = int(ranks.max()) + 1 if len(ranks) else 1
+    pairs = (which.repeat_interleave(count) * stride + ranks).unique()
+    box, rank = pairs // stride, pairs % stride
+    if only_first and len(box):
+        is_first = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), box[1:] != box[:-1]])
+        box, rank = box[is_first], rank[is_first]
+    first = torch.zeros(len(unique) + 1, dtype=torch.int64, device="cpu")
+    first[1:] = box.bincount(minlength=len(unique)).cumsum(0)[: len(unique)]
+    return Boxes(starts=unique[:, :dims], sizes=unique[:, dims:], ranks=rank, first=first)
+
+
+def _unique(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different rows, sorted by the first column, then by the second one and so on, and which of them each row is.
+
+    `torch.unique` makes a tensor of every row.
+    """
+    order = torch.arange(len(rows), device="cpu")
+    for column in range(rows.shape[1] - 1, -1, -1):
+        order = order[rows[order, column].argsort(stable=True)]
+    ordered = rows[order]
+    is_new = torch.ones(len(rows), dtype=torch.bool, device="cpu")
+    is_new[1:] = (ordered[1:] != ordered[:-1]).any(1)
+    which = torch.empty_like(order)
+    which[order] = is_new.cumsum(0) - 1
+    return ordered[is_new], which
 
 
 def check_covered(tensors: Iterable[GlobalTensor]) -> None:
@@ -288,16 +407,17 @@ def check_covered(tensors: Iterable[GlobalTensor]) -> None:
     Raises:
         ValueError: Naming the tensors with gaps.
     """
-    proven: set[tuple[Shape, bytes]] = set()  # layers of one shape are cut alike, so most need no second look
+    covered: dict[tuple[Shape, int], bool] = {}  # layers of one shape are cut alike, so most need no second look
     gaps = []
     for tensor in tensors:
-        geometry = tensor.shape, bytes(bytes_of(torch.cat([tensor.starts, tensor.sizes], 1).contiguous()))
-        if geometry not in proven:
-            if not is_covered(tensor.shape, tensor.starts, tensor.sizes):
-                gaps.append(tensor)
-            proven.add(geometry)
+        boxes = tensor.boxes
+        geometry = tensor.shape, id(boxes)
+        if geometry not in covered:
+            covered[geometry] = is_covered(tensor.shape, boxes.starts, boxes.sizes)
+        if not covered[geometry]:
+            gaps.append(tensor)
     if gaps:
-        named = ", ".join(f"{gap.name!r} {gap.shape} ({int(gap.sizes.prod(1).sum())} held)" for gap in gaps[:5])
+        named = ", ".join(f"{gap.name!r} {gap.shape} ({int(gap.boxes.sizes.prod(1).sum())} held)" for gap in gaps[:5])
         raise ValueError(
             f"no rank of the group holds some elements of {named}{' and others' if len(gaps) > 5 else ''}; pass the "
             "group of all ranks that hold the model, or correct the records or `layout`"

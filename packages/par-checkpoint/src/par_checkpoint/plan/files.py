@@ -1,14 +1,18 @@
 """Which tensor lies where: the files of a save, offsets in them, and the blocks that their data is cut into."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..format.crc import Crc, joined
 from ..format.header import encode_header
 from ..format.index import STEMS
 from ..format.manifest import BLOCK
+from .blocks import Area
 from .claims import GlobalTensor, section_of
-from .plan import Block, Plan, Span
+from .tasks import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,55 +132,65 @@ def shard_names(count: int, stem: str = "model", *, always_numbered: bool = Fals
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def data_blocks(files: Sequence[File], tensors: Sequence[GlobalTensor]) -> Iterator[Block]:
-    """The data of all files in blocks of one size, which may hold parts of several tensors; the last is shorter."""
-    for number, file in enumerate(files):
-        upcoming, placed = 0, file.placed
-        for begin in range(file.data_begin, file.size, file.block):
-            end = min(begin + file.block, file.size)
-            while upcoming < len(placed) and placed[upcoming][2] <= begin:
-                upcoming += 1
-            spans = []
-            for tensor, first, last in placed[upcoming:]:
-                if first >= end:
-                    break
-                if last > max(first, begin):
-                    width = tensors[tensor].dtype.itemsize
-                    low, high = max(first, begin), min(last, end)
-                    spans.append(
-                        Span(
-                            tensor=tensor,
-                            start=(low - first) // width,
-                            stop=(high - first) // width,
-                            at=low - begin,
-                        )
-                    )
-            yield Block(file=number, begin=begin, end=end, spans=tuple(spans))
+def data_areas(files: Sequence[File]) -> list[Area]:
+    """The data of each file in blocks of one size, which may hold parts of several tensors."""
+    return [
+        Area(file=number, begin=file.data_begin, end=file.size, block=file.block, placed=file.placed)
+        for number, file in enumerate(files)
+    ]
 
 
-def tensor_blocks(files: Sequence[File], tensors: Sequence[GlobalTensor]) -> Iterator[Block]:
-    """The data of all files in blocks that hold one tensor alone, or a part of it.
+def tensor_areas(files: Sequence[File]) -> list[Area]:
+    """The data of each tensor in blocks by itself.
 
     So files of others are read: they have no checksums of blocks, and their tensors need not be aligned.
     """
-    for number, file in enumerate(files):
-        for tensor, first, last in file.placed:
-            width = tensors[tensor].dtype.itemsize
-            for begin in range(first, last, BLOCK):
-                end = min(begin + BLOCK, last)
-                span = Span(tensor=tensor, start=(begin - first) // width, stop=(end - first) // width, at=0)
-                yield Block(file=number, begin=begin, end=end, spans=(span,))
+    return [
+        Area(file=number, begin=first, end=last, block=BLOCK, placed=((tensor, first, last),))
+        for number, file in enumerate(files)
+        for tensor, first, last in file.placed
+        if first < last
+    ]
 
 
-def join_crcs(files: Sequence[File], crcs: Iterable[Crc]) -> list[dict[int, int]]:
-    """For each file: the checksum of each block by its number.
+def join_crcs(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> "list[array[int]]":
+    """For each file: the checksums of all its blocks, in order.
 
     Args:
         files: All files.
-        crcs: Checksums of blocks, or of all parts of a block, which are joined; in any order.
+        crcs: Checksums of blocks, or of all parts of a block, which are joined; in any order, see `decode_crcs`.
     """
-    by_file: list[dict[int, int]] = [{} for _ in files]
-    for number, begin, size, crc in sorted(crcs):
-        block = (begin - files[number].data_begin) // files[number].block
-        by_file[number][block] = joined(by_file[number].get(block, 0), crc, size)
-    return by_file
+    counts = [-(-(file.size - file.data_begin) // file.block) for file in files]
+    found = [torch.zeros(count, dtype=torch.int64, device="cpu") for count in counts]
+    parts: list[Crc] = []
+    for rows in crcs:
+        numbers, lengths = rows[:, 0].unique_consecutive(return_counts=True)
+        for number, inside in zip(numbers.tolist(), rows.split(lengths.tolist()), strict=True):
+            file = files[number]
+            block = (inside[:, 1] - file.data_begin) // file.block
+            begin = file.data_begin + block * file.block
+            is_whole = inside[:, 2] == (begin + file.block).clamp_(max=file.size) - begin
+            found[number][block[is_whole]] = inside[is_whole, 3]
+            parts.extend(map(_crc_of, inside[~is_whole].tolist()))
+    for (number, place), crc in join_parts(files, parts).items():
+        found[number][place] = crc
+    return [array("I", of_file.tolist()) for of_file in found]
+
+
+def join_parts(files: Sequence[File], parts: Iterable[Crc]) -> dict[tuple[int, int], int]:
+    """By file and number of a block: its checksum.
+
+    Args:
+        files: All files.
+        parts: The checksums of all parts of each block, in any order.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for number, begin, size, crc in sorted(parts):
+        place = number, (begin - files[number].data_begin) // files[number].block
+        found[place] = joined(found.get(place, 0), crc, size)
+    return found
+
+
+def _crc_of(row: Sequence[int]) -> Crc:
+    number, begin, size, crc = row
+    return number, begin, size, crc

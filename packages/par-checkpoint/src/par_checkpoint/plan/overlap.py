@@ -1,15 +1,16 @@
 """Who holds how much of a stretch of a tensor. Pure arithmetic on many boxes at once: a plan asks it of every block."""
 
+import itertools
 import math
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 
-from .claims import GlobalTensor, row_major
+from .claims import Boxes, is_covered, row_major
 
 Shape = tuple[int, ...]
 Rectangle = tuple[Shape, Shape]
@@ -19,21 +20,22 @@ _FEW = 16  # boxes that are sooner looked at one by one than as tensors
 
 
 class BoxIndex:
-    """The boxes of one tensor, ready to be asked who holds how much of a stretch of it.
+    """The boxes of tensors of one shape that are cut alike, ready to be asked who holds how much of a stretch of them.
 
     Everything is computed when it is first asked for: most tensors are one box that all ranks hold, and cost little.
 
     Args:
-        tensor: The tensor.
-        rank: The rank whose own boxes are wanted again and again.
+        boxes: The boxes and their holders.
+        shape: The shape of the tensors.
     """
 
-    def __init__(self, tensor: GlobalTensor, rank: int) -> None:
-        self.tensor = tensor
-        self.is_one_box = len(tensor) == 1 and tuple(tensor.sizes[0].tolist()) == tensor.shape
-        self.strides = row_major(tensor.shape)
-        self._rank = rank
+    def __init__(self, boxes: Boxes, shape: Shape) -> None:
+        self.boxes, self.shape = boxes, shape
+        self.is_one_box = len(boxes) == 1 and tuple(boxes.sizes[0].tolist()) == shape
+        self.strides = row_major(shape)
         self._corners: dict[int, tuple[list[int], list[int]]] = {}
+        self._held: dict[int, frozenset[int]] = {}
+        self._holders: dict[int, list[int]] = {}
 
     def within(self, start: int, stop: int) -> "Overlap":
         """The boxes that reach into the row-major elements start .. stop - 1."""
@@ -41,55 +43,88 @@ class BoxIndex:
         if not self.is_one_box:  # outside of low .. high - 1 no box reaches into them
             low = bisect_left(self._reached, start)
             high = max(low, bisect_left(self._first, stop))
-        rectangles = tuple(_rectangles(self.tensor.shape, start, stop))
+        rectangles = tuple(_rectangles(self.shape, start, stop))
         return Overlap(index=self, low=low, high=high, count=stop - start, rectangles=rectangles)
 
     @cached_property
     def are_runs(self) -> bool:
-        """Whether every box is one run of row-major elements."""
-        return self.is_one_box or bool((self._ends[1] - self._ends[0] + 1 == self.tensor.sizes.prod(1)).all())
+        """Whether each box is a run of elements that follow each other."""
+        return self.is_one_box or bool((self._ends[1] - self._ends[0] + 1 == self.boxes.sizes.prod(1)).all())
 
     @cached_property
-    def mine(self) -> list[int]:
-        """The numbers of this rank's boxes."""
-        found: list[int] = self.box_of_holder[self.tensor.ranks == self._rank].tolist()
+    def run(self) -> int:
+        """Elements that follow each other in every box, wherever one looks: less only at the ends of a stretch.
+
+        0 where boxes overlap or leave elements out, so that the runs do not make up the tensor.
+        """
+        numel = math.prod(self.shape)
+        if int(self.boxes.sizes.prod(1).sum()) != numel or not is_covered(
+            self.shape, self.boxes.starts, self.boxes.sizes
+        ):
+            return 0
+        if self.are_runs:
+            return numel // max(len(self.boxes), 1)  # some may be shorter: it is their number in a block that counts
+        is_cut = (self.boxes.sizes != torch.tensor(self.shape, device="cpu")).any(0).tolist()
+        last = max(dim for dim, cut in enumerate(is_cut) if cut)
+        return int(self.boxes.sizes[:, last].min()) * self.strides[last]
+
+    def ends(self, box: int) -> tuple[int, int]:
+        """The first element of a box, in row-major order, and one past its last."""
+        return self._first[box], int(self._ends[1][box]) + 1
+
+    @cached_property
+    def slices(self) -> list[int]:
+        """Where boxes begin or end on the first dim, as row-major elements; between two of them, boxes are alike."""
+        if not self.shape:
+            return []
+        edges = torch.cat([self.boxes.starts[:, 0], self.stops[:, 0]]).unique() * self.strides[0]
+        found: list[int] = edges.tolist()
         return found
+
+    def held_by(self, rank: int) -> frozenset[int]:
+        """The numbers of a rank's boxes."""
+        if rank not in self._held:
+            self._held[rank] = frozenset(self.box_of_holder[self.boxes.ranks == rank].tolist())
+        return self._held[rank]
+
+    def holders(self, box: int) -> list[int]:
+        """The ranks that hold a box, ascending."""
+        if box not in self._holders:
+            self._holders[box] = self.boxes.holders(box).tolist()
+        return self._holders[box]
 
     @cached_property
     def box_of_holder(self) -> torch.Tensor:
-        """int64, as long as `tensor.ranks`: which box each of those ranks holds."""
-        counts = (stop - start for start, stop in pairwise(self.tensor.first))
-        boxes = [box for box, count in enumerate(counts) for _ in range(count)]
-        return torch.tensor(boxes, dtype=torch.int64, device="cpu")
+        """int64, as long as `boxes.ranks`: which box each of those ranks holds."""
+        counts = self.boxes.first.diff()
+        return torch.arange(len(counts), device="cpu").repeat_interleave(counts)
 
     @cached_property
     def stops(self) -> torch.Tensor:
         """int64 (boxes, dims): one past the last index of each box."""
-        return self.tensor.starts + self.tensor.sizes
+        return self.boxes.starts + self.boxes.sizes
 
     def corners(self, box: int) -> tuple[list[int], list[int]]:
         """The first index of a box on each dim, and one past its last."""
         if box not in self._corners:
-            self._corners[box] = self.tensor.starts[box].tolist(), self.stops[box].tolist()
+            self._corners[box] = self.boxes.starts[box].tolist(), self.stops[box].tolist()
         return self._corners[box]
 
     @cached_property
     def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first and the last element of each box, in row-major order."""
         strides = torch.tensor(self.strides, dtype=torch.int64, device="cpu")
-        return (self.tensor.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)
+        return (self.boxes.starts * strides).sum(1), ((self.stops - 1) * strides).sum(1)
 
     @cached_property
-    def _first(self) -> list[int]:
+    def _first(self) -> "array[int]":
         """The first element of each box; they ascend."""
-        found: list[int] = self._ends[0].tolist()
-        return found
+        return array("q", self._ends[0].tolist())
 
     @cached_property
-    def _reached(self) -> list[int]:
+    def _reached(self) -> "array[int]":
         """The last element of each box and of all boxes before it; they ascend."""
-        found: list[int] = self._ends[1].cummax(0).values.tolist()
-        return found
+        return array("q", self._ends[1].cummax(0).values.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +145,6 @@ class Overlap:
     count: int
     rectangles: tuple[Rectangle, ...]
 
-    @property
-    def tensor(self) -> GlobalTensor:
-        """The tensor."""
-        return self.index.tensor
-
     @cached_property
     def boxes(self) -> dict[int, int]:
         """By number of a box: how many elements of the stretch it has, if any."""
@@ -126,10 +156,9 @@ class Overlap:
             counts = [sum(math.prod(size) for _, size in self.parts(box)) for box in range(self.low, self.high)]
         return {self.low + i: count for i, count in enumerate(counts) if count}
 
-    @property
-    def mine(self) -> list[int]:
-        """This rank's boxes that may have elements of the stretch."""
-        return [box for box in self.index.mine if self.low <= box < self.high]
+    def boxes_of(self, rank: int) -> list[int]:
+        """The boxes with elements of the stretch that a rank holds."""
+        return [box for box in sorted(self.index.held_by(rank)) if self.low <= box < self.high and box in self.boxes]
 
     def parts(self, box: int) -> Iterator[Rectangle]:
         """The rectangles of the stretch that lie in a box."""
@@ -143,28 +172,40 @@ class Overlap:
             if min(common, default=1) > 0:
                 yield low, common
 
+    def runs(self, limit: int | None = None) -> list[tuple[int, int, int]] | None:
+        """The stretch as runs of elements that lie in one box each: first, one past the last, and the box, in order.
+
+        Args:
+            limit: The most runs; None: any number.
+
+        Returns:
+            The runs; None where they are too many.
+        """
+        found: list[tuple[int, int, int]] = []
+        for box in self.boxes:
+            for start, size in self.parts(box):
+                for first, count in _runs(start, size, self.index.shape, self.index.strides):
+                    if len(found) == limit:
+                        return None
+                    found.append((first, first + count, box))
+        return sorted(found)
+
     @cached_property
     def ranks(self) -> torch.Tensor:
         """int64: the holders of boxes low .. high - 1, box by box; a rank is there once for each of its boxes."""
-        return self.tensor.ranks[self.tensor.first[self.low] : self.tensor.first[self.high]]
+        boxes = self.index.boxes
+        return boxes.ranks[boxes.first[self.low] : boxes.first[self.high]]
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """int64, as long as `ranks`: bytes of the stretch in that box."""
-        return self._elements.index_select(0, self._box_of_rank) * self.tensor.dtype.itemsize
-
-    def boxes_of(self, rank: int) -> set[int]:
-        """The boxes with elements of the stretch that a rank holds."""
-        return self.boxes.keys() & {self.low + i for i in self._box_of_rank[self.ranks == rank].tolist()}
+        """int64, as long as `ranks`: elements of the stretch in that box."""
+        first = self.index.boxes.first
+        box_of_rank = self.index.box_of_holder[first[self.low] : first[self.high]] - self.low
+        return self._elements.index_select(0, box_of_rank)
 
     def ranks_with_some(self) -> list[int]:
         """All ranks that hold elements of the stretch, box by box."""
-        return [rank for box in self.boxes for rank in self.tensor.holders(box).tolist()]
-
-    @cached_property
-    def _box_of_rank(self) -> torch.Tensor:
-        """Which box each of `ranks` holds, counted from `low`."""
-        return self.index.box_of_holder[self.tensor.first[self.low] : self.tensor.first[self.high]] - self.low
+        return [rank for box in self.boxes for rank in self.index.holders(box)]
 
     @cached_property
     def _elements(self) -> torch.Tensor:
@@ -175,7 +216,7 @@ class Overlap:
         corners = torch.tensor(self.rectangles, dtype=torch.int64, device="cpu")  # (rectangles, start and size, dims)
         begin, size = corners.unsqueeze(2).unbind(1)
         edges = torch.minimum(self.index.stops[boxes], begin + size)
-        edges.sub_(torch.maximum(self.tensor.starts[boxes], begin))
+        edges.sub_(torch.maximum(self.index.boxes.starts[boxes], begin))
         return edges.clamp_(min=0).prod(-1).sum(0)
 
 
@@ -198,6 +239,17 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
         yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
     if last * row < stop:
         yield from _in_row(shape, last, last * row, stop)
+
+
+def _runs(start: Shape, size: Shape, shape: Shape, strides: Shape) -> Iterator[tuple[int, int]]:
+    """The runs of row-major elements of a rectangle: first and count."""
+    dim, count = len(shape), 1  # dims from `dim` on are one run of elements; those before are gone through one by one
+    while dim and (dim == len(shape) or size[dim] == shape[dim]):
+        dim -= 1
+        count *= size[dim]
+    first = sum(i * stride for i, stride in zip(start, strides, strict=True))
+    for index in itertools.product(*map(range, size[:dim])):
+        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), count
 
 
 def _in_row(shape: Shape, number: int, start: int, stop: int) -> Iterator[Rectangle]:

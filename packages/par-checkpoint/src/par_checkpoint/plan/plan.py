@@ -1,359 +1,289 @@
-"""Who writes or reads which block of which file, and who sends what to whom. Pure, and the same on every rank.
+"""Who writes or reads which block of which file, and who sends what to whom. Pure, and agreed upon by all ranks.
 
 A block is a range of bytes of a file. One rank assembles it from what it holds and what others send, checksums it and
 writes it; loading is the same way back. So every byte is checksummed and touches the disk once, however it is cut.
 
 A block that ranks hold in a few runs of bytes, such as rows, needs no sending: each rank writes its run as a block of
-its own, and the checksum of the whole block is made of theirs.
+its own, and the checksum of the whole block is made of theirs. And a file that very many ranks hold parts of is written
+by a few of them, neighbours where it can be: thousands that open and sync one file would be in each other's way.
+
+Blocks are planned in runs, within which they are cut alike: a rank decides for a run at once, deals it out by
+arithmetic, and lists the blocks in which it takes part. The pieces of a block are found when its turn has come.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..format.bytes import bytes_of
+from .blocks import Area, Block, Span
 from .claims import GlobalTensor
+from .deal import Rotation, Shares, Together, Windows
 from .overlap import BoxIndex, Overlap
+from .tasks import Blocks, Dealt, Parts, Plan, parts_of
 
 Shape = tuple[int, ...]
 
 _READERS = 4  # of one block from the page cache: reading it so often costs less than sending
-_FEW = 16  # ranks that are sooner compared one by one than as a tensor
 _RUNS = 16  # of a block that ranks write by themselves: more would be small writes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """What lies of one tensor in a block: row-major elements start .. stop - 1, from byte `at` of the block."""
-
-    tensor: int
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Bytes begin .. end - 1 of a file, and what they hold."""
-
-    file: int
-    begin: int
-    end: int
-    spans: tuple[Span, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the block."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A rectangle of a tensor that lies in one block and in one box of one rank.
-
-    Args:
-        tensor: Number of the tensor.
-        start: Global index of its first element.
-        size: Extent on each dim; its elements lie in the block with the strides of the whole tensor.
-        at: Byte of the block where its first element lies.
-        source: The rank that gives it: holds it on a save, reads the block on a load.
-        to: The rank that takes it: assembles the block on a save, holds it on a load.
-    """
-
-    tensor: int
-    start: Shape
-    size: Shape
-    at: int
-    source: int
-    to: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A block and the pieces of it that this rank gives or takes.
-
-    Args:
-        block: The block.
-        turn: Its place among the blocks of the rank that writes or reads it.
-        rank: The rank that writes or reads it.
-        pieces: The pieces in the order in which they are packed.
-    """
-
-    block: Block
-    turn: int
-    rank: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(kw_only=True)
-class Plan:
-    """This rank's part of a save or a load.
-
-    Args:
-        mine: The blocks that this rank writes or reads, in order.
-        others: Blocks that other ranks write or read, of which this rank gives or takes pieces.
-        turns: The most blocks that any rank writes or reads.
-        peers: Whether any rank sends anything to another; the same on every rank.
-    """
-
-    mine: list[Task] = field(default_factory=list)
-    others: list[Task] = field(default_factory=list)
-    turns: int = 0
-    peers: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """One span of a block, and the boxes that reach into it."""
-
-    span: Span
-    overlap: Overlap
-
-    def pieces(self, box: int, source: int, to: int) -> Iterator[Piece]:
-        """The rectangles of the span within one box, on their way from one rank to another."""
-        width, strides = self.overlap.tensor.dtype.itemsize, self.overlap.index.strides
-        for start, size in self.overlap.parts(box):
-            first = sum(i * stride for i, stride in zip(start, strides, strict=True))
-            at = self.span.at + (first - self.span.start) * width
-            yield Piece(tensor=self.span.tensor, start=start, size=size, at=at, source=source, to=to)
+_HOLDERS = 64  # of parts of a file, who all may write into it
+_WRITERS = 16  # of a file that more ranks hold parts of
 
 
 class Planner:
-    """Deals blocks out to ranks: of those that hold most of a block, to the one with the fewest bytes so far.
+    """Decides who writes or reads what.
 
     Args:
         tensors: All tensors and their holders.
+        areas: What the files are cut into.
         rank: This rank, whose part is wanted.
         size: The number of ranks.
-        owners: By file: the one rank that may write it. None lets every rank write into every file.
-        whole: Whether one rank writes all of a block, however ranks hold it.
-        window: Bytes of a file, from its first block on, that one rank reads in a row where it can; 0: of a block.
+        owners: By file: the one rank that may write it. None lets several ranks write into a file.
+        hosts: By rank: the number of its machine; None: all share one.
+        alone: Whether no two ranks may write into one block.
+        window: Number of blocks that one request of a load brings, counted from a file's first one on: one rank reads
+            all of them where it can. 0: blocks are read by themselves.
     """
 
     def __init__(
         self,
         tensors: Sequence[GlobalTensor],
+        areas: Sequence[Area],
         rank: int,
         size: int,
-        owners: Sequence[int] | None = None,
         *,
-        whole: bool = False,
+        owners: Sequence[int] | None = None,
+        hosts: Sequence[int] | None = None,
+        alone: bool = False,
         window: int = 0,
     ) -> None:
-        self._rank = rank
-        self._owners = owners
-        self._whole = whole or owners is not None
-        self._window = window
-        self._last = (-1, -1, -1)  # reader of the last block of a load, its file, and the window in it
-        self._load = torch.zeros(size, dtype=torch.int64, device="cpu")  # bytes that each rank has to do with so far
-        self._load_of = bytes_of(self._load).cast("q")  # the same memory, for one rank at a time
-        self._turns = [0] * size
-        self._is_alone = size == 1  # no choice, and nothing to look up
-        self._boxes = [BoxIndex(tensor, rank) for tensor in tensors]
-        self._plan = Plan()
+        self._tensors, self._areas, self._rank, self._size = tensors, areas, rank, size
+        self._owners, self._hosts, self._alone = owners, hosts, alone
+        self._by_window, self._window = window > 0, max(window, 1)
+        self._last = (-1, -1, -1)  # reader of the last block that was read in a window, its file, and the window in it
+        self._begins: dict[int, int] = {}  # by file: where its first area begins
+        for area in areas:
+            self._begins.setdefault(area.file, area.begin)
+        self._turns = [0] * size  # blocks of each rank so far in which others take part
+        self._dealt: Counter[tuple[int, ...]] = Counter()  # by ranks that blocks rotate over: how many did so far
+        self._made: dict[tuple[int, Shape], BoxIndex] = {}
+        self._indexes = [self._index(tensor) for tensor in tensors]
 
-    def save(self, blocks: Iterable[Block]) -> Plan:
+    def _index(self, tensor: GlobalTensor) -> BoxIndex:
+        """The boxes of a tensor; those of one shape that are cut alike share them."""
+        same = id(tensor.boxes), tensor.shape
+        if same not in self._made:
+            self._made[same] = BoxIndex(tensor.boxes, tensor.shape)
+        return self._made[same]
+
+    def save(self) -> Plan:
         """Every block is written by one rank, or in parts by those that hold it in runs; of replicas one gives."""
-        for block in blocks:
-            shares = self._shares(block)
-            parts = self._parts(shares, block)
-            for part, writer, pieces in parts:
-                self._assign(part, writer, pieces)
-            if not parts:
-                writer = self._owners[block.file] if self._owners else self._main_holder(shares, block)
-                self._assign(block, writer, self._gathered(shares, writer))
-        return self._finished()
+        return self._planned(saving=True, near=False)
 
-    def load(self, blocks: Iterable[Block], *, near: bool) -> Plan:
+    def load(self, *, near: bool) -> Plan:
         """Every block that somebody needs is read, in parts by those that hold it in runs, or as a whole.
 
         A block that is read as a whole is read by one rank, or by a few where they share a machine; its pieces then go
         to all ranks that hold them.
 
         Args:
-            blocks: All blocks that may be needed.
             near: Whether all ranks share a machine: a rank that needs much of a block then reads it itself, from the
                 page cache.
         """
-        for block in blocks:
-            shares = self._shares(block)
-            no_copies = not self._is_alone and all(
-                len(share.overlap.tensor.holders(box)) == 1 for share in shares for box in share.overlap.boxes
-            )
-            parts = self._parts(shares, block) if no_copies else []
-            for part, reader, pieces in parts:
-                self._assign(part, reader, pieces)
-            shares = [share for share in shares if share.overlap.boxes]
-            if parts or not shares:
+        return self._planned(saving=False, near=near)
+
+    def _planned(self, *, saving: bool, near: bool) -> Plan:
+        """Deals out every run of blocks, and lists those in which this rank takes part."""
+        if self._size == 1:
+            dealt: list[list[Dealt | Parts]] = [
+                [Dealt(Rotation(0, area.count, (0,), 0, (0,)), sends=False)] for area in self._areas
+            ]
+        else:
+            dealt = self._dealt_by_many(saving=saving, near=near)
+        blocks = Blocks(self._tensors, self._indexes, self._areas, dealt, self._rank, saving=saving)
+        peers = any(isinstance(run, Dealt) and run.sends for runs in dealt for run in runs)
+        return Plan(blocks, max(self._turns), peers=peers, window=self._window)
+
+    def _dealt_by_many(self, *, saving: bool, near: bool) -> list[list[Dealt | Parts]]:
+        """By area: its runs of blocks, in order."""
+        shared = {} if saving and self._owners else self._shared(saving=saving)
+        dealt = list[list[Dealt | Parts]]()
+        for number, area in enumerate(self._areas):
+            if saving and self._owners:
+                owner = (self._owners[area.file],)
+                dealt.append([self._rotated(0, area.count, owner, sends=True)])
+            elif number in shared:
+                dealt.append([Dealt(shared[number], sends=True)])
+            else:
+                dealt.append(list(self._free(number, area, saving=saving, near=near)))
+        return dealt
+
+    def _shared(self, *, saving: bool) -> dict[int, Shares]:
+        """By number: the areas that more ranks hold parts of than may write into one file, dealt out to some of these.
+
+        Areas with the same holders are dealt out together, one run of blocks after the other.
+        """
+        classes: dict[int, list[int]] = {}
+        for number, area in enumerate(self._areas):
+            holders = 0
+            for boxes in {
+                id(boxes): boxes for boxes in (self._tensors[tensor].boxes for tensor, _, _ in area.placed)
+            }.values():
+                holders |= boxes.all_holders
+            if holders.bit_count() > _HOLDERS:
+                classes.setdefault(holders, []).append(number)
+        found = {}
+        for bits, numbers in classes.items():
+            ranks = [rank for rank, holds in enumerate(bits.to_bytes(self._size, "little")) if holds]
+            lengths = [self._areas[number].count for number in numbers]
+            chunk = max(-(-sum(lengths) // len(ranks)), -(-max(lengths) // _WRITERS) if saving else 1)
+            chunk = -(-chunk // self._window) * self._window
+            free = sorted(self._neighbours(ranks), key=self._turns.__getitem__)[: -(-sum(lengths) // chunk)]
+            chosen = tuple(self._neighbours(free))
+            turns, offset = self._next_turns(chosen), 0
+            for number, length in zip(numbers, lengths, strict=True):
+                found[number] = Shares(0, length, chosen, offset, chunk, turns)
+                offset += length
+            for place, rank in enumerate(chosen):
+                self._turns[rank] = turns[place] + min(chunk, offset - place * chunk)
+        return found
+
+    def _neighbours(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks, those of one machine together."""
+        hosts = self._hosts
+        return sorted(ranks) if hosts is None else sorted(ranks, key=lambda rank: (hosts[rank], rank))
+
+    def _free(self, number: int, area: Area, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
+        """The runs of an area into which all of its holders may write."""
+        for first, stop, place in area.stretches():
+            if place is None:
+                yield from self._run(number, first, stop, saving=saving, near=near)
                 continue
-            readers = self._readers(shares, block) if near else [self._reader(shares, block)]
-            for reader, pieces in self._delivered(shares, readers).items():
-                self._assign(block, reader, pieces)
-        return self._finished()
-
-    def _shares(self, block: Block) -> list[_Share]:
-        """Who holds how much of each span of a block."""
-        return [
-            _Share(span=span, overlap=self._boxes[span.tensor].within(span.start, span.stop)) for span in block.spans
-        ]
-
-    def _parts(self, shares: Sequence[_Share], block: Block) -> list[tuple[Block, int, list[Piece]]]:
-        """A block that ranks hold in a few runs of bytes: each run, the rank that writes it, and its own pieces of it.
-
-        Nothing where the block does not consist of such runs.
-        """
-        if self._is_alone or self._whole or not all(share.overlap.index.are_runs for share in shares):
-            return []
-        if sum(len(share.overlap.boxes) for share in shares) > _RUNS:
-            return []
-        runs: list[tuple[int, list[tuple[Piece, Span]]]] = []  # of one rank each, which may hold several boxes in a row
-        end = 0
-        for share in shares:
-            width = share.overlap.tensor.dtype.itemsize
-            for box in share.overlap.boxes:
-                found = []
-                for piece in share.pieces(box, -1, -1):
-                    if piece.at != end:  # boxes overlap
-                        return []
-                    start = share.span.start + (piece.at - share.span.at) // width
-                    count = math.prod(piece.size)
-                    found.append((piece, Span(tensor=piece.tensor, start=start, stop=start + count, at=piece.at)))
-                    end += count * width
-                holder = self._least_busy(share.overlap.tensor.holders(box), runs[-1][0] if runs else -1)
-                if not runs or runs[-1][0] != holder:
-                    runs.append((holder, []))
-                runs[-1][1].extend(found)
-        if end != block.size:
-            return []
-        ends = [run[0][1].at for _, run in runs[1:]] + [end]
-        return [self._part(block, stop, holder, run) for stop, (holder, run) in zip(ends, runs, strict=True)]
-
-    def _part(
-        self, block: Block, stop: int, holder: int, run: Sequence[tuple[Piece, Span]]
-    ) -> tuple[Block, int, list[Piece]]:
-        """One run of a block as a block of its own, which ends at byte `stop` of the whole one."""
-        first = run[0][1].at
-        spans = tuple(replace(span, at=span.at - first) for _, span in run)
-        part = Block(file=block.file, begin=block.begin + first, end=block.begin + stop, spans=spans)
-        if holder != self._rank:
-            return part, holder, []
-        return part, holder, [replace(piece, at=piece.at - first, source=holder, to=holder) for piece, _ in run]
-
-    def _gathered(self, shares: Sequence[_Share], writer: int) -> list[Piece]:
-        """The pieces of a block that this rank gives to its writer; on the writer, all pieces that it takes.
-
-        What the writer holds comes from itself. Of anything else the holders give in turn.
-        """
-        pieces: list[Piece] = []
-        for share in shares:
-            overlap = share.overlap
-            if writer != self._rank and self._plan.peers and not overlap.mine:
+            tensor, begin, _ = area.placed[place]
+            index, width = self._indexes[tensor], self._tensors[tensor].dtype.itemsize
+            if not index.is_one_box and self._in_runs(index, width, area.block, saving=saving):
+                yield Parts(first, stop)
                 continue
-            own = overlap.boxes.keys() if self._is_alone else overlap.boxes_of(writer)
-            self._plan.peers = self._plan.peers or len(own) < len(overlap.boxes)
-            for box in overlap.boxes if writer == self._rank else overlap.mine:
-                holders = overlap.tensor.holders(box)
-                source = writer if box in own else int(holders[self._turns[writer] % len(holders)])
-                if self._rank in (source, writer):
-                    pieces += share.pieces(box, source, writer)
-        return pieces
+            reached = first
+            for element in index.slices:  # a block that such an edge lies in is a run by itself
+                block, inside = divmod(begin + element * width - area.begin, area.block)
+                for end in (block, block + 1 if inside else block):
+                    if reached < end < stop:
+                        yield from self._run(number, reached, end, saving=saving, near=near)
+                        reached = end
+            yield from self._run(number, reached, stop, saving=saving, near=near)
 
-    def _delivered(self, shares: Sequence[_Share], readers: Sequence[int]) -> dict[int, list[Piece]]:
-        """By reader of a block: the pieces that this rank takes from it; on a reader, all pieces that it gives.
+    def _in_runs(self, index: BoxIndex, width: int, block: int, *, saving: bool) -> bool:
+        """Whether every block of a tensor is best written or read in parts."""
+        if self._alone and saving:
+            return False
+        if self._by_window and not index.are_runs:  # as many requests as runs
+            return False
+        is_held_once = saving or len(index.boxes.ranks) == len(index.boxes)
+        return is_held_once and index.run * width * _RUNS >= block
 
-        Readers take what they hold from themselves. All other holders get theirs from one of the readers, the one with
-        the fewest bytes so far.
+    def _run(self, number: int, first: int, stop: int, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
+        """Deals out a run of blocks that are cut alike, as suits the first of them."""
+        block = self._areas[number].at(first, self._tensors)
+        overlaps = [(span, self._indexes[span.tensor].within(span.start, span.stop)) for span in block.spans]
+        overlaps = [(span, overlap) for span, overlap in overlaps if overlap.boxes]
+        some = {rank for _, overlap in overlaps for rank in overlap.ranks_with_some()}
+        if not some and not saving:
+            return
+        main = self._main_holders(overlaps, block)
+        is_whole = all(overlap.index.held_by(rank) >= overlap.boxes.keys() for _, overlap in overlaps for rank in main)
+        if saving and is_whole:
+            yield self._rotated(first, stop, main, sends=False)
+            return
+        is_held_once = all(len(overlap.index.holders(box)) == 1 for _, overlap in overlaps for box in overlap.boxes)
+        if (
+            (not self._alone if saving else is_held_once)
+            and stop == first + 1
+            and not (self._by_window and any(not overlap.index.are_runs for _, overlap in overlaps))
+            and parts_of(block, overlaps, limit=_RUNS)
+        ):
+            yield Parts(first, stop)
+        elif self._by_window:
+            yield from self._in_windows(number, first, stop, main, sends=len(some) > 1)
+        elif saving or not near:
+            yield self._rotated(first, stop, main, sends=saving or len(some) > 1)
+        else:
+            readers = tuple(sorted(self._readers(overlaps, block, some))) or main
+            yield self._together(first, stop, readers, sends=not some <= set(readers))
+
+    def _rotated(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> Dealt:
+        """Blocks that ranks take in turn, going on where they stopped the last time."""
+        start = self._dealt[ranks] % len(ranks)
+        self._dealt[ranks] += stop - first
+        deal = Rotation(first, stop, ranks, start, tuple(self._turns[rank] for rank in ranks))
+        if sends:
+            for place, rank in enumerate(ranks):
+                self._turns[rank] += len(range(first + (place - start) % len(ranks), stop, len(ranks)))
+        return Dealt(deal, sends)
+
+    def _in_windows(
+        self, number: int, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool
+    ) -> Iterator[Dealt]:
+        """Blocks that ranks read in windows, in turn; a window that another run began stays with its reader if it can.
+
+        A window lies in one round, so its reader begins it with a turn that is a multiple of its length.
         """
-        me, sender = self._rank, min(readers, key=self._load_of.__getitem__)
-        pieces: dict[int, list[Piece]] = {reader: [] for reader in readers}
-        for share in shares:
-            overlap = share.overlap
-            if not (self._is_alone or self._plan.peers):
-                self._plan.peers = not all(rank in pieces for rank in overlap.ranks_with_some())
-            for box in overlap.boxes if me == sender else overlap.mine:
-                holders = overlap.tensor.holders(box)
-                if me == sender:
-                    for rank in holders.tolist():
-                        if rank == me or rank not in pieces:
-                            pieces[me] += share.pieces(box, me, rank)
-                elif bool((holders == me).any()):
-                    source = me if me in pieces else sender
-                    pieces[source] += share.pieces(box, source, me)
-        return pieces
+        area = self._areas[number]
+        before = (area.begin - self._begins[area.file]) // area.block  # blocks of the file ahead of this area
+        window, inside = divmod(before + first, self._window)
+        reader, *known = self._last
+        goes_on = known == [area.file, window]
+        if inside or goes_on:
+            turn = self._turns[reader]
+            if not goes_on or reader not in ranks:
+                reader = ranks[self._dealt[ranks] % len(ranks)]
+                self._dealt[ranks] += 1
+                (turn,) = self._next_turns((reader,))
+            end = min(first + self._window - inside, stop)
+            yield Dealt(Rotation(first, end, (reader,), 0, (turn,)), sends)
+            if sends:
+                self._turns[reader] = turn + end - first
+            self._last = reader, area.file, window
+            first = end
+        if first == stop:
+            return
+        start = self._dealt[ranks] % len(ranks)
+        deal = Windows(first, stop, ranks, start, self._next_turns(ranks), self._window)
+        yield Dealt(deal, sends)
+        self._dealt[ranks] += deal.count
+        if sends:
+            for place, rank in enumerate(ranks):
+                for last in deal.numbers(place)[-1:]:
+                    done = min((last + 1) * self._window, stop - first) - last * self._window
+                    self._turns[rank] = deal.turns[place] + last // len(ranks) * self._window + done
+        self._last = ranks[(start + deal.count - 1) % len(ranks)], area.file, (before + stop - 1) // self._window
 
-    def _assign(self, block: Block, rank: int, pieces: list[Piece]) -> None:
-        """Gives a block to the rank that writes or reads it."""
-        turn = self._turns[rank]
-        self._turns[rank] += 1
-        self._load_of[rank] += block.size
-        if pieces or rank == self._rank:
-            task = Task(block=block, turn=turn, rank=rank, pieces=tuple(pieces))
-            (self._plan.mine if rank == self._rank else self._plan.others).append(task)
+    def _next_turns(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """For each of the ranks, the next turn with which a window may begin."""
+        return tuple(-(-self._turns[rank] // self._window) * self._window for rank in ranks)
 
-    def _finished(self) -> Plan:
-        """The plan, when all blocks are assigned."""
-        self._plan.turns = max(self._turns)
-        return self._plan
+    def _together(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> Dealt:
+        """Blocks that all of the ranks read."""
+        deal = Together(first, stop, ranks, tuple(self._turns[rank] for rank in ranks))
+        if sends:
+            for rank in ranks:
+                self._turns[rank] += stop - first
+        return Dealt(deal, sends)
 
-    def _reader(self, shares: Sequence[_Share], block: Block) -> int:
-        """The main holder of a block; where a window began with another block, its reader, if it holds as much."""
-        if not self._window:
-            return self._main_holder(shares, block)
-        if block.file != self._last[1]:
-            self._first = block.begin
-        window = (block.begin - self._first) // self._window
-        before, file, last = self._last
-        if (file, last) != (block.file, window):
-            before = -1
-        reader = self._main_holder(shares, block, before)
-        if reader != before:  # a window lies in one round
-            step = max(1, self._window // block.size)
-            self._turns[reader] = -(-self._turns[reader] // step) * step
-        self._last = (reader, block.file, window)
-        return reader
+    def _main_holders(self, overlaps: Sequence[tuple[Span, Overlap]], block: Block) -> tuple[int, ...]:
+        """The ranks that hold about as much of the block as any, at least half as much."""
+        some = [(overlap.weights * span.width, overlap.ranks) for span, overlap in overlaps]
+        if not some:
+            return (block.file % self._size,)
+        weights, ranks = torch.cat([weights for weights, _ in some]), torch.cat([ranks for _, ranks in some])
+        return tuple(sorted(set(ranks[2 * weights >= weights.max()].tolist())))
 
-    def _main_holder(self, shares: Sequence[_Share], block: Block, before: int = -1) -> int:
-        """Chooses, of the ranks that hold about as much of the block as any, the one with the fewest bytes so far.
-
-        Args:
-            shares: Who holds how much of it.
-            block: The block.
-            before: A rank that is to have it rather than any other of those.
-        """
-        if self._is_alone:
-            return 0
-        ranks = _joined([share.overlap.ranks for share in shares])
-        if ranks.numel() == 0:
-            return block.file % len(self._turns)
-        if ranks.numel() == 1:
-            return int(ranks)
-        weights = _joined([share.overlap.weights for share in shares])
-        return self._least_busy(ranks.masked_select(2 * weights >= weights.max()), before)
-
-    def _least_busy(self, ranks: torch.Tensor, before: int = -1) -> int:
-        """Chooses the rank that has what comes before the block, else the one with the fewest bytes so far."""
-        if ranks.numel() <= _FEW:
-            few = ranks.tolist()
-            return before if before in few else min(few, key=self._load_of.__getitem__)
-        if bool((ranks == before).any()):
-            return before
-        return int(ranks[self._load.index_select(0, ranks).argmin()])
-
-    def _readers(self, shares: Sequence[_Share], block: Block) -> list[int]:
-        """All that need some of the block if they are few, else those that need a quarter of it or more, or most."""
-        if self._is_alone:
-            return [0]
-        some = {rank for share in shares for rank in share.overlap.ranks_with_some()}
+    def _readers(self, overlaps: Sequence[tuple[Span, Overlap]], block: Block, some: set[int]) -> set[int]:
+        """All that need some of the block if they are few, else those that need a quarter of it or more."""
         if len(some) <= _READERS:
-            return sorted(some)
-        much = {
-            rank for share in shares for rank in share.overlap.ranks[4 * share.overlap.weights >= block.size].tolist()
+            return some
+        return {
+            rank
+            for span, overlap in overlaps
+            for rank in overlap.ranks[4 * overlap.weights * span.width >= block.size].tolist()
         }
-        return sorted(much) or [self._main_holder(shares, block)]
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The int64 tensors one after the other; often there is one alone, and nothing to copy."""
-    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts])

@@ -21,7 +21,7 @@ from par_groups import Sharding, settle_
 from ..format.bytes import bytes_of
 from ..format.dtypes import safetensors_name
 from ..format.tagged import check_round_trip, decode, encode, join_ranks
-from ..plan.claims import Entry, digest, key_of, name_of
+from ..plan.claims import Entry, key_of, name_of
 from .conversion import Convert, checked
 from .model import Model, Names, local_of, model_state, rename, segments_on_disk, sharding_in
 from .optimizer import Naming, OptimizerState, optimizer_state
@@ -161,20 +161,20 @@ def collect(
     )
 
 
-def check_replicas(samples: Sequence[Samples]) -> None:
+def check_replicas(samples: Sequence[tuple[int, Samples]]) -> None:
     """Checks that tensors which several ranks call theirs, whole and without a record, begin with the same values.
 
     A tensor-parallel shard whose record is missing looks just like a replica; saved as one, it would be lost silently.
 
     Args:
-        samples: For each rank, the samples of its content.
+        samples: Ranks, and the samples of the content of each.
 
     Raises:
         ValueError: Naming tensors that differ.
     """
     seen: dict[str, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}
-    for rank, of_rank in enumerate(samples):
+    for rank, of_rank in samples:
         for key, crc in of_rank:
             first_rank, first_crc = seen.setdefault(key, (rank, crc))
             if crc != first_crc:
@@ -187,11 +187,6 @@ def check_replicas(samples: Sequence[Samples]) -> None:
             "are buffers, pass the module, of whose buffers the first rank's are saved; else they are replicas that "
             "have diverged, or different tensors of one name"
         )
-
-
-def digest_of(value: Samples | StateSummary) -> bytes:
-    """32 bytes that stand for samples or a summary where only equality counts."""
-    return digest(repr(value).encode())
 
 
 def summary_of(state: EncodedState) -> StateSummary:
@@ -242,7 +237,7 @@ def united_state(mine: EncodedState, summaries: Sequence[StateSummary]) -> Encod
 
     Args:
         mine: This rank's state.
-        summaries: The summaries of all ranks.
+        summaries: The summaries of all ranks, equal ones once; that of the first rank is the first.
 
     Raises:
         ValueError: What differs between ranks.

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ class Outline:
     def places(self, section: str) -> Mapping[str, Place]:
         """Where the tensors of "model" or "optimizer" lie, by name."""
         return self.directories[section].places if section in self.directories else {}
+
+    def digest(self) -> bytes:
+        """32 bytes that stand for where every tensor lies, and in what blocks its file was written."""
+        files = {} if self.manifest is None else self.manifest.files
+        records = [(name, record.size, record.data_begin, record.block) for name, record in sorted(files.items())]
+        return sha256(
+            repr((records, [sorted(each.places.items()) for each in self.directories.values()])).encode()
+        ).digest()
 
     @property
     def pickled(self) -> Mapping[str, tuple[str, ...]]:

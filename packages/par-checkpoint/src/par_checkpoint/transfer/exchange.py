@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ..plan.plan import Piece, Task
+from ..plan.tasks import Piece, Task
 from .ranks import Ranks
 
 Pairs = Mapping[int, Sequence[Piece]]
@@ -87,11 +87,3 @@ def by_peer(tasks: Iterable[Task], other: Callable[[Piece], int], rank: int) -> 
             if other(piece) != rank:
                 found.setdefault(other(piece), []).append(piece)
     return found
-
-
-def rounds(tasks: Sequence[Task], turns: int, size: int) -> list[list[Task]]:
-    """The tasks of each round: those of turns 0 .. size - 1, of turns size .. 2 size - 1, and so on."""
-    dealt: list[list[Task]] = [[] for _ in range(-(-turns // size))]
-    for task in tasks:
-        dealt[task.turn // size].append(task)
-    return dealt

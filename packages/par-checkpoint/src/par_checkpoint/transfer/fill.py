@@ -9,16 +9,18 @@ from torch.autograd.graph import increment_version
 from .._errors import CheckpointError
 from .._progress import Bar
 from ..format.bytes import copy_elements_
-from ..format.crc import Crc
+from ..format.crc import decode_crcs, encode_crcs
 from ..format.manifest import BLOCK
-from ..plan.claims import Claims, Entry, GlobalTensor, digest, merge, section_of, with_unique_keys
-from ..plan.files import File, data_blocks, tensor_blocks
+from ..plan.claims import Claims, Entry, GlobalTensor, merge, section_of, with_unique_keys
+from ..plan.files import File, data_areas, tensor_areas
 from ..plan.plan import Planner
+from ..plan.tasks import Plan
 from ..state.targets import OptimizerTargets, Targets, set_scalars_
 from ..storage.folder import Folder
 from ..storage.outline import Outline, tensors_of
+from .claims import claims_of_all, words_of
 from .memory import Local
-from .ranks import Ranks, attempt
+from .ranks import Session, attempt
 from .read import Reading, read_blocks, window_of, wrong_join
 
 
@@ -27,7 +29,7 @@ class Filling:
     """From where, with whom and how to fill.
 
     Args:
-        ranks: The ranks that read together.
+        session: The ranks that read together, and the plans that they know.
         near: Whether they share a machine, and what any of them has read of the files.
         folder: The checkpoint's folder.
         outline: What it holds.
@@ -38,7 +40,7 @@ class Filling:
         progress: Whether rank 0 shows a bar; None: where stderr is a terminal.
     """
 
-    ranks: Ranks
+    session: Session
     near: bool
     folder: Folder
     outline: Outline
@@ -56,22 +58,30 @@ def fill_(targets: Targets, filling: Filling) -> None:
         CheckpointError, OSError: Something cannot be read, or is corrupt; on every rank.
         RuntimeError: Another rank is gone.
     """
-    ranks, outline = filling.ranks, filling.outline
+    ranks, outline = filling.session.ranks, filling.outline
 
-    def claim() -> tuple[tuple[list[Entry], list[Entry], bytes], bytes]:
+    def claim() -> tuple[tuple[list[Entry], list[Entry], Claims], list[int]]:
         made = [target.entry(filling.device) for target in targets.pending]
         in_blocks = list(with_unique_keys(entry for entry in made if section_of(entry.key) not in outline.pickled))
-        claims = Claims.of(in_blocks).encode()
-        return (made, in_blocks, claims), digest(claims)
+        claims = Claims.of(in_blocks)
+        return (made, in_blocks, claims), words_of(claims, ranks.rank)
 
-    (made, in_blocks, claims), digests = ranks.share(claim)
-    tensors = merge([(holders, Claims.decode(data)) for holders, data in ranks.gather_distinct(claims, digests)])
+    (made, in_blocks, claims), digest_of_all = ranks.tell(claim, 8)
     increment_version([entry.local for entry in made])  # bytes go there unseen by autograd, and by a save that copies
-    files = _files(outline, tensors)
-    blocks = (tensor_blocks if outline.manifest is None else data_blocks)(files, tensors)
-    total, block = sum(file.size for file in files), max((file.block for file in files), default=BLOCK)
-    window = 0 if filling.folder.cached else window_of(total, filling.budget, block, ranks.size)
-    plan = Planner(tensors, ranks.rank, ranks.size, window=window).load(blocks, near=filling.near)
+    at_once = 0 if filling.folder.cached else filling.folder.in_flight
+
+    def make() -> tuple[list[GlobalTensor], list[File], Plan, int]:
+        tensors = merge(claims_of_all(ranks, claims))
+        files = _files(outline, tensors)
+        areas = (tensor_areas if outline.manifest is None else data_areas)(files)
+        block = max((file.block for file in files), default=BLOCK)
+        total = sum(file.size for file in files)
+        window = window_of(total, filling.budget, block, ranks.size, at_once) if at_once else 0
+        planner = Planner(tensors, areas, ranks.rank, ranks.size, hosts=ranks.hosts(), window=window // block)
+        return tensors, files, planner.load(near=filling.near), window
+
+    same = "load", tuple(digest_of_all), outline.digest(), filling.near, at_once and (at_once, filling.budget)
+    tensors, files, plan, window = filling.session.planned(same, make)
     records = {} if outline.manifest is None or not filling.verify else outline.manifest.files
     reading = Reading(
         files=files,
@@ -83,20 +93,21 @@ def fill_(targets: Targets, filling: Filling) -> None:
         threads=max(filling.threads, filling.folder.in_flight),
         window=window,
     )
+    total = sum(file.size for file in files)
     with Bar("load", total, ranks.rank, ranks.size, filling.progress) as bar:
         parts, error = read_blocks(plan, reading, bar.add)
     if error is None:
         _, error = attempt(lambda: _copy_pickled(filling, made))
 
-    def finish() -> tuple[None, list[Crc]]:
+    def finish() -> tuple[None, list[int]]:
         if error is not None:
             raise _undefined(error)
-        return None, parts
+        return None, [len(parts)]
 
-    _, of_ranks = ranks.share(finish)
-    wrong = wrong_join([part for of_rank in of_ranks for part in of_rank], reading)
-    if wrong is not None:
-        raise _undefined(wrong)
+    _, (count,) = ranks.tell(finish, 1)
+    if count:
+        of_ranks = ranks.to_first(encode_crcs(parts))
+        ranks.on_first(lambda: _check_parts(of_ranks, reading))
     if isinstance(targets, OptimizerTargets):
         scalars = targets.scalars
 
@@ -106,6 +117,19 @@ def fill_(targets: Targets, filling: Filling) -> None:
                 raise _undefined(CheckpointError("; ".join(differing)))
 
         ranks.agree(set_)
+
+
+def _check_parts(of_ranks: Iterable[memoryview], reading: Reading) -> None:
+    """Raises CorruptError unless the parts of blocks that ranks have read make up what was written.
+
+    Args:
+        of_ranks: What `encode_crcs` made of the checksums of each rank's parts.
+        reading: What was read.
+    """
+    parts = [(file, begin, size, crc) for data in of_ranks for file, begin, size, crc in decode_crcs(data).tolist()]
+    wrong = wrong_join(parts, reading)
+    if wrong is not None:
+        raise _undefined(wrong)
 
 
 def _undefined(error: BaseException) -> BaseException:

@@ -12,7 +12,7 @@ from par_groups import Box
 
 from ..format.bytes import copy_elements_
 from ..plan.claims import Entry, GlobalTensor, row_major
-from ..plan.plan import Piece
+from ..plan.tasks import Piece
 
 _ALIGNMENT = 8  # of a piece in a buffer that is sent, so that it can be viewed as its dtype
 

@@ -2,9 +2,14 @@
 
 All of it is bytes of the CPU over gloo, whatever the backend of the group: a save in the background must never wait for
 the trainer's collectives.
+
+No rank collects an object of each other one. What must be the same everywhere is compared by sums; what differs is told
+once by each kind of rank; of what every rank tells, as many integers travel as are needed.
 """
 
+import hashlib
 import pickle
+import socket
 import struct
 import threading
 import uuid
@@ -27,10 +32,10 @@ if TYPE_CHECKING:
     from .chunks import Chunks
 
 Value = TypeVar("Value")
-Public = TypeVar("Public")
 
 _HEAD = struct.Struct("<qII")
 _ROOM = 1008  # bytes of a message that go with its head
+_FEW = 16  # ranks that tell something one after the other; more do so at once
 _PLANS = 4  # a trainer saves one or two kinds of checkpoints
 
 
@@ -68,6 +73,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout)
+        self._hosts: list[int] | None = None
         self._gloo: Any = None
         self._is_own = False
         if group is not None and self.size > 1:
@@ -91,100 +97,151 @@ class Ranks:
         dist.broadcast_object_list(nonce, group=group, group_src=0)
         return gloo_among(f"par_checkpoint/{nonce[0]}", self.rank, self.size, self._timeout)
 
-    def gather(self, value: Value) -> list[Value]:
-        """The value of every rank, by rank. One all-gather of pickled bytes; a second round where some have many.
+    def total(self, values: Sequence[int]) -> list[int]:
+        """The sums of integers over all ranks, which must fit in 64 bits.
 
         Raises:
-            RuntimeError: Another rank is gone. gloo has been seen to tell so by a message that was never filled.
+            RuntimeError: Another rank is gone. gloo has been seen to tell so by a result that not all took part in.
         """
         if self._gloo is None:
-            return [value]
-        data = pickle.dumps(value)
-        frames = self._all_gather(_head(data) + data[:_ROOM], _HEAD.size + _ROOM)
-        heads = [_checked(frame, rank) for rank, frame in enumerate(frames)]
-        found = [frame[_HEAD.size :] for frame in frames]
-        many = {rank: size for rank, (size, _) in enumerate(heads) if size > _ROOM}
-        if len(many) == 1:
-            for rank, size in many.items():
-                found[rank] = self._broadcast(data, size, rank)
-        elif many:
-            found = self._all_gather(data, max(many.values()))
-        messages = [frame[:size] for frame, (size, _) in zip(found, heads, strict=True)]
-        for rank, (message, (_, crc)) in enumerate(zip(messages, heads, strict=True)):
-            if crc32c(message) != crc:
-                raise _broken(rank)
-        return [pickle.loads(message) for message in messages]  # noqa: S301 - from ranks
+            return list(values)
+        sums = torch.tensor([1, *values], dtype=torch.int64, device="cpu")
+        self._gloo.allreduce([sums]).wait(self._timeout)
+        count, *totals = sums.tolist()
+        if count != self.size:
+            raise RuntimeError("not all ranks of the group have taken part in a sum: one of them is gone; start anew")
+        return totals
 
-    def gather_distinct(self, mine: bytes, digests: Sequence[bytes]) -> list[tuple[Sequence[int], bytes]]:
-        """The bytes of all ranks, equal ones once, with the ranks that have them. No collective where all are equal.
+    def tell(self, act: Callable[[], tuple[Value, Sequence[int]]], count: int) -> tuple[Value, list[int]]:
+        """Calls something that may fail on this rank, and adds up over all ranks what it tells them.
 
         Args:
-            mine: This rank's bytes.
-            digests: For each rank, what stands for its bytes; equal where they are.
-        """
-        if len(set(digests)) == 1:
-            return [(range(self.size), mine)]
-        is_first = digests.index(digests[self.rank]) == self.rank
-        every = self.gather(mine if is_first else None)
-        alike: dict[bytes, list[int]] = {}
-        for rank, each in enumerate(digests):
-            alike.setdefault(each, []).append(rank)
-        return [(ranks, every[ranks[0]] or b"") for ranks in alike.values()]
-
-    def _broadcast(self, data: bytes, size: int, root: int) -> memoryview:
-        """The bytes of rank `root`, on every rank."""
-        memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8, device="cpu")
-        self._gloo.broadcast(memory, root).wait(self._timeout)
-        return bytes_of(memory)
-
-    def _all_gather(self, data: bytes, size: int) -> list[memoryview]:
-        """The bytes of every rank, padded to that size."""
-        mine = _padded(data, size)
-        every = torch.empty(self.size * size, dtype=torch.uint8, device="cpu")
-        all_gather_into(self._gloo, every, mine, self._timeout)
-        return [bytes_of(each) for each in every.split(size)]
-
-    def broadcast(self, value: Value | None) -> Value:
-        """Rank 0's value on every rank."""
-        if self._gloo is None:
-            return cast("Value", value)
-        return cast("Value", self.gather(value if self.rank == 0 else None)[0])
-
-    def agree(self, act: Callable[[], Value]) -> Value:
-        """Calls something that may fail on this rank. If it failed on any rank, every rank raises that error."""
-        return self.share(lambda: (act(), None))[0]
-
-    def share(self, act: Callable[[], tuple[Value, Public]]) -> tuple[Value, list[Public]]:
-        """Calls something that may fail on this rank, and gathers a part of what it returns.
-
-        Args:
-            act: Returns what this rank keeps for itself, and what all ranks are to know.
+            act: Returns what this rank keeps for itself, and integers.
+            count: Number of the integers.
 
         Returns:
-            What this rank keeps, and what every rank has made known, by rank.
+            What this rank keeps, and the sums of the integers.
 
         Raises:
             Exception: `act` failed on some rank; every rank raises that error.
         """
         result, error = attempt(act)
-        mine = (result[1], None) if result is not None else (None, _portable(cast("BaseException", error)))
-        every = self.gather(mine)
-        self._raise([each for _, each in every], error)
-        return cast("tuple[Value, Public]", result)[0], [cast("Public", public) for public, _ in every]
+        failed, *sums = self.total([0, *result[1]] if result is not None else [1] + [0] * count)
+        if failed:
+            self._raise(error)
+        return cast("tuple[Value, Sequence[int]]", result)[0], sums
+
+    def agree(self, act: Callable[[], Value]) -> Value:
+        """Calls something that may fail on this rank. If it failed on any rank, every rank raises that error."""
+        return self.tell(lambda: (act(), ()), 0)[0]
 
     def raise_first(self, error: BaseException | None) -> None:
         """Raises on every rank if some rank has an error: the error of the first such rank, with its number."""
-        self._raise(self.gather(None if error is None else _portable(error)), error)
+        if self.total([int(error is not None)])[0]:
+            self._raise(error)
 
-    def _raise(self, errors: "Sequence[_Portable | None]", mine: BaseException | None) -> None:
-        failed = [rank for rank, each in enumerate(errors) if each is not None]
-        if not failed:
-            return
+    def _raise(self, mine: BaseException | None) -> None:
+        """Raises the error of the first rank that has one; some rank has."""
+        errors = self.distinct(None if mine is None else _portable(mine))
         if mine is not None and not isinstance(mine, Exception):
             raise mine
-        first = cast("_Portable", errors[failed[0]])
-        common = self.size == 1 or all(each == first for each in errors)
-        raise first.error("" if common else f"rank {failed[0]}: ") from mine
+        rank, first = next((ranks[0], error) for ranks, error in errors if error is not None)
+        raise first.error("" if len(errors) == 1 else f"rank {rank}: ") from mine
+
+    def distinct(self, value: Value) -> list[tuple[Sequence[int], Value]]:
+        """The values of all ranks, equal ones once, each with the ranks that have it, by the first of them."""
+        return [(ranks, pickle.loads(data)) for ranks, data in self.distinct_bytes(pickle.dumps(value))]  # noqa: S301
+
+    def distinct_bytes(self, mine: bytes) -> list[tuple[Sequence[int], bytes]]:
+        """The bytes of all ranks, equal ones once, each with the ranks that have them, by the first of them.
+
+        Every rank tells a digest; of each kind of bytes, the first rank that has them tells them to all.
+
+        Raises:
+            RuntimeError: Another rank is gone. gloo has been seen to tell so by a message that was never filled.
+        """
+        if self._gloo is None:
+            return [(range(1), mine)]
+        own = torch.tensor([*_halves(mine), len(mine)], device="cpu")
+        told = torch.empty(self.size, 3, dtype=torch.int64, device="cpu")
+        all_gather_into(self._gloo, told, own[None], self._timeout)
+        alike: dict[tuple[int, int, int], list[int]] = {}
+        for rank, (high, low, size) in enumerate(told.tolist()):
+            alike.setdefault((high, low, size), []).append(rank)
+        if len(alike) == 1:
+            return [(range(self.size), mine)]
+        firsts = {ranks[0]: size for (_, _, size), ranks in alike.items()}
+        usual = 4 * -(-sum(firsts.values()) // len(firsts))  # who has more than that, tells it alone
+        long = {rank for rank, size in firsts.items() if len(firsts) <= _FEW or size > usual}
+        found = {rank: bytes(self._broadcast(mine, size, rank)) for rank, size in firsts.items() if rank in long}
+        if short := {rank: size for rank, size in firsts.items() if rank not in long}:
+            room = max(short.values())
+            memory = torch.empty(self.size * room, dtype=torch.uint8, device="cpu")
+            all_gather_into(self._gloo, memory, _padded(mine if self.rank in short else b"", room), self._timeout)
+            every = bytes_of(memory)
+            found.update({rank: bytes(every[rank * room : rank * room + size]) for rank, size in short.items()})
+        for (high, low, _), ranks in alike.items():
+            if _halves(found[ranks[0]]) != (high, low):
+                raise _broken(ranks[0])
+        return [(ranks, found[ranks[0]]) for ranks in alike.values()]
+
+    def hosts(self) -> list[int]:
+        """For each rank, the number of its machine, which is known by its name. Collective the first time."""
+        if self._hosts is None:
+            kinds = self.distinct(socket.gethostname())
+            machine = {rank: number for number, (ranks, _) in enumerate(kinds) for rank in ranks}
+            self._hosts = [machine[rank] for rank in range(self.size)]
+        return self._hosts
+
+    def to_first(self, mine: bytes) -> list[memoryview]:
+        """On rank 0, the bytes of every rank, in any order; elsewhere nothing.
+
+        They come up a tree, so that no rank has many others to receive from.
+        """
+        parts = [memoryview(mine)]
+        step = 1
+        while step < self.size:
+            if self.rank % (2 * step):
+                data = b"".join(piece for part in parts for piece in (len(part).to_bytes(8), part))
+                head = _head(data)
+                for message in (head, data):
+                    self.send(_padded(message, len(message)), self.rank - step).wait()
+                return []
+            source = self.rank + step
+            if source < self.size:
+                frame = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
+                self.receive(frame, source).wait()
+                size, crc = _checked(bytes_of(frame), source)
+                body = torch.empty(size, dtype=torch.uint8, device="cpu")
+                self.receive(body, source).wait()
+                received = bytes_of(body)
+                if crc32c(received) != crc:
+                    raise _broken(source)
+                while received:
+                    end = 8 + int.from_bytes(received[:8])
+                    parts.append(received[8:end])
+                    received = received[end:]
+            step *= 2
+        return parts
+
+    def _broadcast(self, data: bytes, size: int, root: int) -> memoryview:
+        """The bytes of rank `root`, on every rank."""
+        memory = _padded(data, size) if self.rank == root else torch.zeros(size, dtype=torch.uint8, device="cpu")
+        if size:
+            self._gloo.broadcast(memory, root).wait(self._timeout)
+        return bytes_of(memory)
+
+    def broadcast(self, value: Value | None) -> Value:
+        """Rank 0's value on every rank."""
+        if self._gloo is None:
+            return cast("Value", value)
+        data = pickle.dumps(value) if self.rank == 0 else b""
+        frame = self._broadcast(_head(data) + data[:_ROOM], _HEAD.size + _ROOM, 0)
+        size, crc = _checked(frame, 0)
+        message = frame[_HEAD.size :][:size] if size <= _ROOM else self._broadcast(data, size, 0)
+        if crc32c(message) != crc:
+            raise _broken(0)
+        return cast("Value", pickle.loads(message))  # noqa: S301 - from a rank
 
     def on_first(self, act: Callable[[], Value]) -> Value:
         """Calls something on rank 0 alone. Every rank returns its result, or raises its error."""
@@ -210,6 +267,17 @@ def _padded(data: bytes, size: int) -> torch.Tensor:
     padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
     bytes_of(padded)[: len(data)] = data
     return padded
+
+
+def words(data: bytes) -> list[int]:
+    """Integers that stand for some bytes where only equality counts, and whose sums over all ranks do so, too."""
+    return list(struct.unpack("<8I", hashlib.sha256(data).digest()))
+
+
+def _halves(data: bytes) -> tuple[int, int]:
+    """Two integers of 64 bits that stand for some bytes."""
+    high, low = struct.unpack_from("<qq", hashlib.sha256(data).digest())
+    return high, low
 
 
 def _head(data: bytes) -> bytes:
@@ -348,14 +416,14 @@ class Session:
         self._hear_of_tiers()
         if self.pending is None:
             return
-        if how == "raise" and not all(self.ranks.gather(self.pending._written())):
+        if how == "raise" and self.ranks.total([int(not self.pending._written())])[0]:
             raise CheckpointError(
                 "an earlier save is still being written and pending is 'raise'; wait() for it, save less often, or "
                 "pass pending='wait'"
             )
         pending, self.pending = self.pending, None
         error, heard = pending._hear()
-        if not all(self.ranks.gather(heard)):
+        if self.ranks.total([int(not heard)])[0]:
             self.ranks.raise_first(error)
 
     def _hear_of_tiers(self) -> None:
@@ -365,14 +433,13 @@ class Session:
         """
         if not self.copied:
             return
-        of_ranks = self.ranks.gather([copy._tiers_failed() for copy in self.copied])
-        for number, failed in enumerate(zip(*of_ranks, strict=True)):
-            if any(failed):
+        states = [copy._tiers_failed() for copy in self.copied]
+        sums = self.ranks.total([int(state is each) for each in (True, None) for state in states])
+        for number, failed in enumerate(sums[: len(states)]):
+            if failed:
                 error, _ = self.copied.pop(number)._hear_of_tiers()
                 self.ranks.raise_first(error)
-        self.copied = [
-            copy for copy, states in zip(self.copied, zip(*of_ranks, strict=True), strict=True) if None in states
-        ]
+        self.copied = [copy for copy, made in zip(self.copied, sums[len(states) :], strict=True) if made]
 
     def release(self) -> None:
         """Frees the memory of the last copy, when it is written."""

@@ -13,14 +13,16 @@ from .._errors import CorruptError, corrupt_block
 from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
-from ..plan.files import File, join_crcs
-from ..plan.plan import Block, Plan, Task
-from ..storage.files import IN_FLIGHT, REACH, Source
+from ..plan.blocks import Block
+from ..plan.files import File, join_parts
+from ..plan.tasks import Plan, Task
+from ..storage.files import REACH, Source
 from ..storage.folder import Folder
-from .exchange import Exchange, by_peer, rounds
+from .exchange import Exchange, by_peer
 from .memory import Local, Pool
 from .ranks import Ranks
 
+_AHEAD = 1024  # blocks that are listed at a time where ranks send each other nothing
 _AT_ONCE = 4  # requests of a rank that reads for others, at least, where its budget has room for so many blocks
 
 
@@ -54,7 +56,7 @@ class Reading:
         return max((file.block for file in self.files), default=BLOCK)
 
 
-def window_of(total: int, budget: int, block: int, ranks: int) -> int:
+def window_of(total: int, budget: int, block: int, ranks: int, in_flight: int) -> int:
     """Bytes in a row that one request to a store brings, a multiple of a block.
 
     They are few enough that every rank has enough to ask for at a time. One rank receives straight into its tensors, or
@@ -66,8 +68,9 @@ def window_of(total: int, budget: int, block: int, ranks: int) -> int:
         budget: Bytes that a rank may hold beside its state.
         block: Bytes of a block.
         ranks: How many ranks read together.
+        in_flight: Requests of one rank that are under way at a time.
     """
-    blocks = min(REACH // block, -(-total // (block * ranks * IN_FLIGHT)))
+    blocks = min(REACH // block, -(-total // (block * ranks * in_flight)))
     if ranks > 1:
         blocks = min(blocks, round_of(budget, block) // _AT_ONCE)
     return block * max(blocks, 1)
@@ -98,16 +101,13 @@ def read_blocks(
     """
     reading.local.wait_for_streams()  # what is still to be written there must not come after what is read
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
-        reader = _Reader(reading, pool, progress, Counter(task.block.file for task in plan.mine))
-        blocks = max(1, plan.turns)  # of a round
-        if plan.peers:
-            blocks = max(1, reading.budget // (4 * reading.block))
-            if reading.window:
-                per_window = reading.window // reading.block
-                blocks = max(round_of(reading.budget, reading.block) // per_window, 1) * per_window
+        reader = _Reader(reading, pool, progress, Counter(plan.files()))
+        blocks = max(1, reading.budget // (4 * reading.block)) if plan.peers else _AHEAD  # of a round
+        if reading.window:
+            window = reading.window // reading.block
+            blocks = max((round_of(reading.budget, reading.block) if plan.peers else _AHEAD) // window, 1) * window
         try:
-            mine, others = rounds(plan.mine, plan.turns, blocks), rounds(plan.others, plan.turns, blocks)
-            for tasks, of_others in zip(mine, others, strict=True):
+            for tasks, of_others in plan.rounds(blocks):
                 reader.round(tasks, of_others, peers=plan.peers)
         finally:
             reader.sources.close()
@@ -121,13 +121,13 @@ def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
         parts: The checksums of all parts, of all ranks.
         reading: What was read.
     """
-    for file, blocks in zip(reading.files, join_crcs(reading.files, parts), strict=True):
-        wrong = [number for number, crc in blocks.items() if crc != reading.crcs[file.name][number]]
-        if wrong:
-            first = file.data_begin + wrong[0] * file.block
+    for (number, block), crc in join_parts(reading.files, parts).items():
+        file = reading.files[number]
+        if crc != reading.crcs[file.name][block]:
+            first = file.data_begin + block * file.block
             inside = [tensor for tensor, low, high in file.placed if low < first + file.block and high > first]
             names = [reading.local.tensors[tensor].name for tensor in inside]
-            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", wrong[0], first, names))
+            return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", block, first, names))
     return None
 
 
@@ -261,9 +261,9 @@ class _Reader:
 
 
 def _runs(tasks: Sequence[Task], window: int) -> list[list[Task]]:
-    """The tasks in lists of blocks that follow each other in a file, within a window from the file's data on."""
+    """The tasks in lists of blocks that follow each other in a file, of a window's bytes at most."""
     runs: list[list[Task]] = []
-    for task in tasks:
+    for task in sorted(tasks, key=lambda task: (task.block.file, task.block.begin)):
         block = task.block
         first, before = (runs[-1][0].block, runs[-1][-1].block) if runs else (block, block)
         follows = before.file == block.file and before.end == block.begin

@@ -9,7 +9,7 @@ import torch
 from .._errors import CheckpointError
 from .._torch_private import version_of
 from ..format.bytes import copy_elements_, join_
-from ..plan.plan import Piece, Plan, Task
+from ..plan.tasks import Piece, Plan, Task
 from .chunks import Chunks
 from .memory import Local
 from .workers import Workers
@@ -28,21 +28,22 @@ class Snapshot:
 
     Attributes:
         memory: The chunks that the copy lies in.
-        blocks: By turn: a block that this rank writes, with this rank's pieces in it.
+        blocks: By file and first byte: a block that this rank writes, with this rank's pieces in it.
     """
 
     def __init__(self, plan: Plan, local: Local, rank: int, memory: Chunks | None, *, late: bool, threads: int) -> None:
         self._local = local
         self._watched = _versions(local) if late else {}
         self._streams = _streams(local) if self._watched else []
-        own = [[piece for piece in task.pieces if piece.source == rank] for task in plan.mine]
-        given = [[piece for piece in task.pieces if piece.to != rank] for task in plan.others]
-        sizes = [task.block.size for task in plan.mine] + [local.packed_size(pieces) for pieces in given]
+        mine, others = list(plan.mine), list(plan.others)
+        own = [[piece for piece in task.pieces if piece.source == rank] for task in mine]
+        given = [[piece for piece in task.pieces if piece.to != rank] for task in others]
+        sizes = [task.block.size for task in mine] + [local.packed_size(pieces) for pieces in given]
         on_gpu = any(part.local.is_cuda for parts in local.parts.values() for part in parts)
         self.memory = memory if memory is not None and memory.pinned >= on_gpu else Chunks(pinned=on_gpu)
         parts = self.memory.split(sizes)
-        self.blocks = {task.turn: next(parts) for task in plan.mine}
-        self._packed = {(task.rank, task.turn): next(parts) for task in plan.others}
+        self.blocks = {(task.block.file, task.block.begin): next(parts) for task in mine}
+        self._packed = {(task.rank, task.turn): next(parts) for task in others}
         self._own = list(zip(self.blocks.values(), own, strict=True))
         self._given = list(zip(self._packed.values(), given, strict=True))
         with Workers(threads, "par-checkpoint-copy") as workers:

@@ -14,15 +14,18 @@ from crc32c import crc32c
 from ..format.bytes import bytes_of, copy_elements_
 from ..format.crc import Crc
 from ..format.manifest import BLOCK
+from ..plan.blocks import Block
 from ..plan.files import File
-from ..plan.plan import Block, Plan, Task
+from ..plan.tasks import Plan, Task
 from ..storage.files import Writer
 from ..storage.folder import Staging
-from .exchange import Exchange, by_peer, rounds
+from .exchange import Exchange, by_peer
 from .memory import Local, Pool
 from .ranks import Ranks
 from .snapshot import Snapshot
 from .workers import Workers
+
+_AHEAD = 256  # blocks that may wait to be written from where they lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +74,10 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
     """
     if snapshot is None:
         work.local.wait_for_streams()
-    writing = _Writing(work, snapshot, Counter(task.block.file for task in plan.mine))
+    writing = _Writing(work, snapshot, Counter(plan.files()))
     blocks = max(1, work.budget // (work.block * (4 if snapshot is None else 2)))  # of a round; a copy is there already
-    mine, others = rounds(plan.mine, plan.turns, blocks), rounds(plan.others, plan.turns, blocks)
     try:
-        for tasks, of_others in zip(mine, others, strict=True):
+        for tasks, of_others in plan.rounds(blocks):
             writing.round(tasks, of_others, peers=plan.peers)
     except BaseException:
         writing.abort()
@@ -113,6 +115,8 @@ class _Writing:
             others: Blocks of other ranks, to which this rank gives pieces.
             peers: Whether any rank sends anything to another.
         """
+        if len(self._jobs) > _AHEAD:
+            wait(self._jobs[-_AHEAD - 1 : -_AHEAD])  # lists of what comes next take memory, too
         waiting = []  # for pieces of others, or for their turn in a stream
         for task in tasks:
             is_own = all(piece.source == self._rank for piece in task.pieces)
@@ -155,7 +159,7 @@ class _Writing:
     def _assembled(self, task: Task) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A block with this rank's pieces in it, and the bounce buffer that it lies in, if in one."""
         if self._snapshot is not None:
-            return self._snapshot.blocks[task.turn], None
+            return self._snapshot.blocks[task.block.file, task.block.begin], None
         if self._bounces < max(2, self._work.budget // (2 * self._work.block)) and self._free_bounces.empty():
             self._bounces += 1  # up to half of the budget
             bounce = torch.empty(self._work.block, dtype=torch.uint8, device="cpu")

@@ -1,0 +1,172 @@
+"""How a run of blocks is dealt out to ranks: by arithmetic, so that every rank knows all of it and lists its own part.
+
+The turn of a block is its place among the blocks of the rank that writes or reads it, as far as others take part.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Ranks take blocks in turn.
+
+    Args:
+        first: The first block.
+        stop: One past the last.
+        ranks: The ranks.
+        start: The place in `ranks` of the one that takes the first block.
+        turns: For each of the ranks: how many blocks it has had before.
+    """
+
+    first: int
+    stop: int
+    ranks: tuple[int, ...]
+    start: int
+    turns: tuple[int, ...]
+
+    def of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """The blocks that a rank takes, with their turns there."""
+        if rank in self.ranks:
+            place = self.ranks.index(rank)
+            begin = self.first + (place - self.start) % len(self.ranks)
+            for turn, block in enumerate(range(begin, self.stop, len(self.ranks)), self.turns[place]):
+                yield block, turn
+
+    def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
+        """The blocks first .. stop - 1 in evenly spaced runs of one rank: it, the turn of the first, and the run."""
+        count = len(self.ranks)
+        for place, rank in enumerate(self.ranks):
+            begin = self.first + (place - self.start) % count
+            skipped = max(-(-(first - begin) // count), 0)
+            blocks = range(begin + skipped * count, min(stop, self.stop), count)
+            if blocks:
+                yield rank, self.turns[place] + skipped, blocks
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Ranks take windows in turn, blocks that follow each other and that one request brings.
+
+    Args:
+        first: The first block, with which a window begins.
+        stop: One past the last.
+        ranks: The ranks.
+        start: The place in `ranks` of the one that takes the first window.
+        turns: For each of the ranks: how many blocks it has had before.
+        window: Number of blocks of a window; the last one may be shorter.
+    """
+
+    first: int
+    stop: int
+    ranks: tuple[int, ...]
+    start: int
+    turns: tuple[int, ...]
+    window: int
+
+    @property
+    def count(self) -> int:
+        """The number of windows."""
+        return -(-(self.stop - self.first) // self.window)
+
+    def numbers(self, place: int) -> range:
+        """The windows of the rank at a place in `ranks`."""
+        return range((place - self.start) % len(self.ranks), self.count, len(self.ranks))
+
+    def of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """The blocks that a rank takes, with their turns there."""
+        if rank in self.ranks:
+            for number in self.numbers(self.ranks.index(rank)):
+                first = self.first + number * self.window
+                for _, turn, blocks in self.segments(first, first + self.window):
+                    yield from zip(blocks, range(turn, turn + len(blocks)), strict=True)
+
+    def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
+        """The blocks first .. stop - 1 in runs of one rank: it, the turn of the first one, and the run."""
+        block = max(first, self.first)
+        end = min(stop, self.stop)
+        while block < end:
+            number, done = divmod(block - self.first, self.window)
+            place = (self.start + number) % len(self.ranks)
+            turn = self.turns[place] + number // len(self.ranks) * self.window + done
+            after = min(block + self.window - done, end)
+            yield self.ranks[place], turn, range(block, after)
+            block = after
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Each rank takes a run of blocks that follow each other, of the blocks of all areas that are dealt out together.
+
+    Args:
+        first: The first block.
+        stop: One past the last.
+        chosen: The ranks of all areas.
+        offset: Number of blocks in the areas before.
+        chunk: Number of blocks for a rank.
+        turns: For each of the ranks: how many blocks it has had before those of all these areas.
+    """
+
+    first: int
+    stop: int
+    chosen: tuple[int, ...]
+    offset: int
+    chunk: int
+    turns: tuple[int, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take some of the blocks."""
+        last = self.offset + self.stop - self.first - 1
+        return self.chosen[self.offset // self.chunk : last // self.chunk + 1]
+
+    def of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """The blocks that a rank takes, with their turns there."""
+        if rank in self.ranks:
+            for _, turn, blocks in (part for part in self.segments(self.first, self.stop) if part[0] == rank):
+                yield from zip(blocks, range(turn, turn + len(blocks)), strict=True)
+
+    def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
+        """The blocks first .. stop - 1 in runs of one rank: it, the turn of the first one, and the run."""
+        block = max(first, self.first)
+        end = min(stop, self.stop)
+        while block < end:
+            place, done = divmod(self.offset + block - self.first, self.chunk)
+            after = min(block + self.chunk - done, end)
+            yield self.chosen[place], self.turns[place] + done, range(block, after)
+            block = after
+
+
+@dataclass(frozen=True)
+class Together:
+    """All ranks read every block, from the page cache of the machine that they share, and one of them sends it on.
+
+    Args:
+        first: The first block.
+        stop: One past the last.
+        ranks: The ranks.
+        turns: For each of the ranks: how many blocks it has had before.
+    """
+
+    first: int
+    stop: int
+    ranks: tuple[int, ...]
+    turns: tuple[int, ...]
+
+    def of(self, rank: int) -> Iterator[tuple[int, int]]:
+        """The blocks that a rank reads, with their turns there."""
+        if rank in self.ranks:
+            turn = self.turns[self.ranks.index(rank)]
+            yield from zip(range(self.first, self.stop), range(turn, turn + self.stop - self.first), strict=True)
+
+    def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
+        """The blocks first .. stop - 1 one by one: the rank that sends it to others, the turn there, and the block."""
+        sending = Rotation(self.first, self.stop, self.ranks, self.first % len(self.ranks), self.turns)
+        for rank, _, blocks in sending.segments(first, stop):
+            for block in blocks:
+                yield rank, self.turns[self.ranks.index(rank)] + block - self.first, range(block, block + 1)
+
+
+Deal = Rotation | Windows | Shares | Together
+"""Who writes or reads the blocks first .. stop - 1 of an area."""

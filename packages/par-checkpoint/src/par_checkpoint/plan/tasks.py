@@ -1,0 +1,359 @@
+"""A rank's part of a save or a load: a few integers for each block, and its pieces when its turn has come."""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from .blocks import Area, Block, Span
+from .claims import GlobalTensor
+from .deal import Deal, Together
+from .overlap import BoxIndex, Overlap
+
+Shape = tuple[int, ...]
+Run = TypeVar("Run", "Dealt", "Parts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A rectangle of a tensor that lies in one block and in one box of one rank.
+
+    Args:
+        tensor: Number of the tensor.
+        start: Global index of its first element.
+        size: Extent on each dim; its elements lie in the block with the strides of the whole tensor.
+        at: Byte of the block where its first element lies.
+        source: The rank that gives it: holds it on a save, reads the block on a load.
+        to: The rank that takes it: assembles the block on a save, holds it on a load.
+    """
+
+    tensor: int
+    start: Shape
+    size: Shape
+    at: int
+    source: int
+    to: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A block and the pieces of it that this rank gives or takes.
+
+    Args:
+        block: The block.
+        turn: Its place among the blocks of the rank that writes or reads it, where others give or take pieces of it.
+        rank: The rank that writes or reads it.
+        pieces: The pieces in the order in which they are packed.
+    """
+
+    block: Block
+    turn: int
+    rank: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A run of blocks that is dealt out.
+
+    Args:
+        deal: To whom.
+        sends: Whether any rank sends anything to another.
+    """
+
+    deal: Deal
+    sends: bool
+
+    @property
+    def first(self) -> int:
+        """The first block."""
+        return self.deal.first
+
+    @property
+    def stop(self) -> int:
+        """One past the last block."""
+        return self.deal.stop
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run of blocks first .. stop - 1 of which each rank writes or reads what it holds."""
+
+    first: int
+    stop: int
+
+
+class Blocks:
+    """The blocks of all areas, as one rank sees them: which pieces of a block it gives or takes.
+
+    Args:
+        tensors: All tensors.
+        indexes: For each of them, its boxes.
+        areas: What the files are cut into.
+        dealt: By area: its runs of blocks, in order.
+        rank: The rank.
+        saving: Whether the ranks save; else they load.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[GlobalTensor],
+        indexes: Sequence[BoxIndex],
+        areas: Sequence[Area],
+        dealt: Sequence[Sequence[Dealt | Parts]],
+        rank: int,
+        *,
+        saving: bool,
+    ) -> None:
+        self.areas, self.dealt, self.rank, self.saving = areas, dealt, rank, saving
+        self._tensors, self._indexes = tensors, indexes
+
+    def mine(self, turn: int, area: int, number: int, low: int, high: int) -> Task:
+        """A block, or bytes low .. high - 1 of it, that this rank writes or reads."""
+        block = self.areas[area].at(number, self._tensors, low, high)
+        run = self.run_of(area, number)
+        pieces: list[Piece] = []
+        for span, overlap in self._overlaps(block):
+            if isinstance(run, Parts) or not run.sends:
+                for box in overlap.boxes_of(self.rank):
+                    pieces += _pieces(span, overlap, box, self.rank, self.rank)
+            elif self.saving:
+                own = overlap.index.held_by(self.rank)
+                for box in overlap.boxes:
+                    source = self.rank if box in own else _in_turn(overlap.index.holders(box), turn)
+                    pieces += _pieces(span, overlap, box, source, self.rank)
+            else:
+                readers = run.deal.ranks if isinstance(run.deal, Together) else (self.rank,)
+                is_sender = next(run.deal.segments(number, number + 1))[0] == self.rank
+                for box in overlap.boxes:
+                    for holder in overlap.index.holders(box):
+                        if holder == self.rank or (is_sender and holder not in readers):
+                            pieces += _pieces(span, overlap, box, self.rank, holder)
+        return Task(block=block, turn=turn, rank=self.rank, pieces=tuple(pieces))
+
+    def other(self, turn: int, rank: int, area: int, number: int) -> Task:
+        """A block that another rank writes or reads, and what this rank gives to it or takes from it."""
+        block = self.areas[area].at(number, self._tensors)
+        pieces: list[Piece] = []
+        for span, overlap in self._overlaps(block):
+            for box in overlap.boxes_of(self.rank):
+                if not self.saving:
+                    pieces += _pieces(span, overlap, box, rank, self.rank)
+                elif box not in overlap.index.held_by(rank) and _in_turn(overlap.index.holders(box), turn) == self.rank:
+                    pieces += _pieces(span, overlap, box, self.rank, rank)
+        return Task(block=block, turn=turn, rank=rank, pieces=tuple(pieces))
+
+    def parts(self, area: int, number: int) -> Iterator[tuple[int, int]]:
+        """The parts of a block that this rank writes or reads, as it holds them: first byte, and one past the last."""
+        block = self.areas[area].at(number, self._tensors)
+        for low, high, holder in parts_of(block, self._overlaps(block), area + number):
+            if holder == self.rank:
+                yield low, high
+
+    def reached(self, area: int) -> Iterator[tuple[int, int, BoxIndex, int]]:
+        """This rank's boxes in an area: first block, one past the last that it may reach into, tensor, and number."""
+        own = self.areas[area]
+        for tensor, begin, _ in own.placed:
+            index, width = self._indexes[tensor], self._tensors[tensor].dtype.itemsize
+            for box in index.held_by(self.rank):
+                first, last = index.ends(box)
+                low, high = begin + first * width - own.begin, begin + last * width - own.begin
+                yield low // own.block, -(-high // own.block), index, box
+
+    def run_of(self, area: int, number: int) -> Dealt | Parts:
+        """The run that a block belongs to."""
+        runs = self.dealt[area]
+        return runs[bisect_right(runs, number, key=lambda run: run.first) - 1]
+
+    def is_wanted(self, area: int, number: int) -> bool:
+        """Whether somebody holds anything of a block."""
+        return any(overlap.boxes for _, overlap in self._overlaps(self.areas[area].at(number, self._tensors)))
+
+    def _overlaps(self, block: Block) -> list[tuple[Span, Overlap]]:
+        """Who holds how much of each span of a block."""
+        return [(span, self._indexes[span.tensor].within(span.start, span.stop)) for span in block.spans]
+
+
+class Plan:
+    """This rank's part of a save or a load.
+
+    Args:
+        blocks: The blocks.
+        turns: The most blocks that any rank writes or reads and others take part in; the same on every rank.
+        peers: Whether any rank sends anything to another; the same on every rank.
+        window: Number of blocks that one request of a load brings.
+    """
+
+    def __init__(self, blocks: Blocks, turns: int, *, peers: bool, window: int = 1) -> None:
+        self.turns, self.peers = turns, peers
+        self._blocks = blocks
+        mine, alone, others = array("q"), array("q"), array("q")
+        for area in range(len(blocks.areas)):
+            _list_mine(blocks, area, mine, alone)
+            if peers:
+                _list_others(blocks, area, others)
+        shared, own = _rows(mine, 5), _rows(alone, 5)
+        count = len(own)  # in which nobody else takes part: they are spread over the turns of the others
+        places = torch.arange(count, device="cpu")
+        if window > 1:  # which stays in one round
+            _, lengths = torch.stack([own[:, 1], own[:, 2] // window], 1).unique_consecutive(dim=0, return_counts=True)
+            places = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        own[:, 0] = places * turns // max(count, 1) if turns else places
+        self._mine, self._others = _by_turn(torch.cat([shared, own])), _by_turn(_rows(others, 4))
+
+    @property
+    def mine(self) -> Iterator[Task]:
+        """The blocks that this rank writes or reads, in order."""
+        return (self._blocks.mine(*row) for row in self._mine.tolist())
+
+    @property
+    def others(self) -> Iterator[Task]:
+        """Blocks that other ranks write or read, of which this rank gives or takes pieces, in order."""
+        return self._of_others(self._others)
+
+    def _of_others(self, rows: torch.Tensor) -> Iterator[Task]:
+        tasks = (self._blocks.other(*row) for row in rows.tolist())
+        return (task for task in tasks if task.pieces)  # a box may reach around a block
+
+    def files(self) -> list[int]:
+        """For each block that this rank writes or reads, the number of its file."""
+        return [self._blocks.areas[area].file for area in self._mine[:, 1].tolist()]
+
+    def rounds(self, size: int | None) -> Iterator[tuple[list[Task], list[Task]]]:
+        """This rank's blocks and those of others of turns 0 .. size - 1, of turns size .. 2 size - 1, and so on.
+
+        Where ranks send each other something, all have as many rounds. The pieces of blocks are found round by round.
+
+        Args:
+            size: Number of turns of a round; None: all turns.
+        """
+        mine, others = self._mine[:, 0].contiguous(), self._others[:, 0].contiguous()
+        turns = self.turns if self.peers else len(mine)
+        for first in range(0, turns, size or max(turns, 1)):
+            last = turns if size is None else first + size
+            edges = torch.tensor([first, last], device="cpu")
+            own, given = torch.searchsorted(mine, edges).tolist(), torch.searchsorted(others, edges).tolist()
+            yield (
+                [self._blocks.mine(*row) for row in self._mine[slice(*own)].tolist()],
+                list(self._of_others(self._others[slice(*given)])),
+            )
+
+
+def parts_of(
+    block: Block, overlaps: Iterable[tuple[Span, Overlap]], number: int = 0, *, limit: int | None = None
+) -> list[tuple[int, int, int]]:
+    """A block that ranks hold in runs of bytes: first byte, one past the last, and the rank that writes or reads it.
+
+    Args:
+        block: The block.
+        overlaps: Who holds how much of each of its spans.
+        number: The block's number, by which replicas take turns.
+        limit: The most runs; None: any number.
+
+    Returns:
+        The runs one after the other; none where the block does not consist of so few.
+    """
+    found: list[tuple[int, int, int]] = []
+    count, end = 0, 0
+    for span, overlap in overlaps:
+        runs = overlap.runs(None if limit is None else limit - count)
+        if runs is None:
+            return []
+        count += len(runs)
+        for start, stop, box in runs:
+            low, high = span.at + (start - span.start) * span.width, span.at + (stop - span.start) * span.width
+            if low != end:  # boxes overlap, or leave something out
+                return []
+            holders = overlap.index.holders(box)
+            before = found[-1][2] if found else -1
+            holder = before if before in holders else _in_turn(holders, number)
+            if holder == before:
+                low = found.pop()[0]
+            found.append((low, high, holder))
+            end = high
+    return found if end == block.size else []
+
+
+def _list_mine(blocks: Blocks, area: int, shared: "array[int]", alone: "array[int]") -> None:
+    """Lists the blocks of an area that a rank writes or reads: turn, area, number, first byte, one past the last.
+
+    Args:
+        blocks: The blocks.
+        area: Number of the area.
+        shared: Gets those in which others take part.
+        alone: Gets the others; they have no turn yet.
+    """
+    own = blocks.areas[area]
+    is_full = sum(last - first for _, first, last in own.placed) == own.end - own.begin
+    for run in blocks.dealt[area]:
+        if isinstance(run, Dealt):
+            rows = shared if run.sends else alone
+            for number, turn in run.deal.of(blocks.rank):
+                if blocks.saving or (is_full and run.sends) or blocks.is_wanted(area, number):
+                    rows.extend((turn, area, number, 0, own.block))
+    numbers: set[int] = set()
+    parts = [run for run in blocks.dealt[area] if isinstance(run, Parts)]
+    if parts:
+        for first, stop, _, _ in blocks.reached(area):
+            for run in _between(parts, first, stop):
+                numbers.update(range(max(first, run.first), min(stop, run.stop)))
+    for number in sorted(numbers):
+        for low, high in blocks.parts(area, number):
+            alone.extend((0, area, number, low, high))
+
+
+def _list_others(blocks: Blocks, area: int, others: "array[int]") -> None:
+    """Lists the blocks of an area, of other ranks, that this rank may have pieces of: turn, rank, area, number."""
+    rank = blocks.rank
+    given: dict[int, tuple[int, int]] = {}
+    shared = [run for run in blocks.dealt[area] if isinstance(run, Dealt) and run.sends]
+    if not shared:
+        return
+    for first, stop, index, box in blocks.reached(area):
+        holders = index.holders(box)
+        for run in _between(shared, first, stop):
+            if isinstance(run.deal, Together) and rank in run.deal.ranks:
+                continue
+            for other, turn, numbers in run.deal.segments(first, stop):
+                if other == rank or (blocks.saving and box in index.held_by(other)):
+                    continue
+                skipped = (holders.index(rank) - turn) % len(holders) if blocks.saving else 0
+                step = len(holders) if blocks.saving else 1
+                for at in range(skipped, len(numbers), step):
+                    given[numbers[at]] = turn + at, other
+    for number, (turn, other) in given.items():
+        others.extend((turn, other, area, number))
+
+
+def _between(runs: "Sequence[Run]", first: int, stop: int) -> "Sequence[Run]":
+    """Those of some runs, in order, that have any of the blocks first .. stop - 1."""
+    low = bisect_right(runs, first, key=lambda run: run.stop)
+    return runs[low : bisect_left(runs, stop, key=lambda run: run.first)]
+
+
+def _rows(values: "array[int]", width: int) -> torch.Tensor:
+    """Integers as an int64 tensor of rows."""
+    if not values:
+        return torch.empty(0, width, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(values, dtype=torch.int64).view(-1, width)
+
+
+def _by_turn(rows: torch.Tensor) -> torch.Tensor:
+    """The rows in the order of their first column."""
+    return rows[rows[:, 0].argsort(stable=True)]
+
+
+def _in_turn(ranks: Sequence[int], turn: int) -> int:
+    """One of some ranks, each of them in turn."""
+    return ranks[turn % len(ranks)]
+
+
+def _pieces(span: Span, overlap: Overlap, box: int, source: int, to: int) -> Iterator[Piece]:
+    """The rectangles of a span within one box, on their way from one rank to another."""
+    for start, size in overlap.parts(box):
+        first = sum(i * stride for i, stride in zip(start, overlap.index.strides, strict=True))
+        at = span.at + (first - span.start) * span.width
+        yield Piece(tensor=span.tensor, start=start, size=size, at=at, source=source, to=to)

@@ -1,0 +1,352 @@
+"""Seconds and memory to plan a checkpoint of Llama 3.1 405B and its Adam on 4,096 ranks, on one of them.
+
+The other ranks are simulated: what each of them would tell is made by the code that tells it, and the rank under
+measurement, a process of its own, gets it as it would over the network. It decodes, merges and checks all claims, lays
+out the files and lists its part of a save and of a load; then it does so again, from the digest of all claims.
+
+Run as `python tools/bench/planning.py`; writes docs/benchmarks/planning.md and .json.
+"""
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from _table import write
+
+from par_checkpoint.format.crc import Crc, decode_crcs, encode_crcs
+from par_checkpoint.format.manifest import FileRecord, Manifest, encode_manifest
+from par_checkpoint.plan.claims import Claims, GlobalTensor, check_covered, merge
+from par_checkpoint.plan.files import File, data_areas, join_crcs, lay_out
+from par_checkpoint.plan.plan import Planner
+from par_checkpoint.plan.tasks import Dealt, Plan
+from par_checkpoint.transfer.claims import claims_of_all, words_of
+from par_checkpoint.transfer.ranks import Ranks, Session, _halves
+from par_groups import cut, whole
+
+RANKS, HOST = 4096, 8
+MEASURED = (0, 1, 2047, 4095)
+LAYERS, HIDDEN, WIDE, KEYS, VOCABULARY = 126, 16384, 53248, 1024, 128256
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+Boxes = list[tuple[int, Shape, Shape]]
+Layout = Callable[[int], Claims]
+"""What a rank claims."""
+
+SLOTS = ("master", "exp_avg", "exp_avg_sq")
+
+
+@lru_cache(maxsize=32)
+def parameters(layers: range = range(LAYERS), *, ends: bool = True) -> dict[str, Shape]:
+    """Shapes by name, in the order of the state dict."""
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)} if ends else {}
+    for layer in layers:
+        of_layer = {
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (KEYS, HIDDEN),
+            "self_attn.v_proj": (KEYS, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "mlp.gate_proj": (WIDE, HIDDEN),
+            "mlp.up_proj": (WIDE, HIDDEN),
+            "mlp.down_proj": (HIDDEN, WIDE),
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    return shapes | ({"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)} if ends else {})
+
+
+@lru_cache(maxsize=32)
+def tensors_of(named: tuple[tuple[str, Shape], ...]) -> tuple[tuple[str, torch.dtype, Shape], ...]:
+    """The model in bf16, then master, both moments in fp32 and the count of steps of each parameter."""
+    model = [(f"model:{name}", torch.bfloat16, shape) for name, shape in named]
+    state = [
+        entry
+        for name, shape in named
+        for entry in (
+            *((f"optimizer:{name}.{slot}", torch.float32, shape) for slot in SLOTS),
+            (f"optimizer:{name}.step", torch.float32, ()),
+        )
+    ]
+    return (*model, *state)
+
+
+def claimed(shapes: dict[str, Shape], model: Callable[[str], list[Box]], state: Callable[[str], list[Box]]) -> Claims:
+    """The claims of a rank that has these boxes of each parameter and of each slot."""
+    boxes: Boxes = [(number, *box) for number, name in enumerate(shapes) for box in model(name)]
+    for number, name in enumerate(shapes):
+        first = len(shapes) + number * (len(SLOTS) + 1)
+        found = state(name)
+        boxes += [(first + slot, *box) for slot in range(len(SLOTS)) for box in found]
+        boxes += [(first + len(SLOTS), (), ())] if found else []
+    return Claims.of_boxes(tensors_of(tuple(shapes.items())), boxes)
+
+
+@lru_cache(maxsize=64)
+def chunk(box: Box, dim: int, parts: int, part: int) -> list[Box]:
+    """A part of a box, as torch.chunk cuts; the last ones may be empty."""
+    start, size = map(list, box)
+    length = -(-size[dim] // parts)
+    first = min(part * length, size[dim])
+    start[dim], size[dim] = start[dim] + first, min(length, size[dim] - first)
+    return [(tuple(start), tuple(size))] if size[dim] else []
+
+
+def of_all(shape: Shape) -> Box:
+    """A whole tensor."""
+    return (0,) * len(shape), shape
+
+
+def tensor_parallel(name: str, shape: Shape, parts: int, part: int) -> Box:
+    """Rows or columns of a matrix, as Megatron cuts them; vectors are whole."""
+    if len(shape) == 1:
+        return of_all(shape)
+    return chunk(of_all(shape), 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0, parts, part)[0]
+
+
+def fsdp(rank: int) -> Claims:
+    """Every tensor cut by rows over all ranks."""
+    shapes = parameters()
+
+    def rows(name: str) -> list[Box]:
+        return chunk(of_all(shapes[name]), 0, RANKS, rank)
+
+    return claimed(shapes, rows, rows)
+
+
+def tensor_and_fsdp(rank: int) -> Claims:
+    """Tensor parallel over the 8 ranks of a host, each part cut by rows over 512 hosts."""
+    shapes = parameters()
+
+    def part(name: str) -> list[Box]:
+        return chunk(tensor_parallel(name, shapes[name], 8, rank % 8), 0, RANKS // 8, rank // 8)
+
+    return claimed(shapes, part, part)
+
+
+def megatron(rank: int) -> Claims:
+    """Tensor 8 x data 32 x pipeline 16; the optimizer's state is a flat buffer cut over the data ranks (ZeRO-1)."""
+    tensor, data, stage = rank % 8, rank // 8 % 32, rank // 256
+    layers = range(LAYERS * stage // 16, LAYERS * (stage + 1) // 16)
+    shapes = parameters(layers, ends=False)
+    if stage == 0:
+        shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)} | shapes
+    if stage == 15:
+        shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    of_model = {name: tensor_parallel(name, shape, 8, tensor) for name, shape in shapes.items()}
+    numels = {name: torch.Size(size).numel() for name, (_, size) in of_model.items()}
+    length = -(-sum(numels.values()) // 32)
+    begins = dict(zip(numels, torch.tensor([0, *numels.values()]).cumsum(0).tolist(), strict=False))
+
+    def flat(name: str) -> list[Box]:
+        start, size = of_model[name]
+        low, high = max(data * length - begins[name], 0), min((data + 1) * length - begins[name], numels[name])
+        if low >= high:
+            return []
+        boxes = cut(whole(size, ()), low, high).boxes
+        return [(tuple(a + b for a, b in zip(start, box.start, strict=True)), tuple(box.size)) for box in boxes]
+
+    return claimed(shapes, lambda name: [of_model[name]], flat)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "FSDP 4096, rows": fsdp,
+    "TP 8 x FSDP 512": tensor_and_fsdp,
+    "TP 8 x DP 32 x PP 16, ZeRO-1": megatron,
+}
+
+
+class World:
+    """Stands for gloo: fills in what the other ranks would have sent.
+
+    Args:
+        rank: The rank that is not simulated.
+        messages: What each rank tells, by round.
+    """
+
+    def __init__(self, rank: int, messages: list[list[bytes]]) -> None:
+        self._rank, self._rounds = rank, [[(message, _halves(message)) for message in of_all] for of_all in messages]
+        self._round = -1
+
+    def _allgather_base(self, every: torch.Tensor, mine: torch.Tensor) -> "World":
+        if every.dtype == torch.int64:  # digests and lengths: another round begins
+            self._round = (self._round + 1) % len(self._rounds)
+            told = [[*halves, len(message)] for message, halves in self._rounds[self._round]]
+            assert told[self._rank] == mine.flatten().tolist()
+            every.copy_(torch.tensor(told))
+            return self
+        rows, seen = every.view(RANKS, -1), set()
+        rows.zero_()
+        for rank, (message, halves) in enumerate(self._rounds[self._round]):
+            if halves not in seen and len(message) <= rows.shape[1]:
+                rows[rank, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            seen.add(halves)
+        return self
+
+    def broadcast(self, memory: torch.Tensor, root: int) -> "World":
+        """What one rank tells."""
+        memory.copy_(torch.frombuffer(bytearray(self._rounds[self._round][root][0]), dtype=torch.uint8))
+        return self
+
+    def wait(self, _: object) -> bool:
+        """Nothing is under way."""
+        return True
+
+
+def told_by_all(layout: Layout) -> list[list[bytes]]:
+    """By round: what each rank tells. Every rank makes its own, so it is not counted here."""
+    kinds: dict[tuple[object, ...], bytes] = {}
+    numbers: dict[bytes, int] = {}
+    tables, boxes = [], []
+    for rank in range(RANKS):
+        claims = layout(rank)
+        same = claims.tensors[0], claims.tensors[-1]
+        if same not in kinds:
+            kinds[same] = claims.table()
+        tables.append(kinds[same])
+        numbers.setdefault(kinds[same], len(numbers))
+        boxes.append(numbers[kinds[same]].to_bytes(8) + claims.boxes())
+    return [tables, boxes]
+
+
+def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, float]:
+    """Seconds and MiB of a save and a load on one rank; runs in a process of its own."""
+    torch.set_num_threads(1)
+    ranks = Ranks(None, 60.0)
+    ranks.rank, ranks.size, ranks._gloo = rank, RANKS, World(rank, messages)
+    ranks._hosts = [number // HOST for number in range(RANKS)]
+    session = Session(None, 60.0)
+    seconds: dict[str, float] = {}
+    saved: list[tuple[list[GlobalTensor], list[File], Plan]] = []
+
+    def prepare(saving: bool) -> None:
+        claims = LAYOUTS[name](rank)
+        key = saving, tuple(words_of(claims, rank))
+
+        def make() -> tuple[list[GlobalTensor], list[File], Plan]:
+            tensors = merge(claims_of_all(ranks, claims))
+            if saving:
+                check_covered(tensors)
+            files = lay_out(tensors, 5 * 10**9) if saving else saved[0][1]
+            planner = Planner(tensors, data_areas(files), rank, RANKS, hosts=ranks.hosts())
+            return tensors, files, planner.save() if saving else planner.load(near=False)
+
+        saved.append(session.planned(key, make))
+
+    warm = merge([([0], claimed({"w": (4, 4)}, *[lambda _: [((0, 0), (4, 4))]] * 2))])
+    Planner(warm, data_areas(lay_out(warm, 1 << 30)), 0, 2).save()  # the code itself takes memory when it first runs
+    base = reset_peak()
+    for step in ("save", "again", "load", "load again"):
+        begin = time.perf_counter()
+        prepare(step in ("save", "again"))
+        seconds[step] = time.perf_counter() - begin
+    seconds["MiB"] = peak() - base
+    _, files, plan = saved[0]
+    if rank == 0:
+        told = list(checksums(plan))
+        base = reset_peak()
+        begin = time.perf_counter()
+        crcs = join_crcs(files, map(decode_crcs, told))
+        records = {
+            file.name: FileRecord(
+                size=file.size, data_begin=file.data_begin, header_crc=0, block=file.block, crcs=of_file
+            )
+            for file, of_file in zip(files, crcs, strict=True)
+        }
+        empty = Manifest(style="", files=records, tied={}, model=None, optimizer=None, scheduler=None, extra=None)
+        encode_manifest(empty)
+        seconds["checksums s"], seconds["checksums MiB"] = time.perf_counter() - begin, peak() - base
+    seconds["TB"] = sum(file.size for file in files) / 1e12
+    seconds["mine"] = len(plan.files())
+    seconds["others"] = len(plan._others)
+    seconds["files"] = len(set(plan.files()))
+    return seconds
+
+
+def checksums(plan: Plan) -> Iterator[bytes]:
+    """What every rank tells the first one of the blocks that it has written."""
+    blocks = plan._blocks
+    by_rank: dict[int, list[Crc]] = {}
+    for area, runs in zip(blocks.areas, blocks.dealt, strict=True):
+        for run in runs:
+            shares: Iterable[tuple[int, int, range]] = (
+                run.deal.segments(run.first, run.stop)
+                if isinstance(run, Dealt)
+                else [(0, 0, range(run.first, run.stop))]
+            )
+            for rank, _, numbers in shares:
+                for number in numbers:
+                    begin = area.begin + number * area.block
+                    size = min(begin + area.block, area.end) - begin
+                    is_whole = isinstance(run, Dealt) or number % 16  # in fact, boxes end in fewer of them
+                    parts = [size] if is_whole else [size // 2, size - size // 2]
+                    for part, count in enumerate(parts):
+                        crc = begin * 2654435761 % (1 << 32)
+                        by_rank.setdefault(rank + part, []).append((area.file, begin, count, crc))
+                        begin += count
+    return (encode_crcs(crcs) for crcs in by_rank.values())
+
+
+def reset_peak() -> float:
+    """Forgets the most memory that the process has had; MiB that it has now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def peak() -> float:
+    """The most MiB that the process has had since."""
+    return status("VmHWM")
+
+
+def status(field: str) -> float:
+    """A size in /proc/self/status, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+def main() -> None:
+    """Measures every layout on some ranks."""
+    rows = []
+    for name, layout in LAYOUTS.items():
+        messages = told_by_all(layout)
+        found = []
+        for rank in MEASURED:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                found.append(pool.apply(measure, (messages, name, rank)))
+        most = {key: max(each.get(key, 0.0) for each in found) for key in found[0]}
+        rows.append(
+            {
+                "layout": name,
+                "TB": f"{most['TB']:.2f}",
+                "told KiB a rank": f"{sum(map(len, messages[1])) / RANKS / 1024:.1f}",
+                "save s": f"{most['save']:.2f}",
+                "again s": f"{most['again']:.3f}",
+                "load s": f"{most['load']:.2f}",
+                "load again s": f"{most['load again']:.3f}",
+                "MiB a rank": f"{most['MiB']:.0f}",
+                "checksums s": f"{most['checksums s']:.2f}",
+                "checksums MiB": f"{most['checksums MiB']:.0f}",
+                "blocks of a rank": f"{most['mine']:.0f}",
+                "others' blocks": f"{most['others']:.0f}",
+                "files it writes": f"{most['files']:.0f}",
+            }
+        )
+    note = (
+        f"Llama 3.1 405B in bf16, with master weights and both moments of Adam in fp32, on {RANKS:,} ranks of {HOST} a "
+        f"host, blocks of 4 MiB. Ranks {', '.join(map(str, MEASURED))} are measured, one at a time, each in a process "
+        "of one thread; the worst is shown. What the others tell is made by the same code and handed over as the "
+        "network would. Seconds run from a rank's boxes to the lists of its blocks: claims, their digest, the claims "
+        "of all, coverage, files, plan; `again` is the next time, which finds the plan by the digest. MiB are the most "
+        "that the process had beyond what it had before. Checksums are those of all blocks, on the first rank, up to "
+        "the bytes of the manifest."
+    )
+    write("planning", "Planning on thousands of ranks", rows, note)
+
+
+if __name__ == "__main__":
+    main()
