@@ -197,4 +197,4 @@ def test_an_adapter_is_not_planned(llama):
 
 def test_experts_that_a_model_has_not_are_refused_in_one_line(config, capsys):
     assert main(["plan", str(config), "--world", "8", "--device-memory", "80GB", "--parallel.expert", "2"]) == 2
-    assert "the model has none" in capsys.readouterr().err
+    assert "but model.experts is 0" in capsys.readouterr().err
