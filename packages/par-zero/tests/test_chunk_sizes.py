@@ -58,3 +58,14 @@ def test_chunks_are_known_before_there_are_any(case, stage):
         most = 2 * 4 * trained / (2 if stage else 1) + counts
         padding = 2 * 4 * 16 * 3 * len(chunks)  # of which the optimizer has none
         assert most - padding <= there["optimizer"] <= most
+
+
+def test_others_lie_in_chunks_of_their_own():
+    module = uneven()
+    shared = list(module.blocks.parameters())
+    for stage in STAGES:
+        chunks = chunk_sizes(module, adamw(module.parameters()), stage=stage, ranks=4, others=[(shared, 2)])
+        sizes = [sum(chunk.elements for chunk in chunks if chunk.share == share) for share in range(2)]
+        wanted = [sum(each.numel() for each in module.parameters()), sum(each.numel() for each in shared)]
+        wanted[0] -= wanted[1]
+        assert all(0 <= size - least < 16 * 4 * len(chunks) for size, least in zip(sizes, wanted, strict=True)), stage

@@ -236,3 +236,27 @@ def test_scores_that_are_nan_name_rank_and_layer_on_every_rank():
             inputs[0, 0, 0] = float("nan")
         with pytest.raises(ValueError, match=r"router '0.gate': ids of rank 1 are none of 0 \.\. 3"):
             model(inputs)
+
+
+@pytest.mark.ranks(4)
+def test_the_plan_shares_experts_over_those_who_have_copies():
+    for zero in range(4):
+        with Strategy(parallel={"expert": 2}, zero=zero) as strategy:
+            model = blocks(strategy.layers, number=1)
+            model, optimizer = strategy.initialize(model, adamw(model))
+            plan, inputs = strategy.plan(), batches(1)[0][0]
+            strategy.backward(model(inputs[:2]).sum(), optimizer)
+            held = [each for group in optimizer.param_groups for each in group["params"]]
+            gradients = sum(each.grad.untyped_storage().nbytes() for each in held)
+            optimizer.step()
+            state = sum(value.nbytes for each in optimizer.state.values() for value in each.values() if value.dim())
+            padding = 64 * len(held)
+            assert abs(plan.memory[0].optimizer - state) <= padding
+            assert abs(plan.memory[0].gradients - gradients) <= padding
+            received = dict.fromkeys(("data", "expert_data"), 0.0)
+            for move in plan.moves:
+                received[move.axis] += move.bytes * (move.what == "gradients")
+            experts, others = 2 * 3 * WIDTH * 8, 4 * WIDTH + 3 * WIDTH * 8 + 2 * WIDTH  # router, shared expert, norm
+            times = 1 if zero else 2
+            assert received["expert_data"] == pytest.approx(times * 4 * experts / 2, abs=padding)
+            assert received["data"] == pytest.approx(times * 4 * others * 3 / 4, abs=padding)

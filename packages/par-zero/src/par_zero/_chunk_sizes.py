@@ -1,7 +1,7 @@
 """How `shard` would deal a module's parameters out to chunks, before it does: what plans of memory count by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,12 +24,14 @@ class ChunkSize:
         trained: Whether an optimizer has its parameters, and so gradients are reduced.
         groups: Numbers of the param groups that it has parameters of, among those of all optimizers: of each the
             optimizer comes to have a tensor, unless it is cut into pieces.
+        share: Number of those who share it: 0 for the ranks of `shard(group=...)`, then `others`.
     """
 
     elements: int
     unit: int
     trained: bool
     groups: tuple[int, ...]
+    share: int = 0
 
 
 def chunk_sizes(
@@ -39,6 +41,7 @@ def chunk_sizes(
     stage: int,
     ranks: int,
     options: ShardOptions | None = None,
+    others: Sequence[tuple[Sequence[nn.Parameter], int]] = (),
 ) -> list[ChunkSize]:
     """The chunks that `shard` would make of a module. Nothing is changed, and no rank is asked.
 
@@ -50,6 +53,7 @@ def chunk_sizes(
         stage: Stage of `shard`, 0 to 3.
         ranks: Number of ranks that share.
         options: The options of `shard`; None: its defaults.
+        others: Of each of the `others` of `shard`, the parameters that it shares, and the number of its ranks.
 
     Returns:
         The sizes of the chunks, the last that runs first.
@@ -58,15 +62,19 @@ def chunk_sizes(
     cuts = STAGES[stage]
     groups = param_groups(in_a_row(optimizer), options.atomic)
     units = choose_units(module, options.units, options.bucket_of(ranks)) if cuts.shards_parameters else [[module]]
-    members = members_of(module, groups, cuts)
+    share_of = {parameter: number for number, (shared, _) in enumerate(others, 1) for parameter in shared}
+    members = [replace(member, share=share_of.get(member.parameter, 0)) for member in members_of(module, groups, cuts)]
     records = {member.parameter: record_of(member.parameter, tuple(range(ranks))) for member in members}
-    plans = plan_chunks(members, places(module, units), records, cuts, [ranks], options)
+    plans = plan_chunks(
+        members, places(module, units), records, cuts, [ranks, *(number for _, number in others)], options
+    )
     return [
         ChunkSize(
             elements=plan.layout.size,
             unit=plan.place.unit,
             trained=plan.members[0].group >= 0 or plan.members[0].parameter.requires_grad,
             groups=tuple(sorted({member.group for member in plan.members if member.group >= 0})),
+            share=plan.share,
         )
         for plan in plans
     ]

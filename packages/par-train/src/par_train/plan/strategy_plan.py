@@ -3,21 +3,23 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 
 from par_groups import Topology
 from par_pipeline import Schedule, simulate
-from par_zero import ShardOptions, chunk_sizes, elements_lent
+from par_zero import ChunkSize, ShardOptions, chunk_sizes, elements_lent
 
 from .._units import format_bytes
 from ..memory.budget import Budget, Spent, choose
+from .experts.spread import spread_of
 from .inputs import Job, Machine
-from .memory import Memory, Replicas, optimizer_away, parameters_away, state_memory
+from .memory import Memory, Replicas, added, optimizer_away, parameters_away, shared_apart, state_memory
 from .model import PlannedModel
 from .predict import predict
-from .shape import sequence_ranks
+from .shape import averaged_ranks
 from .traffic import Move, data_traffic, over
 
 
@@ -35,6 +37,7 @@ class Sizes:
             complete later. Ranks learn the order in which that is in the first steps.
         tensors: For each tensor that the optimizer comes to have, the number of its param group.
         beside: Bytes of what is in no chunk, such as buffers of the model.
+        experts: The same of experts that other ranks share than all else; None: there are none.
     """
 
     trained: tuple[int, ...]
@@ -45,6 +48,7 @@ class Sizes:
     waiting: int = 0
     tensors: tuple[int, ...] = ()
     beside: int = 0
+    experts: "Sizes | None" = None
 
     @property
     def parameters(self) -> int:
@@ -99,7 +103,13 @@ class StrategyPlan:
 
 
 def sizes_of(
-    model: nn.Module, optimizer: Optimizer | None, *, stage: int, ranks: int, options: ShardOptions | None = None
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    stage: int,
+    ranks: int,
+    options: ShardOptions | None = None,
+    experts: tuple[Sequence[nn.Parameter], int] = ((), 1),
 ) -> Sizes:
     """The sizes of a model whose parameters have been made, by the chunks that par-zero will make of it.
 
@@ -109,16 +119,26 @@ def sizes_of(
         stage: ZeRO stage.
         ranks: Number of ranks that share.
         options: The options of `par_zero.shard`; None: its defaults.
+        experts: Parameters of experts that other ranks share, and the number of these.
     """
     options = options or ShardOptions()
-    chunks = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options)
-    trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
-    frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
+    shares = [experts] if experts[0] else []
+    every = chunk_sizes(model, optimizer, stage=stage, ranks=ranks, options=options, others=shares)
+    apart = _sizes([chunk for chunk in every if chunk.share], stage, options) if shares else None
+    sizes = _sizes([chunk for chunk in every if not chunk.share], stage, options)
+    frozen = sizes.frozen
     if stage < 3:  # where they lie in no chunk
         groups = [] if optimizer is None else optimizer.param_groups
         stepped = {id(each) for group in groups for each in group["params"]}
         others = (each for each in model.parameters() if id(each) not in stepped)
         frozen += sum(each.numel() for each in others if groups or not each.requires_grad)
+    return replace(sizes, frozen=frozen, beside=sum(each.nbytes for each in model.buffers()), experts=apart)
+
+
+def _sizes(chunks: Sequence[ChunkSize], stage: int, options: ShardOptions) -> Sizes:
+    """The sizes of some chunks."""
+    trained = tuple(chunk.elements for chunk in chunks if chunk.trained)
+    frozen = sum(chunk.elements for chunk in chunks if not chunk.trained)
     units: dict[int, int] = {0: 0}
     for chunk in chunks if stage == 3 else ():
         units[chunk.unit] = units.get(chunk.unit, 0) + chunk.elements
@@ -132,7 +152,6 @@ def sizes_of(
         if stage == 3
         else 0,
         tensors=tuple(group for chunk in chunks for group in chunk.groups),
-        beside=sum(each.nbytes for each in model.buffers()),
     )
 
 
@@ -174,11 +193,23 @@ def plan_of(
         schedule: The pipeline's schedule, if there is a pipeline.
         gloo: Whether a reduce-scatter receives as much as it sends.
     """
-    ranks = topology.size("data") * sequence_ranks(topology)
-    replicas = [replicas_of_sizes(sizes, sizes.parameters, ranks=ranks, job=job, gloo=gloo) for sizes in models]
+    spread, made = spread_of(topology), partial(replicas_of_sizes, job=job, gloo=gloo)
+    memory: list[Memory] = []
+    moves: list[Move] = []
+    for sizes in models:
+        each = [made(sizes, sizes.parameters, ranks=averaged_ranks(topology))]
+        if sizes.experts is not None:
+            copies = topology.size("data") * spread.copies
+            each.append(made(sizes.experts, sizes.experts.parameters, ranks=copies))
+        all_else, *experts = shared_apart(each)
+        memory.append(added([state_memory(one, job.numbers) for one in (all_else, *experts)]))
+        moves += data_traffic(all_else, job.numbers)
+        moves += [
+            move for one in experts for move in data_traffic(one, job.numbers, "expert_data", flags=spread.reaches)
+        ]
     return StrategyPlan(
-        memory=tuple(state_memory(each, job.numbers) for each in replicas),
-        moves=tuple(move for each in replicas for move in data_traffic(each, job.numbers)),
+        memory=tuple(memory),
+        moves=tuple(moves),
         bubble=None if schedule is None else simulate(schedule).bubble,
         topology=topology,
     )

@@ -20,6 +20,7 @@ from ..memory.budget import Spent
 from ..plan.inputs import NUMBERS
 from ..plan.schedules import make_schedule, microbatches_of
 from ..plan.strategy_plan import Sizes, sizes_of
+from .mixture.share import share_of_experts
 from .options import StrategyOptions
 from .plugin import Plugin
 
@@ -122,7 +123,16 @@ class Setup:
             trained = optimizer is not None and all(each.requires_grad for each in parameters)
             more = parameters[0].element_size() // (numbers.master if trained else numbers.weight)
             options = replace(options, bucket=options.bucket_of(ranks) * max(1, more))
-        return sizes_of(model, optimizer, stage=self.options.stage, ranks=ranks, options=options)
+        shares = share_of_experts(model, self.groups)
+        experts = [(share.parameters or (), dist.get_world_size(share.group)) for share in shares]
+        return sizes_of(
+            model,
+            optimizer,
+            stage=self.options.stage,
+            ranks=ranks,
+            options=options,
+            experts=experts[0] if experts else ((), 1),
+        )
 
     @property
     def sequence_ranks(self) -> int:
