@@ -48,11 +48,11 @@ def in_turn(gate, args, routing):
     return replace(routing, ids=torch.arange(number).remainder(SHAPE.experts).view(routing.ids.shape))
 
 
-def forward(block, hidden, tokens=None):
+def forward(block, hidden, tokens=None, mask=None):
     query, key, value = block.query_key_value.parts(block.query_key_value(block.attention_norm(hidden)))
     mixed = block.layers.attention(query, key, value, head=block.head, causal=True, tokens=tokens)
     hidden = hidden + block.output(mixed)
-    return hidden + block.moe(block.mlp_norm(hidden))
+    return hidden + block.moe(block.mlp_norm(hidden), mask)
 
 
 def received(events):
@@ -106,7 +106,8 @@ def assert_as_predicted(parallel, zero):
         if zero < 3:  # whose gathered parameters autograd is seen to keep
             assert made.memory.activations == pytest.approx(saved.peak, rel=0.01), case
         memory = made.memory
-        low, high = memory.state - SLACK, memory.state + memory.buffers + SLACK
+        low = memory.state - SLACK
+        high = memory.state + 2 * memory.buffers + SLACK  # another one stays where a reduction was slow to arrive
         assert low < live_bytes(lambda found: low < found < high, without=before) < high, (case, memory)
 
 
