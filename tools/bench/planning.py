@@ -11,7 +11,7 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from _table import write
 
 from par_checkpoint.format.crc import Crc, decode_crcs, encode_crcs
 from par_checkpoint.format.manifest import FileRecord, Manifest, encode_manifest
-from par_checkpoint.plan.claims import Claims, GlobalTensor, check_covered, merge
+from par_checkpoint.plan.claims import Claims, GlobalTensor, Tensors, check_covered, merge
 from par_checkpoint.plan.files import File, data_areas, join_crcs, lay_out
 from par_checkpoint.plan.plan import Planner
 from par_checkpoint.plan.tasks import Dealt, Plan
@@ -199,18 +199,22 @@ class World:
 
 def told_by_all(layout: Layout) -> list[list[bytes]]:
     """By round: what each rank tells. Every rank makes its own, so it is not counted here."""
-    kinds: dict[tuple[object, ...], bytes] = {}
-    numbers: dict[bytes, int] = {}
-    tables, boxes = [], []
-    for rank in range(RANKS):
-        claims = layout(rank)
-        same = claims.tensors[0], claims.tensors[-1]
-        if same not in kinds:
-            kinds[same] = claims.table()
-        tables.append(kinds[same])
-        numbers.setdefault(kinds[same], len(numbers))
-        boxes.append(numbers[kinds[same]].to_bytes(8) + claims.boxes())
-    return [tables, boxes]
+    with multiprocessing.get_context("fork").Pool() as pool:
+        told = pool.map(partial(told_by, layout), range(RANKS), chunksize=64)
+    numbers = {table: number for number, table in enumerate(dict.fromkeys(table for table, _ in told))}
+    return [[table for table, _ in told], [numbers[table].to_bytes(8) + boxes for table, boxes in told]]
+
+
+def told_by(layout: Layout, rank: int) -> tuple[bytes, bytes]:
+    """What a rank tells: its tensors, and its boxes."""
+    claims = layout(rank)
+    return table_of(claims.tensors), claims.boxes()
+
+
+@lru_cache(maxsize=32)
+def table_of(tensors: Tensors) -> bytes:
+    """What a rank tells of its tensors; many have the same."""
+    return Claims(tensors=tensors, rows={}).table()
 
 
 def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, float]:
@@ -237,19 +241,21 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
 
         saved.append(session.planned(key, make))
 
-    warm = merge([([0], claimed({"w": (4, 4)}, *[lambda _: [((0, 0), (4, 4))]] * 2))])
-    Planner(warm, data_areas(lay_out(warm, 1 << 30)), 0, 2).save()  # the code itself takes memory when it first runs
+    some = [([other], LAYOUTS[name](other)) for other in range(0, RANKS, 64)]  # code takes memory when it first runs
+    warm = merge(some)
+    Planner(warm, data_areas(lay_out(warm, 5 * 10**9)), rank, RANKS).load(near=False)
+    del some, warm
     base = reset_peak()
     for step in ("save", "again", "load", "load again"):
-        begin = time.perf_counter()
+        begin = time.process_time()
         prepare(step in ("save", "again"))
-        seconds[step] = time.perf_counter() - begin
+        seconds[step] = time.process_time() - begin
     seconds["MiB"] = peak() - base
     _, files, plan = saved[0]
     if rank == 0:
         told = list(checksums(plan))
         base = reset_peak()
-        begin = time.perf_counter()
+        begin = time.process_time()
         crcs = join_crcs(files, map(decode_crcs, told))
         records = {
             file.name: FileRecord(
@@ -259,7 +265,7 @@ def measure(messages: list[list[bytes]], name: str, rank: int) -> dict[str, floa
         }
         empty = Manifest(style="", files=records, tied={}, model=None, optimizer=None, scheduler=None, extra=None)
         encode_manifest(empty)
-        seconds["checksums s"], seconds["checksums MiB"] = time.perf_counter() - begin, peak() - base
+        seconds["checksums s"], seconds["checksums MiB"] = time.process_time() - begin, peak() - base
     seconds["TB"] = sum(file.size for file in files) / 1e12
     seconds["mine"] = len(plan.files())
     seconds["others"] = len(plan._others)
@@ -273,11 +279,9 @@ def checksums(plan: Plan) -> Iterator[bytes]:
     by_rank: dict[int, list[Crc]] = {}
     for area, runs in zip(blocks.areas, blocks.dealt, strict=True):
         for run in runs:
-            shares: Iterable[tuple[int, int, range]] = (
-                run.deal.segments(run.first, run.stop)
-                if isinstance(run, Dealt)
-                else [(0, 0, range(run.first, run.stop))]
-            )
+            shares: Iterable[tuple[int, int, range]] = [(area.file % (RANKS - 1), 0, range(run.first, run.stop))]
+            if isinstance(run, Dealt):
+                shares = run.deal.segments(run.first, run.stop)
             for rank, _, numbers in shares:
                 for number in numbers:
                     begin = area.begin + number * area.block
@@ -309,41 +313,41 @@ def status(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
+def row(name: str, messages: list[list[bytes]]) -> dict[str, str]:
+    """What is measured of a layout, from what its ranks tell."""
+    found = []
+    for rank in MEASURED:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found.append(pool.apply(measure, (messages, name, rank)))
+    most = {key: max(each.get(key, 0.0) for each in found) for key in found[0]}
+    return {
+        "layout": name,
+        "TB": f"{most['TB']:.2f}",
+        "told KiB a rank": f"{sum(map(len, messages[1])) / RANKS / 1024:.1f}",
+        "save s": f"{most['save']:.2f}",
+        "again s": f"{most['again']:.3f}",
+        "load s": f"{most['load']:.2f}",
+        "load again s": f"{most['load again']:.3f}",
+        "MiB a rank": f"{most['MiB']:.0f}",
+        "checksums s": f"{most['checksums s']:.2f}",
+        "checksums MiB": f"{most['checksums MiB']:.0f}",
+        "blocks of a rank": f"{most['mine']:.0f}",
+        "others' blocks": f"{most['others']:.0f}",
+        "files it writes": f"{most['files']:.0f}",
+    }
+
+
 def main() -> None:
     """Measures every layout on some ranks."""
-    rows = []
-    for name, layout in LAYOUTS.items():
-        messages = told_by_all(layout)
-        found = []
-        for rank in MEASURED:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found.append(pool.apply(measure, (messages, name, rank)))
-        most = {key: max(each.get(key, 0.0) for each in found) for key in found[0]}
-        rows.append(
-            {
-                "layout": name,
-                "TB": f"{most['TB']:.2f}",
-                "told KiB a rank": f"{sum(map(len, messages[1])) / RANKS / 1024:.1f}",
-                "save s": f"{most['save']:.2f}",
-                "again s": f"{most['again']:.3f}",
-                "load s": f"{most['load']:.2f}",
-                "load again s": f"{most['load again']:.3f}",
-                "MiB a rank": f"{most['MiB']:.0f}",
-                "checksums s": f"{most['checksums s']:.2f}",
-                "checksums MiB": f"{most['checksums MiB']:.0f}",
-                "blocks of a rank": f"{most['mine']:.0f}",
-                "others' blocks": f"{most['others']:.0f}",
-                "files it writes": f"{most['files']:.0f}",
-            }
-        )
+    rows = [row(name, told_by_all(layout)) for name, layout in LAYOUTS.items()]
     note = (
         f"Llama 3.1 405B in bf16, with master weights and both moments of Adam in fp32, on {RANKS:,} ranks of {HOST} a "
         f"host, blocks of 4 MiB. Ranks {', '.join(map(str, MEASURED))} are measured, one at a time, each in a process "
         "of one thread; the worst is shown. What the others tell is made by the same code and handed over as the "
-        "network would. Seconds run from a rank's boxes to the lists of its blocks: claims, their digest, the claims "
-        "of all, coverage, files, plan; `again` is the next time, which finds the plan by the digest. MiB are the most "
-        "that the process had beyond what it had before. Checksums are those of all blocks, on the first rank, up to "
-        "the bytes of the manifest."
+        "network would. Seconds are those of the processor, from a rank's boxes to the lists of its blocks: claims, "
+        "their digest, the claims of all, coverage, files, plan; `again` is the next time, which finds the plan by the "
+        "digest. MiB are the most that the process had beyond what it had before. Checksums are those of all blocks, "
+        "on the first rank, up to the bytes of the manifest."
     )
     write("planning", "Planning on thousands of ranks", rows, note)
 
