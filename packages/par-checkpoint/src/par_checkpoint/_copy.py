@@ -16,6 +16,7 @@ from .format.manifest import MANIFEST, FileRecord, Manifest, decode_manifest, en
 from .storage.files import Source, Writer
 from .storage.folder import Folder, Staging
 from .storage.outline import read_outline
+from .storage.sharing import Sharing
 from .transfer.memory import Pool
 from .transfer.ranks import Ranks, attempt
 from .transfer.workers import Workers
@@ -45,17 +46,18 @@ def copy_checkpoint(
         CheckpointError, OSError: It cannot be read or written; what was in the target before is still there.
     """
 
-    def look() -> bytes | None:
+    def look() -> tuple[bytes, bool] | None:
         if of is not None and source.version() not in (of, None):
             return None
-        return source.read(MANIFEST)
+        return source.read(MANIFEST), target.sharing is Sharing.FILES
 
-    data = ranks.on_first(look)
-    if data is None:
+    found = ranks.on_first(look)
+    if found is None:
         return False
+    data, by_file = found
     manifest = decode_manifest(data)
     source.use(manifest)
-    copy = _Copy(source, target.stage(nonce, by_owner=not target.positional), manifest, target, overwrite)
+    copy = _Copy(source, target.stage(nonce, by_owner=by_file), manifest, target, overwrite, by_file)
     try:
         copy.run(ranks, threads)
     except Exception:
@@ -74,13 +76,14 @@ class _Copy:
     manifest: Manifest
     target: Folder
     overwrite: bool
+    by_file: bool
 
     def run(self, ranks: Ranks, threads: int) -> None:
         """Copies and commits; whatever fails, the staging folder goes."""
         large = {name: record for name, record in self.manifest.files.items() if record.size > self._unit(record)}
 
         def make() -> object:
-            self.target.recover()
+            self.target.repair()
             self.target.check_target(overwrite=self.overwrite)
             self.staging.create(list(self.manifest.files), sum(record.size for record in self.manifest.files.values()))
             if self.staging.positional:
@@ -113,7 +116,7 @@ class _Copy:
         with Workers(threads if self.staging.positional else 1, "par-checkpoint-tier") as workers:
             for number, (name, record) in enumerate(large.items()):
                 begins = list(range(record.data_begin, record.size, self._unit(record)))
-                if self.staging.positional:
+                if not self.by_file:
                     begins = [begin for place, begin in enumerate(begins, number) if place % ranks.size == ranks.rank]
                 elif number % ranks.size != ranks.rank:
                     begins = []

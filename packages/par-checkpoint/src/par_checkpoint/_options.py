@@ -54,9 +54,9 @@ class SaveOptions:
             optimizer waits for the copy before it steps. Whoever changes them in another way must call the handle's
             `wait_for_copy` first. Buffers and frozen parameters are still copied before `save` returns.
         pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
-        writer: Which ranks write a file. "pwrite": every rank writes its ranges of common files, on one node or a
-            coherent file system, or its parts, on S3. "owner": one rank writes a file from beginning to end, for NFS
-            and other stores. "auto": "pwrite" where the path allows it, else "owner".
+        writer: Which ranks write a file. "pwrite": several write their ranges of common files, on S3 their parts.
+            "owner": one rank writes a file from beginning to end. "auto": "pwrite" on a local disk, on Lustre and GPFS,
+            and on S3; "owner" on NFS, SMB, FUSE and what is not known, and on other stores.
         layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
         names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
             function.

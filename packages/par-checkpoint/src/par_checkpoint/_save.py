@@ -45,6 +45,7 @@ from .state.collect import (
 from .state.conversion import Convert
 from .state.model import LayoutNames, Model, Names, check_layout, layout_names
 from .storage.folder import Folder, Staging, in_tiers, open_folder
+from .storage.sharing import ALIGNMENT, Sharing
 from .transfer.claims import claims_of_all, words_of
 from .transfer.memory import Local
 from .transfer.ranks import Ranks, Session, session_of, words
@@ -109,8 +110,9 @@ def save(
         copy: When a save with `async_` copies. "blocking": before `save` returns. "background": while the next forward
             and backward pass run; every torch optimizer waits for the copy before it steps. See `SaveOptions`.
         pending: What to do when an earlier save in the background is not done: "wait" for it, or "raise".
-        writer: Which ranks write a file. "pwrite": every rank writes its ranges of common files, on S3 its parts.
-            "owner": one rank writes a file from beginning to end. "auto": "pwrite" where that goes, else "owner".
+        writer: Which ranks write a file. "pwrite": several write their ranges of common files, on S3 their parts.
+            "owner": one rank writes a file from beginning to end. "auto": "pwrite" on a local disk, on Lustre and GPFS,
+            and on S3; "owner" on NFS, SMB, FUSE and what is not known, and on other stores.
         layout: By name of a tensor: how the local tensor is cut out of the global one, where no record says it.
         names: From a tensor's name in the model to its name in the files: a dict, pairs of (pattern, replacement), or a
             function.
@@ -195,15 +197,17 @@ def save(
             layout=layout_names(layout, model), samples=content.samples, state=summary_of(content.state)
         )
         nonce = uuid.uuid4().int >> 80 if ranks.rank == 0 else 0
-        told = [nonce, *words_of(claims, ranks.rank), *compared.words()]
+        kinds = [folder.sharing == kind for kind in Sharing]
+        told = [nonce, *kinds, *words_of(claims, ranks.rank), *compared.words()]
         return (chosen, content, folders, claims, compared), told
 
-    (chosen, content, (folder, *further), claims, compared), sums = ranks.tell(look, 1 + 4 * 8)
+    (chosen, content, (folder, *further), claims, compared), sums = ranks.tell(look, 1 + len(Sharing) + 4 * 8)
     session.settle(chosen.pending)
-    nonce, digest_of_all = f"{sums[0]:012x}", tuple(sums[1:9])
-    layout_differs, samples_differ, state_differs = compared.differences(sums[9:], ranks.size)
+    nonce, digest_of_all = f"{sums[0]:012x}", tuple(sums[4:12])
+    sharing = max(kind for kind, count in zip(Sharing, sums[1:4], strict=True) if count)
+    layout_differs, samples_differ, state_differs = compared.differences(sums[12:], ranks.size)
     check_layout([names for _, names in ranks.distinct(compared.layout)] if layout_differs else [compared.layout])
-    prepared = _prepare(session, claims, digest_of_all, chosen, folder, style)
+    prepared = _prepare(session, claims, digest_of_all, chosen, folder, sharing=sharing, style=style)
     if samples_differ:
         check_replicas([(holders[0], samples) for holders, samples in ranks.distinct(compared.samples)])
     if state_differs:
@@ -289,7 +293,14 @@ def _united(state: EncodedState, summary: StateSummary, ranks: Ranks) -> Encoded
 
 
 def _prepare(
-    session: Session, claims: Claims, digest: Hashable, options: SaveOptions, folder: Folder, style: str
+    session: Session,
+    claims: Claims,
+    digest: Hashable,
+    options: SaveOptions,
+    folder: Folder,
+    *,
+    sharing: Sharing,
+    style: str,
 ) -> Prepared:
     """The files and the plan of a save, made once for each layout. Collective when they are not known yet.
 
@@ -299,6 +310,7 @@ def _prepare(
         digest: What stands for the claims of all ranks.
         options: How to save.
         folder: The folder to save to.
+        sharing: How the ranks may write one file together, where they share it.
         style: The style of the files.
 
     Raises:
@@ -309,12 +321,14 @@ def _prepare(
     if style == "torch":  # one file for each object, from one rank
         limit, by_owner = sys.maxsize, True
     elif options.writer == "auto":
-        by_owner = not folder.positional
+        by_owner = sharing is Sharing.FILES
 
     def make() -> Prepared:
         tensors = merge(claims_of_all(ranks, claims))
         check_covered(tensors)
-        files = lay_out(tensors, limit, stem, None if by_owner else folder.block)
+        is_shared = not by_owner and sharing is not Sharing.RANGES and len(set(ranks.hosts())) > 1
+        alignment = ALIGNMENT[sharing] if is_shared else 8
+        files = lay_out(tensors, limit, stem, None if by_owner else folder.block, alignment)
         owners = _owners(files, ranks.size) if by_owner else None
         planner = Planner(
             tensors,
@@ -323,11 +337,12 @@ def _prepare(
             ranks.size,
             owners=owners,
             hosts=ranks.hosts(),
-            alone=not folder.cached,
+            alone=is_shared or not folder.cached,
         )
         return Prepared(tensors=tensors, files=files, plan=planner.save(), owners=owners)
 
-    return session.planned(("save", digest, limit, by_owner, stem, folder.block(1), folder.cached), make)
+    same = "save", digest, limit, by_owner, sharing, stem, folder.block(1), folder.cached
+    return session.planned(same, make)
 
 
 def _owners(files: Sequence[File], size: int) -> list[int]:
@@ -367,7 +382,7 @@ class _Job:
         """Makes the staging folder on rank 0, unless the path is taken; all see it."""
 
         def make() -> object:
-            self.folder.recover()
+            self.folder.repair()
             self.folder.check_target(overwrite=self.overwrite)
             files = () if self.style == "torch" else self.prepared.files
             self.staging.create([file.name for file in files], needed_bytes(self.prepared, self.content))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 import warnings
 from contextlib import contextmanager
 
@@ -15,8 +14,18 @@ from par_checkpoint.storage.folder import open_folder
 from par_checkpoint.storage.local import LocalFolder
 
 STEPS = {
-    "exchange": {"swept", "created", "made", "linked", "synced-staging", "exchanged", "synced", "removed"},
-    "renames": {"swept", "created", "made", "linked", "synced-staging", "renamed-old", "renamed-new", "synced"}
+    "exchange": {"swept", "leased", "created", "made", "linked", "synced-staging", "exchanged", "synced", "removed"},
+    "renames": {
+        "swept",
+        "leased",
+        "created",
+        "made",
+        "linked",
+        "synced-staging",
+        "renamed-old",
+        "renamed-new",
+        "synced",
+    }
     | {"retired", "removed"},
     "remote": {"swept", "begun", "committed", "removed"},
 }
@@ -233,39 +242,50 @@ def test_an_error_between_the_two_renames_puts_the_old_back(tmp_path):
     assert content(opened("renames", tmp_path / "run")) == old
 
 
-def test_a_reader_waits_for_a_saver_between_its_renames(tmp_path):
+def test_a_reader_between_the_renames_of_a_saver_reads_the_old_one_and_renames_nothing(tmp_path):
     save(opened("renames", tmp_path / "run"), "0")
-    asked, told = os.pipe()
+    reader, seen = opened("renames", tmp_path / "run"), []
 
     def read_meanwhile(step):
         if step == "renamed-old":
-            os.write(told, b"go")
-            time.sleep(0.2)
-
-    folder = opened("renames", tmp_path / "run", read_meanwhile)
-    with forked() as child:
-        if not child:
-            os.read(asked, 2)
-            reader = opened("renames", tmp_path / "run")
+            before = entries(tmp_path)
             reader.recover()
-            os._exit(0 if content(reader)["model.safetensors"] == b"1" else 7)
-    if child:
-        save(folder, "1")
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert entries(tmp_path) == ["run"]
+            seen.append((content(reader)["model.safetensors"], reader.version()))
+            assert entries(tmp_path) == before
+
+    save(opened("renames", tmp_path / "run", read_meanwhile), "1")
+    assert [data for data, _ in seen] == [b"0"]
+    reader.recover()
+    assert content(reader)["model.safetensors"] == b"1"
+    assert reader.version() not in (None, seen[0][1]), "a reader that was at it starts again"
 
 
-def test_a_saver_that_hangs_between_its_renames_is_reported(tmp_path):
-    reader = LocalFolder(str(tmp_path / "run"), at=lambda _: None, patience=0)
+def test_a_reader_leaves_what_a_dead_saver_has_left_as_it_is(tmp_path):
+    save(opened("renames", tmp_path / "run"), "0")
+    dying = opened("renames", tmp_path / "run", lambda reached: die() if reached == "renamed-old" else None)
+    assert killed(lambda: save(dying, "1"))
+    before = entries(tmp_path)
+    reader = opened("renames", tmp_path / "run")
+    reader.recover()
+    assert content(reader)["model.safetensors"] == b"0"
+    assert entries(tmp_path) == before
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        reader.check_target(overwrite=False)
+    reader.repair()
+    assert content(opened("renames", tmp_path / "run"))["model.safetensors"] == b"0"
 
-    def read_meanwhile(step):
+
+def test_a_saver_that_hangs_between_its_renames_is_reported_to_the_next_saver(tmp_path):
+    other = LocalFolder(str(tmp_path / "run"), at=lambda _: None, patience=0)
+
+    def save_meanwhile(step):
         if step == "renamed-old":
             with pytest.raises(CheckpointError, match="another process is replacing"):
-                reader.recover()
+                other.repair()
 
     save(opened("renames", tmp_path / "run"), "0")
-    save(opened("renames", tmp_path / "run", read_meanwhile), "1")
-    assert content(reader)["model.safetensors"] == b"1"
+    save(opened("renames", tmp_path / "run", save_meanwhile), "1")
+    assert content(opened("renames", tmp_path / "run"))["model.safetensors"] == b"1"
 
 
 @pytest.mark.parametrize("kind", ["exchange", "renames"])
@@ -282,20 +302,32 @@ def test_a_saver_at_work_is_not_swept(tmp_path, kind):
     assert entries(tmp_path) == ["run"]
 
 
-@pytest.mark.parametrize("moment", ["created", "opened"])
-def test_a_staging_that_is_swept_before_it_is_locked_is_made_again(tmp_path, moment):
+@pytest.mark.parametrize("moment", ["leased", "created", "made"])
+def test_a_staging_is_never_without_a_lease(tmp_path, moment):
     swept = []
 
-    def sweep_once(step):
-        if step == moment and not swept:
-            swept.extend(opened("exchange", tmp_path / "run").sweep())
+    def sweep(step):
+        if step == moment:
+            swept.append(opened("exchange", tmp_path / "run").sweep())
 
-    save(opened("exchange", tmp_path / "run", sweep_once), "a")
-    assert swept == [str(tmp_path / ".run.tmp-a")]
+    save(opened("exchange", tmp_path / "run", sweep), "a")
+    assert swept == [[]]
     assert content(opened("exchange", tmp_path / "run"))["model.safetensors"] == b"a"
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+def test_a_saver_that_was_taken_for_dead_commits_nothing(tmp_path):
+    save(opened("exchange", tmp_path / "run"), "0")
+    staging = opened("exchange", tmp_path / "run").stage("a")
+    staging.create(["model.safetensors"], 0)
+    staging.write("model.safetensors", b"a")
+    (tmp_path / ".run.lease-a").unlink()
+    with pytest.raises(CheckpointError, match="took its save for dead"):
+        staging.publish(overwrite=True)
+    staging.discard()
+    assert content(opened("exchange", tmp_path / "run"))["model.safetensors"] == b"0"
+
+
+def test_a_forked_child_does_not_keep_the_lease(tmp_path):
     staging = opened("exchange", tmp_path / "run").stage("a")
     staging.create([], 0)
     asked, told = os.pipe()

@@ -180,7 +180,7 @@ def test_sweeping_takes_what_is_dead_and_nothing_else(tmp_path):
     assert told == [str(tmp_path / ".run.old-6")]
     assert folder.sweep() == told
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [".other.tmp-3", ".run.new-4", ".run.old-n1", ".run.tmp-5", ".run.tmp-n1", "run"]
+    assert left == [".other.tmp-3", ".run.lease-n1", ".run.new-4", ".run.old-n1", ".run.tmp-5", ".run.tmp-n1", "run"]
     alive.close()
 
 
@@ -188,7 +188,7 @@ def test_the_old_one_is_not_swept_while_it_is_the_only_one(tmp_path):
     (tmp_path / ".run.old-1").mkdir()
     folder = open_folder(tmp_path / "run")
     assert folder.sweep() == []
-    folder.recover()
+    folder.repair()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

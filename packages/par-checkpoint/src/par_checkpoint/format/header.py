@@ -58,13 +58,16 @@ class Header:
 
 
 def encode_header(
-    tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, tuple[torch.dtype, Shape]],
+    metadata: Mapping[str, str] | None = None,
+    alignment: int = _ALIGNMENT,
 ) -> tuple[bytes, Header]:
     """Lays tensors out in a file.
 
     Args:
         tensors: Dtype and shape by name, in any order.
         metadata: Texts for other readers. None: {"format": "pt"}, which is what transformers looks for.
+        alignment: Bytes at a multiple of which the data begins, itself a multiple of 8.
 
     Returns:
         The first bytes of the file, up to its data, and what they say.
@@ -85,7 +88,7 @@ def encode_header(
         entries[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": (begin, end)}
         begin = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > MAX_HEADER:
         raise ValueError(f"a header of {len(text)} bytes is over {MAX_HEADER}; lower max_shard_size to have more files")
     return len(text).to_bytes(8, "little") + text, Header(stored, metadata, 8 + len(text))

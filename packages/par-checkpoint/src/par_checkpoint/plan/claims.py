@@ -280,7 +280,6 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
         own = [known[claim.tensors[number][0]][0] for number in by_shape(claim.tensors)]
         numbers.append(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
-    holders = _Holders.of([ranks for ranks, _ in claims])
     may_differ = {key for _, claim in claims for key in claim.may_differ}
     groups: dict[int, list[_Rows]] = {}
     for dims in sorted({dims for _, claim in claims for dims in claim.rows}):
@@ -293,7 +292,7 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
         rows = groups.get(number, [])  # nobody holds anything of it, as of a tensor without elements
         same = len(shape), tuple(map(id, rows)), key in may_differ
         if same not in united:
-            boxes = _united(len(shape), rows, holders, only_first=key in may_differ)
+            boxes = _united(len(shape), rows, only_first=key in may_differ)
             fields = (boxes.starts, boxes.sizes, boxes.ranks, boxes.first)
             content = b"|".join(bytes(bytes_of(field.contiguous())) for field in fields)
             united[same] = equal.setdefault((len(shape), content), boxes)
@@ -301,17 +300,9 @@ def merge(claims: Sequence[tuple[Sequence[int], Claims]]) -> list[GlobalTensor]:
     return merged
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Boxes of the same tensors: int64 (boxes, 2 dims), start and size; int64 (boxes), which of the claims says so."""
-
-    boxes: torch.Tensor
-    sources: torch.Tensor
-
-
 @dataclass(frozen=True)
 class _Holders:
-    """The ranks of all claims in one int64 tensor, where those of each begin in it, and how many they are."""
+    """The ranks of several claims in one int64 tensor, where those of each begin in it, and how many they are."""
 
     ranks: torch.Tensor
     first: torch.Tensor
@@ -323,6 +314,21 @@ class _Holders:
         count = torch.tensor([len(some) for some in ranks], dtype=torch.int64, device="cpu")
         flat = torch.tensor([rank for some in ranks for rank in some], dtype=torch.int64, device="cpu")
         return cls(flat, count.cumsum(0) - count, count)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What claims say of the same tensors.
+
+    Args:
+        boxes: int64 (boxes, 2 dims), start and size.
+        sources: int64 (boxes), which of the holders have each of them.
+        holders: The ranks of all claims.
+    """
+
+    boxes: torch.Tensor
+    sources: torch.Tensor
+    holders: _Holders
 
 
 def _rows_by_tensor(
@@ -339,37 +345,42 @@ def _rows_by_tensor(
         numbers: By number of a table: the global numbers of its tensors, by place.
         dims: The number of dims.
     """
-    parts = [(source, claim) for source, (_, claim) in enumerate(claims) if dims in claim.rows]
-    rows = torch.cat([claim.rows[dims] for _, claim in parts])
-    counts = torch.tensor([len(claim.rows[dims]) for _, claim in parts], device="cpu")
-    source = torch.tensor([source for source, _ in parts], device="cpu").repeat_interleave(counts)
-    table = torch.tensor([tables[id(claim.tensors)] for _, claim in parts], device="cpu").repeat_interleave(counts)
+    alike: dict[tuple[int, bytes], tuple[torch.Tensor, list[int]]] = {}  # ranks that differ elsewhere say the same here
+    for ranks, claim in claims:
+        if dims in claim.rows:
+            said = claim.rows[dims].contiguous()
+            alike.setdefault((tables[id(claim.tensors)], bytes(bytes_of(said))), (said, []))[1].extend(ranks)
+    rows = torch.cat([said for said, _ in alike.values()])
+    holders = _Holders.of([ranks for _, ranks in alike.values()])
+    counts = torch.tensor([len(said) for said, _ in alike.values()], device="cpu")
+    source = torch.arange(len(alike), device="cpu").repeat_interleave(counts)
+    table = torch.tensor([number for number, _ in alike], device="cpu").repeat_interleave(counts)
     spoken_of, which = _unique(torch.cat([table[:, None], rows[:, :3]], 1))
     order = which.argsort(stable=True)
     split = which.bincount(minlength=len(spoken_of)).tolist()
     pieces = zip(rows[order, 3:].split(split), source[order].split(split), strict=True)
     found: dict[int, list[_Rows]] = {}
     for (number, first, step, count), (boxes, sources) in zip(spoken_of.tolist(), pieces, strict=True):
-        same = _Rows(boxes, sources)
+        same = _Rows(boxes, sources, holders)
         tensors = numbers[number][first : first + step * (count - 1) + 1 : step] if step else numbers[number][[first]]
         for tensor in tensors.tolist():
             found.setdefault(tensor, []).append(same)
     return found
 
 
-def _united(dims: int, rows: Sequence[_Rows], holders: _Holders, *, only_first: bool) -> Boxes:
+def _united(dims: int, rows: Sequence[_Rows], *, only_first: bool) -> Boxes:
     """The different boxes of one tensor and their holders: equal boxes become one box with several holders.
 
     Args:
         dims: The tensor's number of dims.
         rows: All rows that speak of it.
-        holders: The ranks of all claims.
         only_first: Whether the first holder of a box counts alone, as the others may have other values.
     """
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     boxes = torch.cat([none.view(0, 2 * dims), *(part.boxes for part in rows)])
     sources = torch.cat([none, *(part.sources for part in rows)])
     unique, which = _unique(boxes)
+    holders = rows[0].holders if rows else _Holders.of([])
     count = holders.count[sources]
     begin = holders.first[sources] - (count.cumsum(0) - count)  # of the ranks of each row, less where it begins here
     ranks = holders.ranks[begin.repeat_interleave(count) + torch.arange(int(count.sum()), device="cpu")]

@@ -56,7 +56,11 @@ class Prepared:
 
 
 def lay_out(
-    tensors: Sequence[GlobalTensor], limit: int, stem: str = "model", block: Callable[[int], int] | None = None
+    tensors: Sequence[GlobalTensor],
+    limit: int,
+    stem: str = "model",
+    block: Callable[[int], int] | None = None,
+    alignment: int = 8,
 ) -> list[File]:
     """The files that hold some tensors, filled greedily in the order of the tensors.
 
@@ -65,6 +69,7 @@ def lay_out(
         limit: Bytes of data in a file at most, unless one tensor alone is larger.
         stem: What the names of the model's files begin with.
         block: From the bytes of data in a file to those of its blocks; None: all blocks are of the usual size.
+        alignment: Bytes at multiples of which the blocks of a file with several blocks begin.
     """
     files = []
     for section, prefix in {**STEMS, "model": stem}.items():
@@ -73,7 +78,10 @@ def lay_out(
         file_names = shard_names(len(shards), prefix, always_numbered=section != "model")
         for file_name, names in zip(file_names, shards, strict=True):
             inside = [tensors[numbers[name]] for name in names]
-            header, stored = encode_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in inside})
+            several = sum(tensor.bytes for tensor in inside) > BLOCK
+            header, stored = encode_header(
+                {tensor.name: (tensor.dtype, tensor.shape) for tensor in inside}, alignment=alignment if several else 8
+            )
             begin = stored.data_begin
             placed = [(begin + own.begin, begin + own.end, numbers[name]) for name, own in stored.tensors.items()]
             files.append(
@@ -162,7 +170,7 @@ def join_crcs(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> "list[arra
     """
     counts = [-(-(file.size - file.data_begin) // file.block) for file in files]
     found = [torch.zeros(count, dtype=torch.int64, device="cpu") for count in counts]
-    parts: list[Crc] = []
+    parts = [torch.empty(0, 4, dtype=torch.int64, device="cpu")]
     for rows in crcs:
         numbers, lengths = rows[:, 0].unique_consecutive(return_counts=True)
         for number, inside in zip(numbers.tolist(), rows.split(lengths.tolist()), strict=True):
@@ -171,10 +179,15 @@ def join_crcs(files: Sequence[File], crcs: Iterable[torch.Tensor]) -> "list[arra
             begin = file.data_begin + block * file.block
             is_whole = inside[:, 2] == (begin + file.block).clamp_(max=file.size) - begin
             found[number][block[is_whole]] = inside[is_whole, 3]
-            parts.extend(map(_crc_of, inside[~is_whole].tolist()))
-    for (number, place), crc in join_parts(files, parts).items():
-        found[number][place] = crc
-    return [array("I", of_file.tolist()) for of_file in found]
+            parts.append(inside[~is_whole])
+    every = [array("I", of_file.tolist()) for of_file in found]
+    in_parts = torch.cat(parts)
+    in_parts = in_parts[in_parts[:, 1].argsort(stable=True)]  # within a file, as they follow each other
+    for rows in in_parts.split(4096):
+        for number, begin, size, crc in rows.tolist():
+            place = (begin - files[number].data_begin) // files[number].block
+            every[number][place] = joined(every[number][place], crc, size)
+    return every
 
 
 def join_parts(files: Sequence[File], parts: Iterable[Crc]) -> dict[tuple[int, int], int]:
@@ -189,8 +202,3 @@ def join_parts(files: Sequence[File], parts: Iterable[Crc]) -> dict[tuple[int, i
         place = number, (begin - files[number].data_begin) // files[number].block
         found[place] = joined(found.get(place, 0), crc, size)
     return found
-
-
-def _crc_of(row: Sequence[int]) -> Crc:
-    number, begin, size, crc = row
-    return number, begin, size, crc

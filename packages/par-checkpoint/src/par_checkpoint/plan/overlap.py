@@ -191,23 +191,6 @@ class Overlap:
         return sorted(found)
 
     @cached_property
-    def ranks(self) -> torch.Tensor:
-        """int64: the holders of boxes low .. high - 1, box by box; a rank is there once for each of its boxes."""
-        boxes = self.index.boxes
-        return boxes.ranks[boxes.first[self.low] : boxes.first[self.high]]
-
-    @cached_property
-    def weights(self) -> torch.Tensor:
-        """int64, as long as `ranks`: elements of the stretch in that box."""
-        first = self.index.boxes.first
-        box_of_rank = self.index.box_of_holder[first[self.low] : first[self.high]] - self.low
-        return self._elements.index_select(0, box_of_rank)
-
-    def ranks_with_some(self) -> list[int]:
-        """All ranks that hold elements of the stretch, box by box."""
-        return [rank for box in self.boxes for rank in self.index.holders(box)]
-
-    @cached_property
     def _elements(self) -> torch.Tensor:
         """int64: how many elements of the stretch each of boxes low .. high - 1 has."""
         if self.index.is_one_box:

@@ -14,12 +14,10 @@ arithmetic, and lists the blocks in which it takes part. The pieces of a block a
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import torch
-
-from .blocks import Area, Block, Span
+from .blocks import Area
 from .claims import GlobalTensor
 from .deal import Rotation, Shares, Together, Windows
-from .overlap import BoxIndex, Overlap
+from .overlap import BoxIndex
 from .tasks import Blocks, Dealt, Parts, Plan, parts_of
 
 Shape = tuple[int, ...]
@@ -187,10 +185,17 @@ class Planner:
         block = self._areas[number].at(first, self._tensors)
         overlaps = [(span, self._indexes[span.tensor].within(span.start, span.stop)) for span in block.spans]
         overlaps = [(span, overlap) for span, overlap in overlaps if overlap.boxes]
-        some = {rank for _, overlap in overlaps for rank in overlap.ranks_with_some()}
+        held = [
+            (rank, count * span.width)
+            for span, overlap in overlaps
+            for box, count in overlap.boxes.items()
+            for rank in overlap.index.holders(box)
+        ]
+        some = {rank for rank, _ in held}
         if not some and not saving:
             return
-        main = self._main_holders(overlaps, block)
+        most = max((size for _, size in held), default=0)  # about as much of the block as any: at least half as much
+        main = tuple(sorted({rank for rank, size in held if 2 * size >= most})) or (block.file % self._size,)
         is_whole = all(overlap.index.held_by(rank) >= overlap.boxes.keys() for _, overlap in overlaps for rank in main)
         if saving and is_whole:
             yield self._rotated(first, stop, main, sends=False)
@@ -208,7 +213,8 @@ class Planner:
         elif saving or not near:
             yield self._rotated(first, stop, main, sends=saving or len(some) > 1)
         else:
-            readers = tuple(sorted(self._readers(overlaps, block, some))) or main
+            much = {rank for rank, size in held if 4 * size >= block.size}
+            readers = tuple(sorted(some if len(some) <= _READERS else much)) or main
             yield self._together(first, stop, readers, sends=not some <= set(readers))
 
     def _rotated(self, first: int, stop: int, ranks: tuple[int, ...], *, sends: bool) -> Dealt:
@@ -269,21 +275,3 @@ class Planner:
             for rank in ranks:
                 self._turns[rank] += stop - first
         return Dealt(deal, sends)
-
-    def _main_holders(self, overlaps: Sequence[tuple[Span, Overlap]], block: Block) -> tuple[int, ...]:
-        """The ranks that hold about as much of the block as any, at least half as much."""
-        some = [(overlap.weights * span.width, overlap.ranks) for span, overlap in overlaps]
-        if not some:
-            return (block.file % self._size,)
-        weights, ranks = torch.cat([weights for weights, _ in some]), torch.cat([ranks for _, ranks in some])
-        return tuple(sorted(set(ranks[2 * weights >= weights.max()].tolist())))
-
-    def _readers(self, overlaps: Sequence[tuple[Span, Overlap]], block: Block, some: set[int]) -> set[int]:
-        """All that need some of the block if they are few, else those that need a quarter of it or more."""
-        if len(some) <= _READERS:
-            return some
-        return {
-            rank
-            for span, overlap in overlaps
-            for rank in overlap.ranks[4 * overlap.weights * span.width >= block.size].tolist()
-        }

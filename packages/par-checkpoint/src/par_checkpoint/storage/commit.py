@@ -12,11 +12,11 @@ So at any kill the target is wholly the old or wholly the new, or it is absent a
 stays whole because nothing is ever removed under such a name: it is renamed to a staging name first. A staging name
 never counts, so a half-removed folder is never read.
 
-The saver holds a lock on the staging folder. The kernel releases it when the process ends, and it follows the folder
-through renames: a folder that can be locked has no living saver, and may be swept. Where `recover` sees no target, but
-a saver that lives, it waits for the second rename. On a file system without such locks it does not wait; the saver's
-second rename then fails on the folder that is there, so even there nothing is lost. But two savers to one path at a
-time need the locks: without them, the later one sweeps the other's staging.
+The saver holds a lease, `.<name>.lease-<nonce>`, from before there is a staging folder until it is gone (see `lease`):
+what has no lease that is held has no living saver, and may be swept. Where `recover` sees no target, but a saver that
+lives, it waits for the second rename.
+
+Only savers rename. A reader that finds no target reads the old one where it is, and starts again should it vanish.
 
 Symbolic links are never followed here.
 """
@@ -24,16 +24,16 @@ Symbolic links are never followed here.
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .._errors import CheckpointError
+from .lease import Lease, is_held
 from .owned import Remnant, remnant_of
 
 
@@ -46,31 +46,30 @@ class Target:
         at: Called with the name of each step of a commit.
         exchange: Whether to exchange folders in one step where the system can.
         patience: Seconds that a living saver gets between its two renames.
+        lease: Seconds without a sign of life after which a saver of another machine is taken for dead.
     """
 
     path: Path
     at: Callable[[str], None]
     exchange: bool
     patience: float
+    lease: float
 
-    def begin(self, nonce: str) -> int:
-        """Makes a staging folder and locks it; another saver may sweep it before it is locked: then once more.
+    def begin(self, nonce: str) -> Lease:
+        """Takes a lease, and makes a staging folder.
 
         Returns:
-            The descriptor that holds the lock, see `unlock`.
+            The lease, to be released when the save has ended.
         """
-        staging = self.beside("tmp", nonce)
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                staging.mkdir()
-                self.at("created")
-                lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                self.at("opened")
-                with contextlib.suppress(OSError):  # a file system without such locks
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                if staging.is_dir():
-                    return lock
-                os.close(lock)
+        lease = Lease(self.beside("lease", nonce), self.lease)
+        try:
+            self.at("leased")
+            self.beside("tmp", nonce).mkdir()
+        except BaseException:
+            lease.release()
+            raise
+        self.at("created")
+        return lease
 
     def commit(self, nonce: str, *, replaces: bool) -> None:
         """Puts a staging folder whose files are on the disk in the target's place.
@@ -107,38 +106,51 @@ class Target:
             self.at("removed")
 
     def recover(self) -> None:
-        """Gives an old checkpoint its name back, if a saver died between its two renames.
+        """Gives an old checkpoint its name back, if a saver died between its two renames. Only savers call it.
 
         Raises:
             CheckpointError: A saver that lives does not go on, or the name cannot be given back.
         """
         deadline = time.monotonic() + self.patience
-        while not os.path.lexists(self.path) and (
-            olds := [folder for folder in self._remnants() if folder.kind == "old"]
-        ):
-            newest = max(olds, key=lambda old: _changed(self.beside("old", old.nonce)))
-            with _claim(self.beside("tmp", newest.nonce)) as dead:
-                if dead:
-                    self._put_back(self.beside("old", newest.nonce))
-            if not dead and time.monotonic() > deadline:
+        while (newest := self._newest_old()) is not None:
+            dead = not is_held(self.beside("lease", newest.nonce), self.lease)
+            if dead:
+                self._put_back(self.beside("old", newest.nonce))
+            elif time.monotonic() > deadline:
                 raise CheckpointError(
                     f"another process is replacing {self.path}, but does not end: see to it, or retry"
                 )
             time.sleep(0 if dead else 0.02)
 
+    def seen(self) -> Path:
+        """Where the checkpoint is to be read: under its name, or, between a saver's renames, as the old one."""
+        newest = self._newest_old()
+        return self.path if newest is None else self.beside("old", newest.nonce)
+
+    def _newest_old(self) -> Remnant | None:
+        """What the last saver has renamed of the checkpoint, where nothing has its name."""
+        if os.path.lexists(self.path):
+            return None
+        olds = [folder for folder in self._remnants() if folder.kind == "old"]
+        return max(olds, key=lambda old: _changed(self.beside("old", old.nonce)), default=None)
+
     def sweep(self, *, dry_run: bool) -> list[str]:
-        """Removes what dead saves left beside the target; returns the paths."""
+        """Removes what dead saves left beside the target; returns the paths of folders."""
         swept = []
         for remnant in self._remnants():
-            path = self.beside(remnant.kind, remnant.nonce)
-            with _claim(self.beside("tmp", remnant.nonce)) as dead:
-                # The target is looked at only now: a saver that lived while the old one was listed may be done.
-                if not dead or (remnant.kind == "old" and not os.path.lexists(self.path)):
-                    continue
-                if not dry_run:
-                    (self.retire if remnant.kind == "old" else erase)(path)
-                if dry_run or not os.path.lexists(path):
-                    swept.append(str(path))
+            path, lease = self.beside(remnant.kind, remnant.nonce), self.beside("lease", remnant.nonce)
+            # The target is looked at only then: a saver that lived while the old one was listed may be done.
+            if is_held(lease, self.lease) or (remnant.kind == "old" and not os.path.lexists(self.path)):
+                continue
+            if not dry_run:
+                (self.retire if remnant.kind == "old" else erase)(path)
+            if dry_run or not os.path.lexists(path):
+                swept.append(str(path))
+        if not dry_run:
+            left = {remnant.nonce for remnant in self._remnants()}
+            for nonce in self._leases() - left:
+                if not is_held(self.beside("lease", nonce), self.lease):
+                    self.beside("lease", nonce).unlink(missing_ok=True)
         return swept
 
     def retire(self, path: Path) -> None:
@@ -150,7 +162,7 @@ class Target:
             erase(trash)
 
     def beside(self, kind: str, nonce: str) -> Path:
-        """The path of a save's folder beside the target; `kind` is "tmp" or "old"."""
+        """The path of a save's folder or lease beside the target; `kind` is "tmp", "old" or "lease"."""
         return self.path.with_name(Remnant(self.path.name, kind, nonce).name)
 
     def _move_in(self, staging: Path) -> None:
@@ -179,12 +191,10 @@ class Target:
         remnants = (remnant_of(name) for name in names)
         return [remnant for remnant in remnants if remnant is not None and remnant.target == self.path.name]
 
-
-def unlock(lock: int) -> None:
-    """Lets go of a staging folder. Closing alone would leave it locked by a forked child, such as a data loader's."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+    def _leases(self) -> set[str]:
+        """The nonces of all leases beside the target."""
+        prefix = f".{self.path.name}.lease-"
+        return {entry.name.removeprefix(prefix) for entry in scan(self.path.parent) if entry.name.startswith(prefix)}
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -230,24 +240,6 @@ def scan(folder: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-@contextlib.contextmanager
-def _claim(staging: Path) -> Iterator[bool]:
-    """Keeps a staging folder locked; False if its saver lives. One that is not there has no living saver."""
-    lock, dead = None, True
-    with contextlib.suppress(FileNotFoundError):
-        lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        with contextlib.suppress(OSError):  # a file system without such locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                dead = False
-    try:
-        yield dead
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def _changed(path: Path) -> int:

@@ -8,6 +8,7 @@ from ..format.index import is_base_name
 from ..format.manifest import BLOCK, Manifest
 from .files import Source, Writer
 from .local import LocalFolder
+from .sharing import Sharing
 
 
 def open_folder(path: str | os.PathLike[str], at: Callable[[str], None] | None = None) -> "Folder":
@@ -79,8 +80,15 @@ class Folder(Protocol):
     def use(self, manifest: Manifest | None) -> None:
         """Reads from now on the checkpoint of this manifest, which another rank has found; None: one without."""
 
+    @property
+    def sharing(self) -> Sharing:
+        """How several clients may write one file."""
+
     def recover(self) -> None:
-        """Makes the old checkpoint visible again if a save died while it swapped; called before reading."""
+        """Finds the old checkpoint again if a save died while it swapped; called before reading."""
+
+    def repair(self) -> None:
+        """Gives the old checkpoint its name back if a save died while it swapped; called before writing."""
 
     def version(self) -> str | None:
         """A text that changes whenever the manifest is replaced by another file; None where there is no manifest."""
@@ -177,4 +185,4 @@ class Staging(Protocol):
         """One rank: removes the staging in whatever state it is, unless it is the checkpoint by now, and closes it."""
 
     def close(self) -> None:
-        """Lets go of the lock without removing anything; again is harmless."""
+        """Lets go of the staging without removing anything; again is harmless."""

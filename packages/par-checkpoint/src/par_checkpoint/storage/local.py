@@ -8,11 +8,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .._errors import CheckpointError, CorruptError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, generation_in
-from .commit import Target, erase, scan, sync, unlock
+from .commit import Target, erase, scan, sync
 from .owned import carried, check_name, check_replaceable, parents
+from .sharing import Sharing, sharing_of
+
+if TYPE_CHECKING:
+    from .lease import Lease
 
 
 class LocalFolder:
@@ -23,6 +28,7 @@ class LocalFolder:
         at: Called with the name of each step of a commit.
         exchange: Whether to exchange folders in one step where the system can.
         patience: Seconds that a living saver gets between its two renames, and a shared file system to show a folder.
+        lease: Seconds without a sign of life after which a saver of another machine is taken for dead.
     """
 
     positional = True
@@ -30,13 +36,27 @@ class LocalFolder:
     in_flight = 0
     stages_beside = True
 
-    def __init__(self, path: str, *, at: Callable[[str], None], exchange: bool = True, patience: float = 10.0) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        at: Callable[[str], None],
+        exchange: bool = True,
+        patience: float = 10.0,
+        lease: float = 60.0,
+    ) -> None:
         self.path = Path(os.path.abspath(path))  # noqa: PTH100 - resolves '..', but no links
         if not self.path.name:
             raise ValueError(f"{path!r} has no name: give a folder below it")
         self.url = str(self.path)
-        self.target = Target(path=self.path, at=at, exchange=exchange, patience=patience)
+        self.target = Target(path=self.path, at=at, exchange=exchange, patience=patience, lease=lease)
+        self._seen = self.path
         self._generation: str | None = None
+
+    @property
+    def sharing(self) -> Sharing:
+        """How several clients may write one file."""
+        return sharing_of(self.path.parent)
 
     def block(self, size: int) -> int:
         """Bytes of the blocks of a file, of whatever size."""
@@ -44,9 +64,13 @@ class LocalFolder:
         return BLOCK
 
     def recover(self) -> None:
-        """Makes the old checkpoint visible again if a saver died while it was away."""
+        """Looks where the checkpoint is to be read, should a saver have died while it was away. Renames nothing."""
+        self._seen, self._generation = self.target.seen(), None
+
+    def repair(self) -> None:
+        """Gives the old checkpoint its name back if a saver died while it was away."""
         self.target.recover()
-        self._generation = None
+        self._seen, self._generation = self.path, None
 
     def use(self, manifest: Manifest | None) -> None:
         """Looks anew; the manifest says in which folder the files lie."""
@@ -56,7 +80,7 @@ class LocalFolder:
     def version(self) -> str | None:
         """A text that changes when the manifest is replaced; None where there is none."""
         try:
-            file = os.open(self.path / MANIFEST, os.O_RDONLY)  # a network file system looks anew at what is opened
+            file = os.open(self._seen / MANIFEST, os.O_RDONLY)  # a network file system looks anew at what is opened
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -67,16 +91,16 @@ class LocalFolder:
 
     def exists(self) -> bool:
         """Whether anything is there; an empty folder is nothing."""
-        if self.path.is_symlink() or not self.path.is_dir():
-            return os.path.lexists(self.path)
-        return any(True for _ in self.path.iterdir())
+        if self._seen.is_symlink() or not self._seen.is_dir():
+            return os.path.lexists(self._seen)
+        return any(True for _ in self._seen.iterdir())
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file in the folder and in its folder "optimizer"."""
-        if not self.path.is_dir():
+        if not self._seen.is_dir():
             raise CheckpointError(f"there is no folder {self.url}: check the path")
         sizes = {}
-        for top in dict.fromkeys((self.path, self._where())):
+        for top in dict.fromkeys((self._seen, self._where())):
             for folder in ("", "optimizer"):
                 for entry in scan(top / folder):
                     if not entry.is_dir():
@@ -93,16 +117,16 @@ class LocalFolder:
     def open(self, name: str) -> "LocalSource":
         """A file to read from."""
         inside = self._where() / check_name(name)
-        return LocalSource(inside if name != MANIFEST and inside.exists() else self.path / name)
+        return LocalSource(inside if name != MANIFEST and inside.exists() else self._seen / name)
 
     def _where(self) -> Path:
         """The folder of the files: a generation in this one, where it was copied from a store of objects."""
         if self._generation is None:
             self._generation = ""
-            if any(GENERATION.fullmatch(entry.name) for entry in scan(self.path)):
+            if any(GENERATION.fullmatch(entry.name) for entry in scan(self._seen)):
                 with contextlib.suppress(FileNotFoundError):
-                    self._generation = generation_in((self.path / MANIFEST).read_bytes()) or ""
-        return self.path / self._generation
+                    self._generation = generation_in((self._seen / MANIFEST).read_bytes()) or ""
+        return self._seen / self._generation
 
     def folders(self) -> list[str]:
         """The names of the folders in it."""
@@ -111,7 +135,7 @@ class LocalFolder:
     def child(self, name: str) -> "LocalFolder":
         """A folder in it."""
         path, own = str(self.path / check_name(name)), self.target
-        return LocalFolder(path, at=own.at, exchange=own.exchange, patience=own.patience)
+        return LocalFolder(path, at=own.at, exchange=own.exchange, patience=own.patience, lease=own.lease)
 
     def stage(self, nonce: str, *, by_owner: bool = False) -> "LocalStaging":
         """A handle on the staging folder of a save; touches nothing."""
@@ -160,20 +184,20 @@ class LocalStaging:
     def __init__(self, folder: LocalFolder, nonce: str) -> None:
         self._folder, self._nonce = folder, nonce
         self._path = folder.target.beside("tmp", nonce)
-        self._lock: int | None = None
+        self._lease: Lease | None = None
 
     def create(self, names: Iterable[str], needed: int) -> None:
-        """Sweeps, checks that there is room, makes the staging folder and locks it."""
+        """Sweeps, checks that there is room, and makes the staging folder, with a lease beside it."""
         parent, target = self._folder.path.parent, self._folder.target
         parent.mkdir(parents=True, exist_ok=True)
-        target.recover()
+        self._folder.repair()
         target.sweep(dry_run=False)
         target.at("swept")
         space = os.statvfs(parent)
         free = space.f_bavail * space.f_frsize
         if needed > free:
             raise CheckpointError(f"{needed:,} bytes are needed in {parent}, {free:,} are free: free some space")
-        self._lock = target.begin(self._nonce)
+        self._lease = target.begin(self._nonce)
         for name in parents(names):
             (self._path / name).mkdir()
         target.at("made")
@@ -218,6 +242,8 @@ class LocalStaging:
     def publish(self, *, overwrite: bool, index: tuple[str, bytes] | None = None) -> None:
         """Takes over config, tokenizer and the like from the old checkpoint, and commits."""
         del index  # files lie where transformers looks for them
+        if self._lease is not None:
+            self._lease.check()
         folder, replaces = self._folder, self._folder.exists()
         if replaces and not overwrite:
             raise CheckpointError(f"another process wrote {folder.url} in the meantime: save to another path")
@@ -241,10 +267,10 @@ class LocalStaging:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the lock without removing anything; again is harmless."""
-        if self._lock is not None:
-            unlock(self._lock)
-            self._lock = None
+        """Ends the lease without removing the staging folder; again is harmless."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
 
 class LocalSource:

@@ -108,7 +108,7 @@ class Remnant:
 
     Args:
         target: The name of the checkpoint's folder.
-        kind: "tmp": never to be read. "old": the checkpoint as it was before the save.
+        kind: "tmp": never to be read. "old": the checkpoint as it was before the save. "lease": the saver's lease.
         nonce: Which save; letters and digits.
     """
 

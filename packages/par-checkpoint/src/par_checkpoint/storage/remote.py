@@ -37,6 +37,7 @@ from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_mani
 from .files import IN_FLIGHT, Source, Writer
 from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
 from .s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, in_parallel
+from .sharing import Sharing
 from .store import FsspecStore, Store, missing
 
 
@@ -59,6 +60,7 @@ class RemoteFolder:
         self.path = str(path).rstrip("/")
         self.store: Store = S3Store(fs, self.url) if hasattr(fs, "call_s3") else FsspecStore(fs)
         self.positional = self.store.joins
+        self.sharing = Sharing.RANGES if self.positional else Sharing.FILES
         self._seen: _Seen | None = None
 
     def block(self, size: int) -> int:
@@ -76,6 +78,10 @@ class RemoteFolder:
             sizes = {name: record.size for name, record in manifest.files.items()}
             inside, root = ({manifest.generation: sizes}, {}) if manifest.generation else ({}, sizes)
             self._seen = _Seen(manifest=b"", generation=manifest.generation, root=root, generations=inside)
+
+    def repair(self) -> None:
+        """Finds the old checkpoint again, as `recover` does."""
+        self.recover()
 
     def version(self) -> str | None:
         """A text that changes when the manifest is replaced; None where there is none."""

@@ -105,7 +105,7 @@ def prune(
     kept, removed = 0, Pruned()
     for step, folder, littered in _steps(open_folder(root)):
         if not dry_run:
-            folder.recover()
+            folder.repair()
         if kept and littered:  # beside the newest whole step and above it, a save may be under way
             removed.extend(folder.sweep(dry_run=dry_run))
         if kept >= keep_last and keep_every is not None and step % keep_every == 0:

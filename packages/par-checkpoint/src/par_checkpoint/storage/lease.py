@@ -1,0 +1,194 @@
+"""A save's sign of life: a file beside its staging folder that says who saves, and is written anew while it does.
+
+Locks of a file system tell the living from the dead on one machine, and on a network file system only where all of its
+clients and its server agree about them. So none is taken. Who wants to know whether a saver lives asks:
+
+- on the saver's machine: whether its process is there. Machines are told apart by what their kernels drew when they
+  booted, processes by their number and by when they began.
+- on another machine, or in a container with process numbers of its own: how old the file is, by the clock of the file
+  system, which is asked for the time of a file made now. No two machines' clocks are compared. A file that looks old is
+  then watched for a while, by this machine's steady clock: a clock that jumps makes nobody dead.
+
+A saver that was stopped for so long that others took it for dead finds its lease gone, and commits nothing.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._errors import CheckpointError
+
+_SIZE = 512  # bytes of the file, always: it is written over in place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """What a lease says of the process that holds it.
+
+    Args:
+        host: Name of its machine, for people.
+        boot: What its kernel drew when it booted, and its space of process numbers.
+        pid: Number of the process.
+        began: When the process began, as its kernel counts; "" where that cannot be told.
+        beat: How often the lease was written.
+        time: The machine's clock when it was written, for people.
+    """
+
+    host: str
+    boot: str
+    pid: int
+    began: str
+    beat: int = 0
+    time: float = 0.0
+
+
+class Lease:
+    """A lease that this process holds, until it is released.
+
+    Args:
+        path: The file; it must not be there.
+        seconds: Seconds without a sign of life after which others take the holder for dead.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._path, self._beat = path, 0
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        self._ended = threading.Event()
+        try:
+            self._write()
+        except BaseException:
+            self.release()
+            raise
+        self._thread = threading.Thread(
+            target=self._renew, args=(seconds / 6,), name="par-checkpoint-lease", daemon=True
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises CheckpointError if another process has taken this one for dead, and removed the lease."""
+        try:
+            ours, there = os.fstat(self._file), self._path.stat()
+            is_held = (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+        except OSError:
+            is_held = False
+        if not is_held:
+            raise CheckpointError(
+                f"{self._path} is gone: this process was stopped for so long that another one took its save for dead "
+                "and swept it; save again"
+            )
+
+    def release(self) -> None:
+        """Ends the lease and removes its file; again is harmless."""
+        if not self._ended.is_set():
+            self._ended.set()
+            os.close(self._file)
+            with suppress(FileNotFoundError):
+                self._path.unlink()
+
+    def _renew(self, every: float) -> None:
+        """Writes the file anew until the lease ends."""
+        while not self._ended.wait(every):
+            with suppress(OSError):  # it is gone: `check` tells so
+                self._write()
+
+    def _write(self) -> None:
+        self._beat += 1
+        text = json.dumps({**vars(_this()), "beat": self._beat, "time": time.time()})
+        os.pwrite(self._file, text.encode().ljust(_SIZE), 0)
+        os.fsync(self._file)
+
+
+def is_held(path: Path, seconds: float) -> bool:
+    """Whether the holder of a lease lives, or may live.
+
+    Args:
+        path: The lease's file; where there is none, nobody holds it.
+        seconds: Seconds without a sign of life after which the holder is taken for dead. Half of them pass before that
+            is said of a process of another machine.
+    """
+    try:
+        holder, age = _read(path)
+    except FileNotFoundError:
+        return False
+    here = _this()
+    if holder is not None and holder.boot == here.boot:
+        return _began(holder.pid) == holder.began if here.began else _is_there(holder.pid)
+    if 0 <= age < seconds:
+        return True
+    deadline = time.monotonic() + seconds / 2
+    while time.monotonic() < deadline:
+        time.sleep(min(seconds / 12, 1.0))
+        try:
+            now, age = _read(path)
+        except FileNotFoundError:
+            return False
+        if now != holder:
+            return True
+    return False
+
+
+def _read(path: Path) -> tuple[Holder | None, float]:
+    """What a lease says, or None where it says nothing sound yet, and its age in seconds."""
+    with path.open("rb") as file:  # a network file system looks anew at what is opened
+        data, changed = file.read(_SIZE), os.fstat(file.fileno()).st_mtime
+    try:
+        holder = Holder(**json.loads(data))
+    except (ValueError, TypeError):
+        holder = None
+    return holder, _now(path.parent) - changed
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock of a folder's file system; by this machine's where the folder cannot be written."""
+    probe = folder / f".par_checkpoint-{uuid.uuid4().hex}"
+    try:
+        file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    except OSError:
+        return time.time()
+    try:
+        os.write(file, b" ")
+        os.fsync(file)
+        return os.fstat(file).st_mtime
+    finally:
+        os.close(file)
+        probe.unlink()
+
+
+def _this() -> Holder:
+    """This process."""
+    try:
+        boot = (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + ":"
+            + str(Path("/proc/self/ns/pid").readlink())
+        )
+    except OSError:
+        boot = f"{uuid.getnode():x}"
+    return Holder(host=socket.gethostname(), boot=boot, pid=os.getpid(), began=_began(os.getpid()))
+
+
+def _began(pid: int) -> str:
+    """When a process began, as its kernel counts; "" where it is gone, or where that cannot be told."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    state, *fields = text.rpartition(")")[2].split()
+    return "" if state in "ZX" else fields[18]  # a zombie writes nothing any more
+
+
+def _is_there(pid: int) -> bool:
+    """Whether there is a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,65 @@
+"""How the clients of a file system may write one file together, which depends on what it is."""
+
+import ctypes
+import os
+import sys
+from enum import IntEnum
+from pathlib import Path
+
+
+class Sharing(IntEnum):
+    """What may be done with a file, the freest first."""
+
+    RANGES = 0
+    """Every process writes any bytes of it: the kernel of one machine has all of it."""
+
+    STRIPES = 1
+    """Every process writes, but clients that meet in one stripe of 1 MiB wait for each other's locks."""
+
+    FILES = 2
+    """One client at a time: others may not see what it has written, or undo it with a page that they keep."""
+
+
+ALIGNMENT = {Sharing.RANGES: 1, Sharing.STRIPES: 1 << 20, Sharing.FILES: 4096}
+"""Bytes at whose multiples the parts of two clients meet, where they write one file all the same."""
+
+_LOCAL = {
+    0xEF53,  # ext2 to ext4
+    0x58465342,  # XFS
+    0x9123683E,  # Btrfs
+    0xF2F52010,  # F2FS
+    0x2FC12FC1,  # ZFS
+    0xCA451A4E,  # bcachefs
+    0x3153464A,  # JFS
+    0x01021994,  # tmpfs
+    0x858458F6,  # ramfs
+    0x794C7630,  # overlayfs
+}
+_STRIPED = {
+    0x0BD00BD0,  # Lustre
+    0x47504653,  # GPFS, Storage Scale
+}
+
+
+def sharing_of(path: Path) -> Sharing:
+    """How files in a folder may be written; what is not known, as NFS, SMB and FUSE: by one client at a time.
+
+    Args:
+        path: The folder; where it is not there, the nearest one above it counts.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    kind = _magic(path)
+    if kind in _LOCAL:
+        return Sharing.RANGES
+    return Sharing.STRIPES if kind in _STRIPED else Sharing.FILES
+
+
+def _magic(path: Path) -> int:
+    """The number by which Linux knows the kind of a file system; 0 on other systems."""
+    if sys.platform != "linux":
+        return 0
+    fields = (ctypes.c_long * 32)()  # `struct statfs`, whose first field is the kind
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), fields) != 0:
+        return 0
+    return fields[0] & 0xFFFFFFFF
