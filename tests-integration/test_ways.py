@@ -10,8 +10,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 # Modules that a tensor passes through, and modules that have a part in the call at all.
 MOST = {
-    "save": (12, 35),  # one of them asks who has work on the state under way
-    "load": (10, 37),
+    "save": (12, 41),  # one of them asks who has work on the state under way
+    "load": (10, 41),
     "zero-step": (14, 14),  # one of them counts bytes, one says who shares a chunk
     "pipeline-step": (17, 17),
     "strategy-step": (36, 36),  # two of them tell routers what a loss is multiplied by, and their step's end

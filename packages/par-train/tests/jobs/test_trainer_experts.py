@@ -81,7 +81,11 @@ def check_trains_as_alone(axes, expected, **changes):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize(("axes", "zero"), [({"expert": 2}, 1), (FOLDED, 3), ({"pipeline": 2}, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "zero"),
+    [({"expert": 2}, 1), (FOLDED, 3), pytest.param({"pipeline": 2}, 0, marks=pytest.mark.storm)],
+    ids=str,
+)
 def test_a_gpt_with_experts_trains_for_twenty_steps_as_on_one_device(axes, zero):
     check_trains_as_alone(axes, reference(), zero=zero, pipeline=ScheduleOptions(microbatches=4))
 

@@ -140,6 +140,7 @@ def test_on_two_ranks():
         assert_as_predicted(parallel, zero)
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=120, backend="gloo")
 def test_on_four_ranks():
     for parallel, zero in ON_FOUR:

@@ -326,6 +326,7 @@ def matrices_and_the_rest(model):
     return [torch.optim.AdamW(groups, lr=1e-2, fused=True), torch.optim.SGD(rest, lr=1e-2, momentum=0.9)]
 
 
+@pytest.mark.storm
 @pytest.mark.ranks(4, timeout=60)
 @for_each(zero=(1, 3), several=(False, True))
 def test_a_budget_beside_tensor_ranks_and_with_several_optimizers(zero, several, tmp_path):

@@ -109,7 +109,9 @@ class Ranks:
         self._gloo.allreduce([sums]).wait(self._timeout)
         count, *totals = sums.tolist()
         if count != self.size:
-            raise RuntimeError("not all ranks of the group have taken part in a sum: one of them is gone; start anew")
+            raise RuntimeError(
+                f"{count} of {self.size} ranks of the group have taken part in a sum; start the run anew with all"
+            )
         return totals
 
     def tell(self, act: Callable[[], tuple[Value, Sequence[int]]], count: int) -> tuple[Value, list[int]]:
