@@ -18,6 +18,9 @@ def test_what_is_used_of_a_running_world_is_there():
     dist.destroy_process_group(group)
     assert _torch_private.number_of_groups() == before
     assert _torch_private.timeout_of(dist.new_group([0, 1], timedelta(seconds=7)), torch.device("cpu")).seconds == 7
+    with _torch_private.group_called("mine"):
+        called = dist.new_group([0, 1], use_local_synchronization=True)
+    assert called.group_name == "mine"
 
 
 def test_a_strided_shard_has_a_factor_and_others_have_none():

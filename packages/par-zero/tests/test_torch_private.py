@@ -86,7 +86,4 @@ def test_every_one_does_what_it_is_used_for():
     assert dist.get_world_size() == 1
     apart = dist.new_group([0], timedelta(seconds=7))
     assert private.timeout_of(apart) == timedelta(seconds=7)
-    with private.group_called("mine"):
-        called = dist.new_group([0], use_local_synchronization=True)
-    assert called.group_name == "mine"
     assert private.default_store().add("par_zero/test", 2) == 2

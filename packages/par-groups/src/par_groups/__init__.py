@@ -16,6 +16,7 @@ from .topology.topology import Axes, Topology
 
 if TYPE_CHECKING:
     from .live.agreement import agree, check_alike, together
+    from .live.among import group_among
     from .live.backends import Collective, backend_of, check_collectives, sendable
     from .live.launch import Environment, launch
     from .live.logging import RankLogger, get_logger
@@ -68,6 +69,7 @@ __all__ = [
     "cut",
     "get_logger",
     "gradients",
+    "group_among",
     "launch",
     "on_settle",
     "on_written",
@@ -93,6 +95,7 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "live.agreement": ("agree", "check_alike", "together"),
+        "live.among": ("group_among",),
         "live.backends": ("Collective", "backend_of", "check_collectives", "sendable"),
         "live.launch": ("Environment", "launch"),
         "live.logging": ("RankLogger", "get_logger"),

@@ -1,6 +1,8 @@
 """What this package uses of torch that has no public name: the first file to look at when torch moves."""
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,23 @@ def number_of_groups() -> int:
     group meet from this number, so that ranks with different numbers would wait for each other for ever.
     """
     return len(dist.distributed_c10d._world.pg_names)
+
+
+@contextmanager
+def group_called(name: str) -> Iterator[None]:
+    """Within it, `new_group(use_local_synchronization=True)` calls its group by this name, which the world has not yet.
+
+    torch names such a group by its ranks and the number of groups that there are. That number goes down where groups
+    end, and then a name comes again that a living group has; and it differs between ranks that have made unlike many.
+    `_process_group_name(ranks, use_hashed_name)` in torch 2.11 to 2.13; nothing public takes a name.
+    """
+    module: Any = dist.distributed_c10d
+    known = module._process_group_name
+    module._process_group_name = lambda _ranks, use_hashed_name: name  # noqa: ARG005 - torch gives it by its name
+    try:
+        yield
+    finally:
+        module._process_group_name = known
 
 
 def flight_trace() -> dict[str, Any]:

@@ -9,18 +9,16 @@ Two of gloo's collectives are replaced.
   caller computes; a caller that only waits sends large shares itself: 32 MiB each way take 18 ms, by broadcasts 25.
 """
 
-import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from par_groups import backend_of
+from par_groups import backend_of, group_among
 
-from ._torch_private import group_called, timeout_of
+from ._torch_private import timeout_of
 from .layout.buffers import Buffers
 from .layout.sharers import Groups, Share
 
@@ -41,36 +39,7 @@ def same_ranks(group: dist.ProcessGroup, use: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return group
-    unsorted: dict[str, Any] = (
-        {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    )  # an option since torch 2.13, as are such groups
-    with group_called(_name_of(ranks)):
-        made = dist.new_group(
-            ranks,
-            timeout_of(group),
-            str(dist.get_backend_config(group)),
-            use_local_synchronization=True,
-            group_desc=f"par_zero {use}",
-            **unsorted,
-        )
-    return cast("dist.ProcessGroup", made)  # this rank is one of them
-
-
-_MADE: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-"""For each world, how many communicators of the same ranks were made here."""
-
-
-def _name_of(ranks: Sequence[int]) -> str:
-    """A name for another communicator of these ranks, which no other one of this world has.
-
-    It is the same on all of them, which have made as many, whatever groups of other ranks they have beside.
-    """
-    world = dist.group.WORLD
-    assert world is not None  # noqa: S101 - for the type checker; there is a group of its ranks
-    numbers = hashlib.blake2b(" ".join(map(str, ranks)).encode(), digest_size=12).hexdigest()
-    made = _MADE.setdefault(world, Counter())
-    made[numbers] += 1
-    return f"par_zero/{numbers}/{made[numbers]}"
+    return group_among(ranks, timeout_of(group), str(dist.get_backend_config(group)), f"par_zero {use}")
 
 
 _IN_USE: WeakSet[Groups] = WeakSet()

@@ -6,8 +6,8 @@ that a wrapper would show in a step.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -190,23 +190,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     device = torch.device(next(iter(str(dist.get_backend_config(group)).split(":"))))
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
-
-
-@contextmanager
-def group_called(name: str) -> Iterator[None]:
-    """Within it, `new_group(use_local_synchronization=True)` calls its group by this name, which the world has not yet.
-
-    torch names such a group by its ranks and the number of groups that there are. That number goes down where groups
-    end, and then a name comes again that a living group has; and it differs between ranks that have made unlike many.
-    `_process_group_name(ranks, use_hashed_name)` in torch 2.11 to 2.13; nothing public takes a name.
-    """
-    module: Any = dist.distributed_c10d
-    known = module._process_group_name
-    module._process_group_name = lambda _ranks, use_hashed_name: name  # noqa: ARG005 - torch gives it by its name
-    try:
-        yield
-    finally:
-        module._process_group_name = known
 
 
 def default_store() -> Any:

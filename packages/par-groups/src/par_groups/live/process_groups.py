@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch_private import can_split, number_of_groups, timeout_of
 from ..topology.channels import Channels
 from ..topology.topology import Axes, Axis, Topology
+from .among import group_among
 from .backends import backend_of
 from .launch import accelerator_type, as_timedelta, check_nccl
 from .versions import clash, versions
@@ -275,8 +276,7 @@ class ProcessGroups:
         if self.topology.world_size == 1 and self._shared_world:
             return _world()
         mine = [self.global_rank]
-        group = dist.new_group(mine, self._timeout, self._backend, use_local_synchronization=True)
-        return _checked(group, mine)
+        return _checked(group_among(mine, self._timeout, self._backend), mine)
 
 
 def _label(axes: Axes) -> str:
