@@ -6,7 +6,6 @@ minutes, and writes docs/benchmarks/context.md and .json. Names of cases as argu
 measure these alone, and `--turns` says how often; a part is printed, not written.
 """
 
-import argparse
 import random
 import statistics
 import time
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 from _ranks import spawned
 from _table import Section, table, write_sections
-from _turns import quartile, ratio, shuffled
+from _turns import chosen_cases, quartile, ratio, shuffled
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
@@ -108,22 +106,12 @@ BLOCKS, WIDTH = 4, 256
 
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*CASES, "memory", "longest"]
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"cases: {'; '.join(names)}")
-    parser.add_argument("--turns", type=int, default=9, metavar="NUMBER", help="how often every contender runs")
-    given = parser.parse_args()
-    if given.turns < 2:
-        parser.error(f"--turns is {given.turns}; quartiles need 2 or more")
-    unknown = [name for name in given.cases if name not in names]
-    if unknown:
-        parser.error(f"there is no case {unknown[0]!r}; there are {'; '.join(names)}")
-    if not find_spec("ring_attention_pytorch"):
-        parser.error("ring-attention-pytorch is not installed, which is a contender; run `nox -s bench -- context`")
-    rows = [row for name in given.cases or CASES if name in CASES for row in times(name, CASES[name], given.turns)]
-    held = memory() if "memory" in (given.cases or names) else []
-    reached = longest() if "longest" in (given.cases or names) else []
-    if given.cases:
+    chosen = chosen_cases(__doc__, names, 9, bench="context", contender="ring-attention-pytorch")
+    rows = [row for name in chosen.cases or CASES if name in CASES for row in times(name, CASES[name], chosen.turns)]
+    held = memory() if "memory" in (chosen.cases or names) else []
+    reached = longest() if "longest" in (chosen.cases or names) else []
+    if chosen.cases:
         print("\n\n".join("\n".join(table(found)) for found in (rows, held, reached) if found))
         return
     of_time = (
@@ -131,7 +119,7 @@ def main() -> None:
         f"each. One process is torch's attention, document by document where the row is packed; with a window it is "
         "our own attention on one rank. A share of its time is a half, as there are two cores, however many ranks, and "
         "1.00 is the ideal; a share of its CPU time is that of a rank. Times are those of the slowest rank, medians of "
-        f"{given.turns} turns; ratios are medians of the ratios within a turn. Bare is the limit of a mode on this "
+        f"{chosen.turns} turns; ratios are medians of the ratios within a turn. Bare is the limit of a mode on this "
         "machine, measured in the same turns: as many elements in as few messages, then the calls of the same kernels, "
         "on all ranks at once; nothing is added up or copied, but for one copy of each message of ulysses, from the "
         "order of tokens to that of heads or back. Waits is the share of its time in which the rank that waits most "

@@ -6,14 +6,12 @@ docs/benchmarks/experts.md and .json. Names of cases as arguments measure these 
 part is printed, not written.
 """
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ import torch.distributed as dist
 import transformers
 from _ranks import spawned
 from _table import Section, table, write_sections
-from _turns import quartile, ratio, shuffled
+from _turns import chosen_cases, quartile, ratio, shuffled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -80,24 +78,14 @@ PRODUCTS = ((8, 256), (8, 32), (8, 8), (64, 32), (64, 8))
 
 def main() -> None:
     """Measures, and writes medians, quartiles and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*CASES, "products"]
-    parser.add_argument("cases", nargs="*", metavar="case", help=f"cases: {'; '.join(names)}")
-    parser.add_argument("--turns", type=int, default=15, metavar="NUMBER", help="how often every contender runs")
-    given = parser.parse_args()
-    if given.turns < 2:
-        parser.error(f"--turns is {given.turns}; quartiles need 2 or more")
-    unknown = [name for name in given.cases if name not in names]
-    if unknown:
-        parser.error(f"there is no case {unknown[0]!r}; there are {'; '.join(names)}")
-    if not find_spec("deepspeed"):
-        parser.error("deepspeed is not installed, which is a contender; run `nox -s bench -- experts`")
+    chosen = chosen_cases(__doc__, names, 15, bench="experts", contender="deepspeed")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    rows = [row for name in given.cases or CASES if name in CASES for row in times(name, CASES[name], given.turns)]
+    rows = [row for name in chosen.cases or CASES if name in CASES for row in times(name, CASES[name], chosen.turns)]
     both: list[dict[str, object]] = (
-        spawned(1, timed_products, given.turns) if "products" in (given.cases or names) else []
+        spawned(1, timed_products, chosen.turns) if "products" in (chosen.cases or names) else []
     )
-    if given.cases:
+    if chosen.cases:
         print("\n\n".join("\n".join(table(found)) for found in (rows, both) if found))
         return
     of_layer = (
@@ -105,7 +93,7 @@ def main() -> None:
         "gradients of tokens and of every parameter. Experts are dealt out over the ranks; each rank has tokens of its "
         "own and one thread. par-layers and transformers have the same router, softmax over the experts and the "
         "largest ones normalised; DeepSpeed has its own, which computes an auxiliary loss too. Times are those of the "
-        f"slowest rank, medians of {given.turns} turns; a ratio is the median of par-layers' time, without and with a "
+        f"slowest rank, medians of {chosen.turns} turns; a ratio is the median of par-layers' time, without and with a "
         "capacity, to the contender's within a turn: below 1.00 par-layers is quicker. transformers is version "
         f"{transformers.__version__}, DeepSpeed {version_of('deepspeed')}."
     )
