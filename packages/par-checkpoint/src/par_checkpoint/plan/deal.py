@@ -84,15 +84,10 @@ class Windows:
 
     def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
         """The blocks first .. stop - 1 in runs of one rank: it, the turn of the first one, and the run."""
-        block = max(first, self.first)
-        end = min(stop, self.stop)
-        while block < end:
-            number, done = divmod(block - self.first, self.window)
+        for number, done, blocks in _stretches(max(first, self.first), min(stop, self.stop), self.first, self.window):
             place = (self.start + number) % len(self.ranks)
             turn = self.turns[place] + number // len(self.ranks) * self.window + done
-            after = min(block + self.window - done, end)
-            yield self.ranks[place], turn, range(block, after)
-            block = after
+            yield self.ranks[place], turn, blocks
 
 
 @dataclass(frozen=True)
@@ -129,13 +124,9 @@ class Shares:
 
     def segments(self, first: int, stop: int) -> Iterator[tuple[int, int, range]]:
         """The blocks first .. stop - 1 in runs of one rank: it, the turn of the first one, and the run."""
-        block = max(first, self.first)
-        end = min(stop, self.stop)
-        while block < end:
-            place, done = divmod(self.offset + block - self.first, self.chunk)
-            after = min(block + self.chunk - done, end)
-            yield self.chosen[place], self.turns[place] + done, range(block, after)
-            block = after
+        before = self.first - self.offset
+        for place, done, blocks in _stretches(max(first, self.first), min(stop, self.stop), before, self.chunk):
+            yield self.chosen[place], self.turns[place] + done, blocks
 
 
 @dataclass(frozen=True)
@@ -170,3 +161,16 @@ class Together:
 
 Deal = Rotation | Windows | Shares | Together
 """Who writes or reads the blocks first .. stop - 1 of an area."""
+
+
+def _stretches(begin: int, end: int, zero: int, width: int) -> Iterator[tuple[int, int, range]]:
+    """The blocks begin .. end - 1 in stretches of `width`, of which the first one begins at block `zero`.
+
+    Yields:
+        A stretch's number, how many of its blocks come before these, and these.
+    """
+    while begin < end:
+        number, done = divmod(begin - zero, width)
+        after = min(begin + width - done, end)
+        yield number, done, range(begin, after)
+        begin = after
