@@ -148,5 +148,6 @@ class ChoiceBias:
 
     def handle_gradient(self) -> None:
         """One all-reduce of the counts of all layers, where there are routers."""
-        routers = (router() for router in self._routers)
-        update_choice_bias_(nn.ModuleList(router for router in routers if router is not None), self._groups)
+        if self._routers:
+            routers = (router() for router in self._routers)
+            update_choice_bias_(nn.ModuleList(router for router in routers if router is not None), self._groups)
