@@ -1,12 +1,12 @@
 """ZeRO stages 0 to 3 from one design: data parallelism without duplicates."""
 
-from ._chunk_sizes import ChunkSize, chunk_sizes
 from ._cost import Memory, Transfers, bucket_bytes, memory, traffic, transfers
 from ._options import ShardOptions
 from ._shard import no_sync, on_disk, recall, reset, residency, shard, summon, trace
 from ._tiers import Offload
 from .layout.buffers import elements_lent
 from .layout.sharers import Share
+from .layout.sizes import ChunkSize, chunk_sizes
 from .offload.stream import OnDisk
 from .optimizer.probe import count_bytes_of_steps, looks_at_all_tensors, looks_at_whole_tensors, slots_of_steps
 from .placement.ledger import Ledger, Placement, simulate

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from par_testing import for_each
 from par_zero import ShardOptions, chunk_sizes, count_bytes_of_steps, residency, shard
 
-from .helpers import STAGES, adamw, batch, sgd, train, uneven
+from ..helpers import STAGES, adamw, batch, sgd, train, uneven
 
 
 def several(module):

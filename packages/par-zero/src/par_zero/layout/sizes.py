@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.optim import Optimizer
 
-from ._options import ShardOptions
-from ._param_groups import in_a_row, param_groups
-from ._stage import STAGES
-from .layout.build import members_of, plan_chunks
-from .layout.records import record_of
-from .layout.units import choose_units, places
+from .._options import ShardOptions
+from .._param_groups import in_a_row, param_groups
+from .._stage import STAGES
+from .build import members_of, plan_chunks
+from .records import record_of
+from .units import choose_units, places
 
 
 @dataclass(frozen=True, kw_only=True)
