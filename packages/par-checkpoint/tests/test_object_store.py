@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from par_checkpoint import CorruptError, StoreError, inspect, latest, load, prune, read, save, verify
 from par_checkpoint.storage.folder import open_folder
-from par_checkpoint.storage.requests import load_requests, save_requests
+from par_checkpoint.storage.objects.requests import load_requests, save_requests
 from par_checkpoint.storage.steps import read_manifest
 from par_checkpoint.transfer.read import window_of
 from par_groups import Box, Sharding
@@ -41,7 +41,7 @@ def store(server, monkeypatch):
     for name, value in stores.settings(proxy.url).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # so that it is our own patience that is tested, and a short one
-    monkeypatch.setattr("par_checkpoint.storage.store._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("par_checkpoint.storage.objects.store._FIRST_WAIT", 0.01)
     forget()
     stores.make_bucket(server.url)
     yield proxy
@@ -220,7 +220,7 @@ def impatient(monkeypatch):
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr("par_checkpoint.storage.store.TRIES", 1)
+    monkeypatch.setattr("par_checkpoint.storage.objects.store.TRIES", 1)
     forget()
 
 

@@ -226,7 +226,7 @@ def with_extra_of_ranks(mine: EncodedState, every: Sequence[tuple[Any, Mapping[s
 
 
 def _of_extra(tensors: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Of what `encode` was told to name by what it belongs to: that in `extra`."""
+    """Those tensors of a state that belong to `extra`, by their names."""
     return {name: each for name, each in tensors.items() if re.match(rf"{_EXTRA}(?:[.#]|$)", name)}
 
 

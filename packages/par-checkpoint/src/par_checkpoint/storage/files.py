@@ -17,7 +17,7 @@ class Source(Protocol):
     """Bytes to read at a time, where something is done with them right after."""
 
     def ranged(self, begin: int, end: int) -> "Source":
-        """The same file, of which bytes begin .. end - 1 are read next, in order; to be closed by itself."""
+        """Opens the file once more, to read its bytes begin .. end - 1 in order; the caller closes it."""
 
     def read_into(self, begin: int, view: memoryview) -> None:
         """Fills the view with the bytes from `begin` on; raises CorruptError if the file ends before."""

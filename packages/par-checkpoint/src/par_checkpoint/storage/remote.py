@@ -35,10 +35,10 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from .._errors import CheckpointError, StoreError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_manifest, generation_in
 from .files import IN_FLIGHT, Source, Writer
+from .objects.s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, in_parallel
+from .objects.store import FsspecStore, Store, missing
 from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
-from .s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, in_parallel
 from .sharing import Sharing
-from .store import FsspecStore, Store, missing
 
 
 class RemoteFolder:
@@ -180,7 +180,7 @@ class RemoteFolder:
         return list(paths)
 
     def look(self) -> "_Seen":
-        """What is there, as it was at the first call since `recover`."""
+        """What lies below the path, listed once: by the first call, and anew by the first after `recover`."""
         if self._seen is None:
             listed = self.store.sizes(self.path)
             manifest = self.store.get(f"{self.path}/{MANIFEST}") if MANIFEST in listed else b""

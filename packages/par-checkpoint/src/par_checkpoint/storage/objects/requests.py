@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..format.manifest import FileRecord
-from .files import REACH
+from ...format.manifest import FileRecord
+from ..files import REACH
 
 PAGE = 1000
 """Objects or parts in one answer that lists them, and in one order to delete some."""

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from fsspec.asyn import sync  # type: ignore[import-untyped]
 
-from .._errors import CheckpointError, StoreError
-from .files import IN_FLIGHT
+from ..._errors import CheckpointError, StoreError
+from ..files import IN_FLIGHT
 from .requests import PAGE
 from .store import ObjectSource, StreamWriter, missing, persist
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
-from .._errors import CorruptError, StoreError
-from .files import Source, Writer
+from ..._errors import CorruptError, StoreError
+from ..files import Source, Writer
 
 Value = TypeVar("Value")
 
@@ -165,7 +165,7 @@ class ObjectSource:
         self.path, self.size, self.ask = path, size, ask
 
     def ranged(self, begin: int, end: int) -> "RangedSource":
-        """The same object, of which one request brings bytes begin .. end - 1; for one thread."""
+        """Opens the object once more, to read its bytes begin .. end - 1 by one request; for one thread."""
         return RangedSource(self, begin, end)
 
     def read_into(self, begin: int, view: memoryview) -> None:
