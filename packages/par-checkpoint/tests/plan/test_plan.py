@@ -187,10 +187,11 @@ def test_a_load_brings_every_box_to_every_holder(data):
     areas = (data_areas if data.draw(st.booleans()) else tensor_areas)(files)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("par_checkpoint.plan.plan._HOLDERS", data.draw(st.sampled_from([1, 2, 64])))
-        plans = [Planner(held, areas, rank, len(world)).load(near=near) for rank in range(len(world))]
+        window = 0 if near else data.draw(st.integers(0, 3))
+        plans = [Planner(held, areas, rank, len(world), window=window).load(near=near) for rank in range(len(world))]
     locals_ = [Local.of(entries, held) for entries in world]
     memory, readers = {}, Counter()
-    rounds = carried_out(plans, data.draw(st.integers(1, 3)))
+    rounds = carried_out(plans, data.draw(st.integers(1, 3)) * max(window, 1))
     for of_round in rounds:
         for rank, (mine, _) in enumerate(of_round):
             for task in mine:
@@ -204,6 +205,38 @@ def test_a_load_brings_every_box_to_every_holder(data):
         torch.equal(e.local, x) for es, xs in zip(world, expected, strict=True) for e, x in zip(es, xs, strict=True)
     )
     assert near or all(count == 1 for count in readers.values())
+
+
+@pytest.mark.parametrize("areas_of", [data_areas, tensor_areas])
+@pytest.mark.parametrize("sizes", [[30], [8, 8, 8, 8], [1, 7, 1, 3, 17]])
+@pytest.mark.parametrize("cut_at", [None, 5])
+def test_windows_go_to_replicas_in_turn_and_each_lies_in_one_round(areas_of, sizes, cut_at, monkeypatch):
+    monkeypatch.setattr("par_checkpoint.plan.files.BLOCK", BLOCK)
+    values = {f"t{number}": torch.ones(size, BLOCK // 4) for number, size in enumerate(sizes)}  # of so many blocks
+    world = [
+        [
+            Entry(
+                key=key_of("model", name),
+                dtype=value.dtype,
+                sharding=rectangle(tuple(value.shape), 1, *((0, BLOCK // 4) if cut_at is None else edges), rank),
+                local=value,
+            )
+            for name, value in values.items()
+        ]
+        for rank, edges in enumerate([(0, 5), (0, 5), (5, BLOCK // 4)])
+    ]
+    held = held_by(world)
+    areas = areas_of(laid_out(held))
+    begin = min(area.begin for area in areas)
+    plans = [Planner(held, areas, rank, 3, window=3).load(near=False) for rank in range(3)]
+    found = [
+        Counter((task.block.begin - begin) // (3 * BLOCK) for task in mine)
+        for plan in plans
+        for mine, _ in plan.rounds(3)
+    ]
+    assert sum(found, Counter()) == Counter(number // 3 for number in range(sum(sizes)))
+    assert sum(map(len, found)) == len({window for counts in found for window in counts}) == -(-sum(sizes) // 3)
+    assert cut_at is not None or max(map(len, (list(plan.mine) for plan in plans))) <= 12
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
