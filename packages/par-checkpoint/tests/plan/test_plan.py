@@ -171,27 +171,12 @@ def test_a_save_writes_every_block_once_with_every_byte_in_it(data):
         assert all(rank == owners[file] for (file, _), rank in writers.items())
 
 
-@settings(max_examples=120)
-@given(st.data())
-def test_a_load_brings_every_box_to_every_holder(data):
-    values = data.draw(tensors())
-    world = data.draw(worlds(values, partly=True))
-    held = held_by(world)
-    expected = [[entry.local.clone() for entry in entries] for entries in world]
-    for entries in world:
-        for entry in entries:
-            entry.local.zero_()
-    files = laid_out(held)
-    stored = contents(files, held, values)
-    near = data.draw(st.booleans())
-    areas = (data_areas if data.draw(st.booleans()) else tensor_areas)(files)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("par_checkpoint.plan.plan._HOLDERS", data.draw(st.sampled_from([1, 2, 64])))
-        window = 0 if near else data.draw(st.integers(0, 3))
-        plans = [Planner(held, areas, rank, len(world), window=window).load(near=near) for rank in range(len(world))]
+def loaded(world, held, areas, stored, each, *, near=False, window=0):
+    """Carries out a load into tensors of zeros; how often each block was read."""
+    plans = [Planner(held, areas, rank, len(world), window=window).load(near=near) for rank in range(len(world))]
     locals_ = [Local.of(entries, held) for entries in world]
     memory, readers = {}, Counter()
-    rounds = carried_out(plans, data.draw(st.integers(1, 3)) * max(window, 1))
+    rounds = carried_out(plans, each * max(window, 1))
     for of_round in rounds:
         for rank, (mine, _) in enumerate(of_round):
             for task in mine:
@@ -201,10 +186,64 @@ def test_a_load_brings_every_box_to_every_holder(data):
                 readers[task.block.file, task.block.begin, task.block.spans] += 1
     for source, to, given_, taken in exchanged(rounds, saving=False):
         copy_elements_(locals_[to].view(taken), locals_[source].in_block(given_, memory[id(given_)]))
-    assert all(
-        torch.equal(e.local, x) for es, xs in zip(world, expected, strict=True) for e, x in zip(es, xs, strict=True)
-    )
+    return readers
+
+
+def emptied(world):
+    """What the ranks hold, which is then zeros."""
+    kept = [[entry.local.clone() for entry in entries] for entries in world]
+    for entries in world:
+        for entry in entries:
+            entry.local.zero_()
+    return kept
+
+
+def are_equal(world, kept):
+    pairs = [zip(entries, values, strict=True) for entries, values in zip(world, kept, strict=True)]
+    return all(torch.equal(entry.local, value) for pair in pairs for entry, value in pair)
+
+
+@settings(max_examples=120)
+@given(st.data())
+def test_a_load_brings_every_box_to_every_holder(data):
+    values = data.draw(tensors())
+    world = data.draw(worlds(values, partly=True))
+    held = held_by(world)
+    expected = emptied(world)
+    files = laid_out(held)
+    near = data.draw(st.booleans())
+    areas = (data_areas if data.draw(st.booleans()) else tensor_areas)(files)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("par_checkpoint.plan.plan._HOLDERS", data.draw(st.sampled_from([1, 2, 64])))
+        window = 0 if near else data.draw(st.integers(0, 3))
+        each = data.draw(st.integers(1, 3))
+        readers = loaded(world, held, areas, contents(files, held, values), each, near=near, window=window)
+    assert are_equal(world, expected)
     assert near or all(count == 1 for count in readers.values())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("way", ["save", "alone", "load", "near", "windows"])
+def test_boxes_cut_inside_an_index_of_the_first_dim_that_is_more_than_a_block(replicas, way):
+    """As experts' weights are that lie in one packed tensor and are cut over tensor ranks."""
+    value = torch.arange(1.0, 2 * 12 * BLOCK // 4 + 1).view(2, 12, BLOCK // 4)  # a row of the second dim is a block
+    world = []
+    for rank in range(2 * replicas):
+        record = rectangle(tuple(value.shape), 1, *((0, 9), (9, 12))[rank // replicas], rank)
+        local = torch.zeros(record.local_numel)
+        for box in record.boxes:
+            box.of(local).copy_(value[box.slices])
+        world.append([Entry(key=key_of("model", "experts"), dtype=value.dtype, sharding=record, local=local)])
+    held = held_by(world)
+    files = laid_out(held)
+    expected = contents(files, held, {"experts": value})
+    if way in ("save", "alone"):
+        written, _ = saved(world, held, files, None, 2, alone=way == "alone")
+        assert written == expected
+        return
+    kept = emptied(world)
+    loaded(world, held, data_areas(files), expected, 2, near=way == "near", window=2 * (way == "windows"))
+    assert are_equal(world, kept)
 
 
 @pytest.mark.parametrize("areas_of", [data_areas, tensor_areas])

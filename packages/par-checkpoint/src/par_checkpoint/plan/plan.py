@@ -7,7 +7,7 @@ A block that ranks hold in a few runs of bytes, such as rows, needs no sending: 
 its own, and the checksum of the whole block is made of theirs. And a file that very many ranks hold parts of is written
 by a few of them, neighbours where it can be: thousands that open and sync one file would be in each other's way.
 
-Blocks are planned in runs, within which they are cut alike: a rank decides for a run at once, deals it out by
+Blocks are planned in runs, within which most are cut alike: a rank decides for a run at once, deals it out by
 arithmetic, and lists the blocks in which it takes part. The pieces of a block are found when its turn has come.
 """
 
@@ -181,8 +181,13 @@ class Planner:
         return is_held_once and index.run * width * _RUNS >= block
 
     def _run(self, number: int, first: int, stop: int, *, saving: bool, near: bool) -> Iterator[Dealt | Parts]:
-        """Deals out a run of blocks that are cut alike, as suits the first of them."""
-        block = self._areas[number].at(first, self._tensors)
+        """Deals out a run of blocks by who holds how much of all of it.
+
+        Most are cut alike within it. Where one index of the first dim is more than a block, boxes may be cut inside:
+        then not all of these ranks hold some of every block.
+        """
+        area = self._areas[number]
+        block = area.at(first, self._tensors, 0, (stop - first) * area.block)
         overlaps = [(span, self._indexes[span.tensor].within(span.start, span.stop)) for span in block.spans]
         overlaps = [(span, overlap) for span, overlap in overlaps if overlap.boxes]
         held = [
@@ -194,7 +199,7 @@ class Planner:
         some = {rank for rank, _ in held}
         if not some and not saving:
             return
-        most = max((size for _, size in held), default=0)  # about as much of the block as any: at least half as much
+        most = max((size for _, size in held), default=0)  # about as much as any: at least half as much
         main = tuple(sorted({rank for rank, size in held if 2 * size >= most})) or (block.file % self._size,)
         is_whole = all(overlap.index.held_by(rank) >= overlap.boxes.keys() for _, overlap in overlaps for rank in main)
         if saving and is_whole:
