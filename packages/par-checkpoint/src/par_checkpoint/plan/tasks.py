@@ -1,5 +1,6 @@
 """A rank's part of a save or a load: a few integers for each block, and its pieces when its turn has come."""
 
+import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,11 @@ class Piece:
     source: int
     to: int
 
+    @property
+    def count(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -53,6 +59,11 @@ class Task:
     turn: int
     rank: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether its pieces do not make up what lies in the block."""
+        return sum(piece.count for piece in self.pieces) < sum(span.stop - span.start for span in self.block.spans)
 
 
 @dataclass(frozen=True)

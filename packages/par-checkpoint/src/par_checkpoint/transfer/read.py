@@ -1,5 +1,6 @@
 """Reading blocks: read once in the group, verified whole, and their pieces handed to all that hold them."""
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,6 +112,7 @@ def read_blocks(
                 reader.round(tasks, of_others, peers=plan.peers)
         finally:
             reader.sources.close()
+    reader.error = reader.error or reader.gaps()
     return reader.parts, reader.error
 
 
@@ -146,6 +148,7 @@ class _Reader:
     ) -> None:
         self.error: BaseException | None = None
         self.parts: list[Crc] = []  # of blocks that several ranks read
+        self._taken: Counter[int] = Counter()  # by number of a tensor: elements that came
         self._reading, self._pool, self._progress = reading, pool, progress
         self._rank = reading.ranks.rank
         self.sources = _Sources(reading.folder, {reading.files[file].name: count for file, count in blocks.items()})
@@ -160,6 +163,9 @@ class _Reader:
             others: Blocks of other ranks, of which this rank takes pieces.
             peers: Whether any rank sends anything to another.
         """
+        for piece in (piece for task in (*tasks, *others) for piece in task.pieces):
+            if piece.to == self._rank:
+                self._taken[piece.tensor] += piece.count
         shared, jobs = [], []
         for run in _runs(tasks, self._reading.window):
             memories = []
@@ -177,6 +183,15 @@ class _Reader:
         self._wait(jobs)
         for _, block in shared:
             self._blocks.give_back(block)
+
+    def gaps(self) -> RuntimeError | None:
+        """The error for a tensor of which not all of this rank's elements came."""
+        for number, parts in self._reading.local.parts.items():
+            wanted = sum(math.prod(size) for _, size in {(part.box.start, part.box.size) for part in parts})
+            if self._taken[number] < wanted:
+                name, taken = self._reading.local.tensors[number].name, self._taken[number]
+                return RuntimeError(f"{taken} of {wanted} elements of {name!r} came, a bug of par-checkpoint")
+        return None
 
     def _wait(self, jobs: Sequence[Future[None]]) -> None:
         """Waits for some reads, and keeps their first error."""

@@ -119,6 +119,8 @@ class _Writing:
             wait(self._jobs[-_AHEAD - 1 : -_AHEAD])  # lists of what comes next take memory, too
         waiting = []  # for pieces of others, or for their turn in a stream
         for task in tasks:
+            if task.has_gaps:
+                self._note(RuntimeError(f"nobody gives all of {task.block}, a bug of par-checkpoint"))
             is_own = all(piece.source == self._rank for piece in task.pieces)
             if self._work.staging.positional and self._snapshot is None and is_own:
                 self._jobs.append(self._work.workers.submit(partial(self._write_own, task)))
