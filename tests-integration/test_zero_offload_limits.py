@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -167,6 +168,7 @@ def test_state_of_four_times_the_room_trains_is_killed_goes_on_and_fills_its_dis
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD: a heap that keeps what was given back would count against the limit
     libc.mallopt(-8, 1)  # M_ARENA_MAX
+    threading.stack_size(2**20)  # the limit counts 8 MiB for a thread, of which next to nothing is ever touched
     rank, dtype = dist.get_rank(), getattr(torch, dtype)
     if rank == 3:
         when(tmp_path / "killed", gone_of=2)
