@@ -13,7 +13,7 @@ from par_checkpoint.format.bytes import bytes_of, copy_elements_
 from par_checkpoint.plan.claims import Claims, Entry, check_covered, key_of, merge, name_of
 from par_checkpoint.plan.files import data_areas, lay_out, tensor_areas
 from par_checkpoint.plan.plan import Planner
-from par_checkpoint.transfer.exchange import by_peer
+from par_checkpoint.transfer.exchange import by_wave
 from par_checkpoint.transfer.memory import Local
 from par_groups import Sharding, cut, whole
 
@@ -95,18 +95,23 @@ def carried_out(plans, each):
     return [list(of_round) for of_round in zip_longest(*of_ranks, fillvalue=([], []))]
 
 
-def exchanged(rounds, *, saving):
-    """Every piece that goes from one rank to another, with its task at either end, as both ends agree on it."""
+def exchanged(rounds):
+    """Every piece that goes from one rank to another, wave by wave, as both ends agree on it."""
     for of_round in rounds:
         sent, taken = {}, {}
         for rank, (mine, others) in enumerate(of_round):
-            sending, taking = (others, mine) if saving else (mine, others)
-            sent.update({(rank, to): each for to, each in by_peer(sending, lambda piece: piece.to, rank).items()})
-            got = by_peer(taking, lambda piece: piece.source, rank)
-            taken.update({(source, rank): each for source, each in got.items()})
+            for outgoing, incoming in by_wave([*mine, *others], rank):
+                sent.update({(pieces[0].wave, rank, to): pieces for to, pieces in outgoing.items()})
+                taken.update({(pieces[0].wave, source, rank): pieces for source, pieces in incoming.items()})
         assert sent == taken
-        for (source, to), pieces in sent.items():
-            yield from ((source, to, a, b) for a, b in zip(pieces, taken[source, to], strict=True))
+        for key, pieces in sorted(sent.items(), key=lambda item: item[0]):
+            yield from zip(pieces, taken[key], strict=True)
+
+
+def holders_of(world, held, piece):
+    """The ranks that hold all of a piece."""
+    locals_ = [Local.of(entries, held) for entries in world]
+    return [rank for rank, local in enumerate(locals_) if any(p.holds(piece) for p in local.parts.get(piece.tensor, ()))]
 
 
 def blocks_of(areas, held):
@@ -130,9 +135,13 @@ def saved(world, held, files, owners, each, **how):
                 assert place not in writers
                 writers[place] = rank, block
     sends = False
-    for source, to, given_, taken in exchanged(rounds, saving=True):
+    hosts = how.get("hosts") or [0] * len(world)
+    for given_, taken in exchanged(rounds):
+        source, to = given_.source, given_.to
         copy_elements_(locals_[to].in_block(taken, memory[id(taken)]), locals_[source].view(given_))
         sends = True
+        holders = holders_of(world, held, given_)
+        assert hosts[source] == hosts[to] or hosts[to] not in {hosts[rank] for rank in holders}
     assert plans[0].peers or not sends
     parts = sorted((file, begin, begin + block.numel()) for (file, begin), (_, block) in writers.items())
     for block in blocks_of(areas, held):  # one after the other, and none over the end of its block
@@ -171,9 +180,10 @@ def test_a_save_writes_every_block_once_with_every_byte_in_it(data):
         assert all(rank == owners[file] for (file, _), rank in writers.items())
 
 
-def loaded(world, held, areas, stored, each, *, near=False, window=0):
+def loaded(world, held, areas, stored, each, *, near=False, window=0, hosts=None):
     """Carries out a load into tensors of zeros; how often each block was read."""
-    plans = [Planner(held, areas, rank, len(world), window=window).load(near=near) for rank in range(len(world))]
+    planners = [Planner(held, areas, rank, len(world), window=window, hosts=hosts) for rank in range(len(world))]
+    plans = [planner.load(near=near) for planner in planners]
     locals_ = [Local.of(entries, held) for entries in world]
     memory, readers = {}, Counter()
     rounds = carried_out(plans, each * max(window, 1))
@@ -184,8 +194,15 @@ def loaded(world, held, areas, stored, each, *, near=False, window=0):
                 locals_[rank].from_block_((piece for piece in task.pieces if piece.to == rank), block)
                 memory.update({id(piece): block for piece in task.pieces})
                 readers[task.block.file, task.block.begin, task.block.spans] += 1
-    for source, to, given_, taken in exchanged(rounds, saving=False):
-        copy_elements_(locals_[to].view(taken), locals_[source].in_block(given_, memory[id(given_)]))
+    entered = set()
+    for given_, taken in exchanged(rounds):
+        source, to, block = given_.source, given_.to, memory.get(id(given_))
+        held_there = locals_[source].view(given_) if block is None else locals_[source].in_block(given_, block)
+        copy_elements_(locals_[to].view(taken), held_there)
+        if hosts is not None and hosts[source] != hosts[to]:
+            place = given_.tensor, given_.start, given_.size, hosts[to]
+            assert place not in entered
+            entered.add(place)
     return readers
 
 
@@ -217,7 +234,9 @@ def test_a_load_brings_every_box_to_every_holder(data):
         patch.setattr("par_checkpoint.plan.plan._HOLDERS", data.draw(st.sampled_from([1, 2, 64])))
         window = 0 if near else data.draw(st.integers(0, 3))
         each = data.draw(st.integers(1, 3))
-        readers = loaded(world, held, areas, contents(files, held, values), each, near=near, window=window)
+        hosts = None if near else [data.draw(st.integers(0, 2)) for _ in world]
+        stored = contents(files, held, values)
+        readers = loaded(world, held, areas, stored, each, near=near, window=window, hosts=hosts)
     assert are_equal(world, expected)
     assert near or all(count == 1 for count in readers.values())
 

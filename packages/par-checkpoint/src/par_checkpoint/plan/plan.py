@@ -98,7 +98,9 @@ class Planner:
             ]
         else:
             dealt = self._dealt_by_many(saving=saving, near=near)
-        blocks = Blocks(self._tensors, self._indexes, self._areas, dealt, self._rank, saving=saving)
+        blocks = Blocks(
+            self._tensors, self._indexes, self._areas, dealt, self._rank, hosts=self._hosts, saving=saving
+        )
         peers = any(isinstance(run, Dealt) and run.sends for runs in dealt for run in runs)
         return Plan(blocks, max(self._turns), peers=peers, window=self._window)
 

@@ -13,6 +13,7 @@ from .blocks import Area, Block, Span
 from .claims import GlobalTensor
 from .deal import Deal, Together
 from .overlap import BoxIndex, Overlap
+from .replicas import Hop, Replicas
 
 Shape = tuple[int, ...]
 Run = TypeVar("Run", "Dealt", "Parts")
@@ -27,8 +28,9 @@ class Piece:
         start: Global index of its first element.
         size: Extent on each dim; its elements lie in the block with the strides of the whole tensor.
         at: Byte of the block where its first element lies.
-        source: The rank that gives it: holds it on a save, reads the block on a load.
+        source: The rank that gives it: holds it on a save, reads the block or holds the same box on a load.
         to: The rank that takes it: assembles the block on a save, holds it on a load.
+        wave: What a rank gives in one wave of a round, it has got in an earlier one, if not read.
     """
 
     tensor: int
@@ -37,6 +39,7 @@ class Piece:
     at: int
     source: int
     to: int
+    wave: int = 0
 
     @property
     def count(self) -> int:
@@ -106,6 +109,7 @@ class Blocks:
         areas: What the files are cut into.
         dealt: By area: its runs of blocks, in order.
         rank: The rank.
+        hosts: By rank: the number of its machine; None: all share one.
         saving: Whether the ranks save; else they load.
     """
 
@@ -117,10 +121,12 @@ class Blocks:
         dealt: Sequence[Sequence[Dealt | Parts]],
         rank: int,
         *,
+        hosts: Sequence[int] | None,
         saving: bool,
     ) -> None:
         self.areas, self.dealt, self.rank, self.saving = areas, dealt, rank, saving
-        self._tensors, self._indexes = tensors, indexes
+        self._tensors, self._indexes, self._hosts = tensors, indexes, hosts
+        self._replicas: dict[tuple[BoxIndex, int, tuple[int, ...]], Replicas] = {}
 
     def mine(self, turn: int, area: int, number: int, low: int, high: int) -> Task:
         """A block, or bytes low .. high - 1 of it, that this rank writes or reads."""
@@ -134,28 +140,49 @@ class Blocks:
             elif self.saving:
                 own = overlap.index.held_by(self.rank)
                 for box in overlap.boxes:
-                    source = self.rank if box in own else _in_turn(overlap.index.holders(box), turn)
+                    source = self.rank if box in own else _in_turn(self.givers(overlap.index, box, self.rank), turn)
                     pieces += _pieces(span, overlap, box, source, self.rank)
             else:
-                readers = run.deal.ranks if isinstance(run.deal, Together) else (self.rank,)
+                own = overlap.index.held_by(self.rank)
                 is_sender = next(run.deal.segments(number, number + 1))[0] == self.rank
                 for box in overlap.boxes:
-                    for holder in overlap.index.holders(box):
-                        if holder == self.rank or (is_sender and holder not in readers):
-                            pieces += _pieces(span, overlap, box, self.rank, holder)
+                    if box in own:
+                        pieces += _pieces(span, overlap, box, self.rank, self.rank)
+                    for hop in self._hops(run, overlap.index, box, self.rank) if is_sender else ():
+                        pieces += _pieces(span, overlap, box, hop.source, hop.to, hop.wave)
         return Task(block=block, turn=turn, rank=self.rank, pieces=tuple(pieces))
 
     def other(self, turn: int, rank: int, area: int, number: int) -> Task:
         """A block that another rank writes or reads, and what this rank gives to it or takes from it."""
         block = self.areas[area].at(number, self._tensors)
+        run = self.run_of(area, number)
         pieces: list[Piece] = []
         for span, overlap in self._overlaps(block):
             for box in overlap.boxes_of(self.rank):
                 if not self.saving:
-                    pieces += _pieces(span, overlap, box, rank, self.rank)
-                elif box not in overlap.index.held_by(rank) and _in_turn(overlap.index.holders(box), turn) == self.rank:
-                    pieces += _pieces(span, overlap, box, self.rank, rank)
+                    for hop in self._hops(run, overlap.index, box, rank):
+                        pieces += _pieces(span, overlap, box, hop.source, hop.to, hop.wave)
+                elif box not in overlap.index.held_by(rank):
+                    if _in_turn(self.givers(overlap.index, box, rank), turn) == self.rank:
+                        pieces += _pieces(span, overlap, box, self.rank, rank)
         return Task(block=block, turn=turn, rank=rank, pieces=tuple(pieces))
+
+    def givers(self, index: BoxIndex, box: int, taker: int) -> Sequence[int]:
+        """Those who give a box to a rank that does not hold it, in turn."""
+        return self._replicas_of(index, box).givers(taker)
+
+    def _hops(self, run: Dealt | Parts, index: BoxIndex, box: int, reader: int) -> Iterator[Hop]:
+        """The hops of a box, from the rank that sends it on to all that do not read it, in which this rank takes part."""
+        readers = run.deal.ranks if isinstance(run, Dealt) and isinstance(run.deal, Together) else ()
+        return self._replicas_of(index, box, readers).hops(reader, self.rank)
+
+    def _replicas_of(self, index: BoxIndex, box: int, without: tuple[int, ...] = ()) -> Replicas:
+        """The ranks that hold a box, without some of them."""
+        key = index, box, without
+        if key not in self._replicas:
+            holders = [rank for rank in index.holders(box) if rank not in without]
+            self._replicas[key] = Replicas(holders, self._hosts)
+        return self._replicas[key]
 
     def parts(self, area: int, number: int) -> Iterator[tuple[int, int]]:
         """The parts of a block that this rank writes or reads, as it holds them: first byte, and one past the last."""
@@ -324,16 +351,16 @@ def _list_others(blocks: Blocks, area: int, others: "array[int]") -> None:
     if not shared:
         return
     for first, stop, index, box in blocks.reached(area):
-        holders = index.holders(box)
         for run in _between(shared, first, stop):
             if isinstance(run.deal, Together) and rank in run.deal.ranks:
                 continue
             for other, turn, numbers in run.deal.segments(first, stop):
                 if other == rank or (blocks.saving and box in index.held_by(other)):
                     continue
-                skipped = (holders.index(rank) - turn) % len(holders) if blocks.saving else 0
-                step = len(holders) if blocks.saving else 1
-                for at in range(skipped, len(numbers), step):
+                givers = blocks.givers(index, box, other) if blocks.saving else (rank,)
+                if rank not in givers:
+                    continue
+                for at in range((givers.index(rank) - turn) % len(givers), len(numbers), len(givers)):
                     given[numbers[at]] = turn + at, other
     for number, (turn, other) in given.items():
         others.extend((turn, other, area, number))
@@ -362,9 +389,9 @@ def _in_turn(ranks: Sequence[int], turn: int) -> int:
     return ranks[turn % len(ranks)]
 
 
-def _pieces(span: Span, overlap: Overlap, box: int, source: int, to: int) -> Iterator[Piece]:
+def _pieces(span: Span, overlap: Overlap, box: int, source: int, to: int, wave: int = 0) -> Iterator[Piece]:
     """The rectangles of a span within one box, on their way from one rank to another."""
     for start, size in overlap.parts(box):
         first = sum(i * stride for i, stride in zip(start, overlap.index.strides, strict=True))
         at = span.at + (first - span.start) * span.width
-        yield Piece(tensor=span.tensor, start=start, size=size, at=at, source=source, to=to)
+        yield Piece(tensor=span.tensor, start=start, size=size, at=at, source=source, to=to, wave=wave)

@@ -1,6 +1,7 @@
 """Sending pieces between ranks, round by round, two buffers at a time."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -31,10 +32,14 @@ class Exchange:
     Args:
         ranks: The communicator.
         packed_size: Bytes of a buffer for some pieces.
+        limit: Bytes of a buffer above which pieces for one rank are sent in several; the same on every rank. None: all
+            go in one.
     """
 
-    def __init__(self, ranks: Ranks, packed_size: Callable[[Sequence[Piece]], int]) -> None:
-        self._ranks, self._packed_size = ranks, packed_size
+    def __init__(
+        self, ranks: Ranks, packed_size: Callable[[Sequence[Piece]], int], *, limit: int | None = None
+    ) -> None:
+        self._ranks, self._packed_size, self._limit = ranks, packed_size, limit
         self._leaving, self._arriving = Buffer(), Buffer()
 
     def run(
@@ -42,10 +47,10 @@ class Exchange:
         outgoing: Pairs,
         incoming: Pairs,
         *,
-        fill: Callable[[int, torch.Tensor], torch.Tensor],
-        take: Callable[[int, torch.Tensor], None],
+        fill: Callable[[int, Sequence[Piece], torch.Tensor], torch.Tensor],
+        take: Callable[[Sequence[Piece], torch.Tensor], None],
     ) -> None:
-        """Sends and receives the pieces of one round.
+        """Sends and receives the pieces of one wave of a round.
 
         In step s, rank r sends to r + s and receives from r - s. So no two steps can wait for each other in a circle,
         and there is never more than one buffer each way.
@@ -53,37 +58,58 @@ class Exchange:
         Args:
             outgoing: What goes to whom.
             incoming: What comes from whom.
-            fill: Packs what goes to a rank into an empty buffer, or gives one that is packed already.
-            take: Unpacks what came from a rank.
+            fill: Packs pieces for a rank into an empty buffer, or gives one that is packed already.
+            take: Unpacks pieces.
         """
         ranks = self._ranks
-        for step in range(1, ranks.size):
+        steps = {(to - ranks.rank) % ranks.size for to in outgoing}
+        steps |= {(ranks.rank - source) % ranks.size for source in incoming}
+        for step in sorted(steps):
             to, source = (ranks.rank + step) % ranks.size, (ranks.rank - step) % ranks.size
-            sending = receiving = None
-            if source in incoming:
-                arrived = self._arriving.of(self._packed_size(incoming[source]))
-                receiving = ranks.receive(arrived, source)
-            if to in outgoing:
-                buffer = fill(to, self._leaving.of(self._packed_size(outgoing[to])))
-                sending = ranks.send(buffer, to)
-            if receiving is not None:
-                receiving.wait()
-                take(source, arrived)
-            if sending is not None:
-                sending.wait()
+            for leaving, coming in zip_longest(self._parcels(outgoing, to), self._parcels(incoming, source)):
+                sending = receiving = None
+                if coming is not None:
+                    arrived = self._arriving.of(self._packed_size(coming))
+                    receiving = ranks.receive(arrived, source)
+                if leaving is not None:
+                    buffer = fill(to, leaving, self._leaving.of(self._packed_size(leaving)))
+                    sending = ranks.send(buffer, to)
+                if receiving is not None:
+                    receiving.wait()
+                    take(coming, arrived)
+                if sending is not None:
+                    sending.wait()
+
+    def _parcels(self, pairs: Pairs, peer: int) -> Iterator[Sequence[Piece]]:
+        """The pieces for or from a rank, as many at a time as go in one buffer, but one at least."""
+        pieces = pairs.get(peer, ())
+        if pieces and self._limit is None:
+            yield pieces
+            return
+        begin = size = 0
+        for number, piece in enumerate(pieces):
+            size += self._packed_size([piece])
+            if size > (self._limit or 0) and number > begin:
+                yield pieces[begin:number]
+                begin, size = number, self._packed_size([piece])
+        if begin < len(pieces):
+            yield pieces[begin:]
 
 
-def by_peer(tasks: Iterable[Task], other: Callable[[Piece], int], rank: int) -> dict[int, list[Piece]]:
-    """By other rank: the pieces of some tasks that it gives or takes, in the order of turns.
+def by_wave(tasks: Iterable[Task], rank: int) -> list[tuple[Pairs, Pairs]]:
+    """Wave by wave: by other rank, the pieces of some tasks that go there, and those that come from there.
+
+    Both are in the order of turns, so that the two ends agree.
 
     Args:
         tasks: Tasks of one round.
-        other: The rank at the other end of a piece.
-        rank: This rank; a piece whose other end it is stays here.
+        rank: This rank; a piece whose two ends it is stays here.
     """
-    found: dict[int, list[Piece]] = {}
+    found: dict[int, tuple[dict[int, list[Piece]], dict[int, list[Piece]]]] = {}
     for task in sorted(tasks, key=lambda task: (task.rank, task.turn)):
         for piece in task.pieces:
-            if other(piece) != rank:
-                found.setdefault(other(piece), []).append(piece)
-    return found
+            if piece.source != piece.to:
+                outgoing, incoming = found.setdefault(piece.wave, ({}, {}))
+                pairs, peer = (outgoing, piece.to) if piece.source == rank else (incoming, piece.source)
+                pairs.setdefault(peer, []).append(piece)
+    return [pairs for _, pairs in sorted(found.items())]

@@ -16,10 +16,10 @@ from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.blocks import Block
 from ..plan.files import File, join_parts
-from ..plan.tasks import Plan, Task
+from ..plan.tasks import Piece, Plan, Task
 from ..storage.files import REACH, Source
 from ..storage.folder import Folder
-from .exchange import Exchange, by_peer
+from .exchange import Exchange, by_wave
 from .memory import Local, Pool
 from .ranks import Ranks
 
@@ -153,7 +153,7 @@ class _Reader:
         self._rank = reading.ranks.rank
         self.sources = _Sources(reading.folder, {reading.files[file].name: count for file, count in blocks.items()})
         self._blocks = Pool(max((file.block for file in reading.files), default=0))
-        self._exchange = Exchange(reading.ranks, reading.local.packed_size)
+        self._exchange = Exchange(reading.ranks, reading.local.packed_size, limit=reading.budget // 4)
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
         """Reads the blocks of one round, and takes what others read for this rank.
@@ -200,22 +200,26 @@ class _Reader:
             self.error = self.error or job.exception()
 
     def _swap(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
-        """Gives other ranks their pieces of the blocks that this one has read, and takes its pieces of theirs."""
+        """Gives other ranks pieces of the blocks that this one has read, takes its pieces of theirs, and hands these on.
+
+        What it hands on lies in its tensors by then: so nothing is held in between, however many ranks read at a time.
+        """
         local = self._reading.local
-        outgoing = by_peer([task for task, _ in shared], lambda piece: piece.to, self._rank)
-        incoming = by_peer(others, lambda piece: piece.source, self._rank)
         block_of = {id(piece): block for task, block in shared for piece in task.pieces}
 
-        def fill(to: int, buffer: torch.Tensor) -> torch.Tensor:
-            for piece, view in zip(outgoing[to], local.packed(outgoing[to], buffer), strict=True):
-                copy_elements_(view, local.in_block(piece, block_of[id(piece)]))
+        def fill(to: int, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor:
+            del to
+            for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
+                block = block_of.get(id(piece))
+                copy_elements_(view, local.view(piece) if block is None else local.in_block(piece, block))
             return buffer
 
-        def take(source: int, buffer: torch.Tensor) -> None:
-            for piece, view in zip(incoming[source], local.packed(incoming[source], buffer), strict=True):
+        def take(pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+            for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 copy_elements_(local.view(piece), view)
 
-        self._exchange.run(outgoing, incoming, fill=fill, take=take)
+        for outgoing, incoming in by_wave([*(task for task, _ in shared), *others], self._rank):
+            self._exchange.run(outgoing, incoming, fill=fill, take=take)
 
     def _read_run(self, run: Sequence[Task], memories: Sequence[torch.Tensor | None]) -> None:
         """Reads blocks that lie in a row: each into the memory that is given for it, or to where this rank holds it."""

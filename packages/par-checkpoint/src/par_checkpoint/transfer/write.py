@@ -16,10 +16,10 @@ from ..format.crc import Crc
 from ..format.manifest import BLOCK
 from ..plan.blocks import Block
 from ..plan.files import File
-from ..plan.tasks import Plan, Task
+from ..plan.tasks import Piece, Plan, Task
 from ..storage.files import Writer
 from ..storage.folder import Staging
-from .exchange import Exchange, by_peer
+from .exchange import Exchange, by_wave
 from .memory import Local, Pool
 from .ranks import Ranks
 from .snapshot import Snapshot
@@ -104,7 +104,7 @@ class _Writing:
         self._free_bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._bounces = 0
         self._scratches = Pool(work.block)  # one a thread at most
-        self._exchange = Exchange(work.ranks, work.local.packed_size)
+        self._exchange = Exchange(work.ranks, work.local.packed_size)  # all in one: a copy is packed already
         self._opening = threading.Lock()
 
     def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
@@ -175,27 +175,26 @@ class _Writing:
     def _swap(self, waiting: Sequence[tuple[Task, torch.Tensor, torch.Tensor | None]], others: Sequence[Task]) -> None:
         """Gives other ranks this rank's pieces of their blocks, and takes theirs of its own blocks."""
         local, snapshot = self._work.local, self._snapshot
-        outgoing = by_peer(others, lambda piece: piece.to, self._rank)
-        incoming = by_peer([task for task, _, _ in waiting], lambda piece: piece.source, self._rank)
         block_of = {id(piece): block for task, block, _ in waiting for piece in task.pieces}
 
-        def pack(to: int, buffer: torch.Tensor) -> None:
-            for piece, view in zip(outgoing[to], local.packed(outgoing[to], buffer), strict=True):
+        def pack(pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+            for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 copy_elements_(view, local.view(piece))
 
-        def fill(to: int, buffer: torch.Tensor) -> torch.Tensor:
+        def fill(to: int, pieces: Sequence[Piece], buffer: torch.Tensor) -> torch.Tensor:
             if snapshot is not None:
                 return snapshot.outgoing(
                     sorted((task for task in others if task.rank == to), key=lambda task: task.turn), buffer
                 )
-            self._try(partial(pack, to, buffer))
+            self._try(partial(pack, pieces, buffer))
             return buffer
 
-        def take(source: int, buffer: torch.Tensor) -> None:
-            for piece, view in zip(incoming[source], local.packed(incoming[source], buffer), strict=True):
+        def take(pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+            for piece, view in zip(pieces, local.packed(pieces, buffer), strict=True):
                 copy_elements_(local.in_block(piece, block_of[id(piece)]), view)
 
-        self._exchange.run(outgoing, incoming, fill=fill, take=take)
+        for outgoing, incoming in by_wave([*others, *(task for task, _, _ in waiting)], self._rank):
+            self._exchange.run(outgoing, incoming, fill=fill, take=take)
 
     def _try(self, act: Callable[[], object]) -> None:
         """Calls something, and keeps what it raises."""
