@@ -1,9 +1,11 @@
 """Checkpoints on S3: moto's server in a process of its own, and a proxy before it that counts, breaks and kills."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,26 @@ def test_long_files_are_read_in_ranges_of_64_mib_and_short_ones_in_sixteen_at_a_
         load(f"{ROOT}/c", model=found)
         assert_equal(found, model)
         assert sorted(each.received for each in store.requests if each.received >= MIB) == expected
+
+
+def test_sixteen_requests_of_a_rank_are_with_the_store_at_a_time(store):
+    """The store answers none of them before all are there: neither threads nor connections are fewer."""
+    model = {"w": torch.zeros(32 * MIB - 1024)}  # 16 parts of 8 MiB, with the header
+    save(f"{ROOT}/a", model=model, progress=False)
+    for act, kind, before in (
+        (lambda: save(f"{ROOT}/b", model=model, budget="512MB", progress=False), "UploadPart", 0),
+        (lambda: load(f"{ROOT}/a", model=model), "GetObject", 1),  # a load asks for the header first
+    ):
+        together, asked = threading.Barrier(16, timeout=60), itertools.count()
+
+        def seen(request, kind=kind, before=before, together=together, asked=asked):
+            if request.kind == kind and "/generation-" in request.path and next(asked) >= before:
+                together.wait()
+
+        store.start(seen=seen)
+        act()
+        assert next(asked) == before + 16
+        assert not together.broken
 
 
 def test_latest_looks_at_manifests_and_a_step_without_one_does_not_count(store):

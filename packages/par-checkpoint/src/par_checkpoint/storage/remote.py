@@ -35,7 +35,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from .._errors import CheckpointError, StoreError
 from ..format.manifest import BLOCK, GENERATION, MANIFEST, Manifest, decode_manifest, generation_in
 from .files import IN_FLIGHT, Source, Writer
-from .objects.s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, in_parallel
+from .objects.s3 import MOST_PARTS, PART, Parts, S3PartsWriter, S3Store, client_options, in_parallel
 from .objects.store import FsspecStore, Store, missing
 from .owned import BEGUN, SHOWN, check_name, check_replaceable, is_beside_weights, is_data
 from .sharing import Sharing
@@ -56,7 +56,7 @@ class RemoteFolder:
     def __init__(self, url: str, *, at: Callable[[str], None]) -> None:
         scheme, _, rest = url.partition("://")
         self.url, self.at = f"{scheme}://{rest.rstrip('/')}", at
-        fs, path = url_to_fs(url)
+        fs, path = url_to_fs(url, **client_options(scheme))
         self.path = str(path).rstrip("/")
         self.store: Store = S3Store(fs, self.url) if hasattr(fs, "call_s3") else FsspecStore(fs)
         self.positional = self.store.joins

@@ -7,6 +7,7 @@ until it is given up, which the next save or `prune` does.
 
 import contextlib
 import errno
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fsspec.asyn import sync  # type: ignore[import-untyped]
+from fsspec.config import conf  # type: ignore[import-untyped]
 
 from ..._errors import CheckpointError, StoreError
 from ..files import IN_FLIGHT
@@ -283,25 +285,25 @@ class S3PartsWriter:
 
     def __init__(self, store: S3Store, path: str, upload: str | None, parts: Parts) -> None:
         self._store, self._path, self._upload, self._parts = store, path, upload, parts
-        self._begun: dict[int, bytearray] = {}
+        self._begun: dict[int, io.BytesIO] = {}
         self._lock = threading.Lock()
 
     def write_at(self, begin: int, view: memoryview) -> None:
         """Adds to a part what follows in it; sends it when it is whole."""
         number, first, end = self._parts.place(begin)
         with self._lock:
-            data = self._begun.setdefault(number, bytearray())
-        if begin != first + len(data) or begin + len(view) > end:
+            data = self._begun.setdefault(number, io.BytesIO())
+        if begin != first + data.tell() or begin + len(view) > end:
             raise ValueError(f"{self._path} is written part by part: bytes {begin} to {begin + len(view)} leave a gap")
-        data += view
+        data.write(view)
         if begin + len(view) < end:
             return
         with self._lock:
             del self._begun[number]
         if self._upload is None:
-            self._store.put(self._path, bytes(data))
+            self._store.put(self._path, data.getvalue())  # which copies nothing
         else:
-            self._store.send(self._path, self._upload, number, bytes(data))
+            self._store.send(self._path, self._upload, number, data.getvalue())
 
     def finish(self) -> None:
         """Checks that no part is left half."""
@@ -334,6 +336,20 @@ class S3StreamWriter(StreamWriter):
         """Closes the file, which uploads what is left."""
         with self._told("begin"):
             super().finish()
+
+
+def client_options(scheme: str) -> dict[str, Any]:
+    """What s3fs is told beside what the user's configuration of fsspec says: to keep as many connections as we use.
+
+    botocore keeps 10 by default, and lets further requests wait.
+
+    Args:
+        scheme: The beginning of a URL.
+    """
+    if scheme not in ("s3", "s3a"):
+        return {}
+    wanted = conf.get(scheme, {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": IN_FLIGHT, **wanted}}
 
 
 def in_parallel(act: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
