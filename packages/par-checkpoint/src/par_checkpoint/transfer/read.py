@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -103,14 +103,22 @@ def read_blocks(
     reading.local.wait_for_streams()  # what is still to be written there must not come after what is read
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="par-checkpoint-read") as pool:
         reader = _Reader(reading, pool, progress, Counter(plan.files()))
-        blocks = max(1, reading.budget // (4 * reading.block)) if plan.peers else _AHEAD  # of a round
-        if reading.window:
-            window = reading.window // reading.block
-            blocks = max((round_of(reading.budget, reading.block) if plan.peers else _AHEAD) // window, 1) * window
+        window = max(reading.window // reading.block, 1)
+        blocks, rounds = max(_AHEAD // window, 1) * window, 1  # of a round; how many rounds are read at a time
+        if plan.peers:
+            held = round_of(reading.budget, reading.block)
+            blocks = window if reading.window else max(held // _AT_ONCE, 1)
+            rounds = max(held // blocks, 1)
+        under_way: deque[_Round] = deque()
         try:
             for tasks, of_others in plan.rounds(blocks):
-                reader.round(tasks, of_others, peers=plan.peers)
+                if len(under_way) == rounds:
+                    reader.end(under_way.popleft(), peers=plan.peers)
+                under_way.append(reader.begin(tasks, of_others))
+            while under_way:
+                reader.end(under_way.popleft(), peers=plan.peers)
         finally:
+            wait([job for each in under_way for job in each.jobs])  # the files are closed next
             reader.sources.close()
     reader.error = reader.error or reader.gaps()
     return reader.parts, reader.error
@@ -131,6 +139,21 @@ def wrong_join(parts: Iterable[Crc], reading: Reading) -> CorruptError | None:
             names = [reading.local.tensors[tensor].name for tensor in inside]
             return CorruptError(corrupt_block(f"{reading.folder.url}/{file.name}", block, first, names))
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """Blocks that are being read.
+
+    Args:
+        shared: Those of which other ranks take pieces, each with the memory that it is read into.
+        others: Blocks that other ranks read meanwhile, of which this rank takes pieces.
+        jobs: The reads.
+    """
+
+    shared: Sequence[tuple[Task, torch.Tensor]]
+    others: Sequence[Task]
+    jobs: Sequence[Future[None]]
 
 
 class _Reader:
@@ -155,13 +178,12 @@ class _Reader:
         self._blocks = Pool(max((file.block for file in reading.files), default=0))
         self._exchange = Exchange(reading.ranks, reading.local.packed_size, limit=reading.budget // 4)
 
-    def round(self, tasks: Sequence[Task], others: Sequence[Task], *, peers: bool) -> None:
-        """Reads the blocks of one round, and takes what others read for this rank.
+    def begin(self, tasks: Sequence[Task], others: Sequence[Task]) -> "_Round":
+        """Begins to read the blocks of a round.
 
         Args:
             tasks: This rank's blocks.
             others: Blocks of other ranks, of which this rank takes pieces.
-            peers: Whether any rank sends anything to another.
         """
         for piece in (piece for task in (*tasks, *others) for piece in task.pieces):
             if piece.to == self._rank:
@@ -176,12 +198,21 @@ class _Reader:
                     shared.append((task, memory))
                 memories.append(memory)
             jobs.append(self._pool.submit(self._read_run, run, memories))
+        return _Round(shared=shared, others=others, jobs=jobs)
+
+    def end(self, begun: "_Round", *, peers: bool) -> None:
+        """Waits for the blocks of a round, and takes what others read for this rank. All ranks end rounds in order.
+
+        Args:
+            begun: The round.
+            peers: Whether any rank sends anything to another.
+        """
+        wait(begun.jobs)  # for all at once, after an error too
+        for job in begun.jobs:
+            self.error = self.error or job.exception()
         if peers:
-            self._wait(jobs)
-            jobs = []
-            self._swap(shared, others)
-        self._wait(jobs)
-        for _, block in shared:
+            self._swap(begun.shared, begun.others)
+        for _, block in begun.shared:
             self._blocks.give_back(block)
 
     def gaps(self) -> RuntimeError | None:
@@ -192,12 +223,6 @@ class _Reader:
                 name, taken = self._reading.local.tensors[number].name, self._taken[number]
                 return RuntimeError(f"{taken} of {wanted} elements of {name!r} came, a bug of par-checkpoint")
         return None
-
-    def _wait(self, jobs: Sequence[Future[None]]) -> None:
-        """Waits for some reads, and keeps their first error."""
-        wait(jobs)  # for all at once, after an error too: the files are closed next
-        for job in jobs:
-            self.error = self.error or job.exception()
 
     def _swap(self, shared: Sequence[tuple[Task, torch.Tensor]], others: Sequence[Task]) -> None:
         """Gives other ranks pieces of the blocks that this one has read, takes its pieces of theirs, and hands these on.

@@ -26,6 +26,7 @@ from .snapshot import Snapshot
 from .workers import Workers
 
 _AHEAD = 256  # blocks that may wait to be written from where they lie
+_ROUNDS = 4  # at least, where ranks send each other pieces, so that they do so while they write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,8 @@ def write_blocks(plan: Plan, work: Work, snapshot: Snapshot | None = None) -> tu
         work.local.wait_for_streams()
     writing = _Writing(work, snapshot, Counter(plan.files()))
     blocks = max(1, work.budget // (work.block * (4 if snapshot is None else 2)))  # of a round; a copy is there already
+    if plan.peers:  # the first blocks are being written when the next ones are exchanged
+        blocks = min(blocks, max(1, plan.turns // _ROUNDS))
     try:
         for tasks, of_others in plan.rounds(blocks):
             writing.round(tasks, of_others, peers=plan.peers)
