@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from par_groups import sendable
 
-from ._torch_private import functional_collectives, number_of_dispatch_modes
+from ._torch_private import functional_collectives, group_of_name, number_of_dispatch_modes
 
 # Asynchronous: started here, complete after `finish`.
 
@@ -77,6 +77,35 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     else:
         started = functional_collectives.all_gather_into_tensor.default(x, group.size(), group.group_name)
     return started
+
+
+def start_exchange(x: Tensor, sizes: list[int], expected: list[int], group: str) -> Callable[[], Tensor]:
+    """Starts to send rows to every rank of a group, and to receive some from each.
+
+    torch's functional operators go through autograd in Python, twice, which takes tens of microseconds: they are for
+    dispatch modes alone.
+
+    Args:
+        x: The rows for all ranks, one rank's after another's.
+        sizes: Number of rows for each rank.
+        expected: Number of rows from each rank.
+        group: The name of the group.
+
+    Returns:
+        A function that waits and gives the rows that arrive.
+    """
+    x = x.contiguous()
+    if not may_overwrite():
+        started = functional_collectives.all_to_all_single.default(x, expected, sizes, group)
+        return lambda: finish(started)
+    arriving = x.new_empty(sum(expected), *x.shape[1:])
+    work = group_of_name(group).alltoall_base(arriving, x, expected, sizes)
+
+    def finished() -> Tensor:
+        work.wait()
+        return arriving
+
+    return finished
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:

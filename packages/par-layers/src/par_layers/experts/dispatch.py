@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._collectives import finish
+from .._collectives import start_exchange
 from .._once import once_differentiable
-from .._torch_private import apart, assert_async, functional_collectives, is_any_autocast_enabled, sums_of_bags
+from .._torch_private import apart, assert_async, is_any_autocast_enabled, sums_of_bags
 from .capacity import assigned, slots
 from .rows import by_expert, inverse, sorted_by_expert
 
@@ -236,19 +236,18 @@ class Flight:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group.group_name  # a graph that holds a group aborts a process that ends before the graph
-        self._started: Tensor | None = None
+        self._finish: Callable[[], Tensor] | None = None
 
     def begin(self, x: Tensor, sizes: list[int], expected: list[int]) -> None:
         """Begins to send `sizes` rows of x to the ranks, and to receive `expected` from them."""
-        exchange = functional_collectives.all_to_all_single.default
-        self._started = exchange(x.contiguous(), expected, sizes, self._group)
+        self._finish = start_exchange(x, sizes, expected, self._group)
 
     def finish(self) -> Tensor:
         """Waits for the rows that arrive."""
-        started, self._started = self._started, None
-        if started is None:
+        finish, self._finish = self._finish, None
+        if finish is None:
             raise RuntimeError("an exchange of rows is awaited that has not begun; a bug of par-layers")
-        return finish(started)
+        return finish()
 
     def exchange(self, x: Tensor, sizes: list[int], expected: list[int]) -> Tensor:
         """Both at once: the rows that arrive."""
@@ -291,10 +290,10 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Callable[[], Sp
     """
     experts = counts.numel()
     ones = [1] * len(counts)
-    started = functional_collectives.all_to_all_single.default(counts, ones, ones, group.group_name)
+    finish = start_exchange(counts, ones, ones, group.group_name)
 
     def settle() -> Splits:
-        arriving = finish(started)
+        arriving = finish()
         leaving_rows, arriving_rows = torch.stack((counts, arriving)).tolist()
         wrong = [rank for rank, row in enumerate(arriving_rows) if min(row) < 0]
         if wrong:
