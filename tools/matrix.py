@@ -40,9 +40,11 @@ with its schedule and 4 microbatches. The number is that of ranks. Tied: the log
 is refused with schedules that take weight gradients after a backward, for it has freed the weights. Gather, Ring,
 Ulysses: a sequence that is cut over ranks, by its mode; two of these names are its mode 2d. Packed: rows of several
 documents, unevenly many targets in each, in the GPT of `par-train run`; its one process takes each document by itself.
-Expert parallelism does not exist yet, and so has no rows. Llama: a model of transformers in the place of the GPT, as it
-is, of as many layers. Muon: an optimizer that steps whole matrices, and all else with momentum; its one process is a
-strategy of one rank, where q, k and v, which lie in one weight, are matrices of their own.
+Llama: a model of transformers in the place of the GPT, as it is, of as many layers. Mixture: the GPT with a mixture of
+four experts after each block, in two or four parts (EP), on ranks of their own or folded into those of the tensor or
+sequence axis; in fp32 alone, since in half precision a rounding sends tokens to other experts. Muon: an optimizer that
+steps whole matrices, and all else with momentum; its one process is a strategy of one rank, where q, k and v, which lie
+in one weight, are matrices of their own.
 
 Each cell has two numbers: the largest relative difference of the loss to one process in the same precision, over 20
 steps, and how many seconds the run took. In the row "one rank" a strategy runs, but nothing is cut. Under autocast
