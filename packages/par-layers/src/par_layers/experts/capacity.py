@@ -42,3 +42,8 @@ def assigned(ids: Tensor, priorities: Tensor, experts: int, each: int) -> tuple[
     held = torch.full((room + 1,), rows, dtype=torch.int64, device=ids.device).scatter_(0, slot, order)[:room]
     slot_of = torch.empty_like(order).scatter_(0, order, slot).view(ids.shape)
     return held, slot_of, (slot == room).sum()
+
+
+def extended(x: Tensor) -> Tensor:
+    """With zeros at the end of dim 0, which empty slots and dropped rows point to."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])

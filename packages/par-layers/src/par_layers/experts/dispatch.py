@@ -21,11 +21,9 @@ from torch.compiler import is_compiling
 from .._collectives import start_exchange
 from .._once import once_differentiable
 from .._torch_private import apart, assert_async, is_any_autocast_enabled, sums_of_bags
-from .capacity import assigned, slots
-from .rows import by_expert, inverse, sorted_by_expert
-
-PADDING = 16
-"""Bytes beside a row on its way to an expert: its gate is there, and `grouped_mm` finds rows aligned."""
+from .capacity import assigned, extended, slots
+from .graph import SentInGraph
+from .rows import PADDING, by_expert, inverse, sorted_by_expert
 
 
 class Dispatch:
@@ -67,7 +65,7 @@ class Dispatch:
 
     def send(
         self, x: Tensor, ids: Tensor, gates: Tensor, *, tokens: int | None = None, priorities: Tensor | None = None
-    ) -> "Sent":
+    ) -> "Sent | SentInGraph":
         """Begins to send this rank's rows. Every rank of the group must call it, one without tokens too.
 
         Args:
@@ -80,7 +78,8 @@ class Dispatch:
                 again in backward give `Routing.priorities`, so that each row has the slot that it had.
 
         Returns:
-            What is on its way.
+            What is on its way. With a capacity torch.compile traces all of it, through `receive`, `through` and
+            `combine`; without one a dispatch lies between two graphs, since rows are as many as routing makes them.
 
         Raises:
             ValueError: Shapes do not fit; or some rank has ids out of range, and then every rank raises.
@@ -92,17 +91,45 @@ class Dispatch:
             )
         if priorities is not None and priorities.shape != ids.shape:
             raise ValueError(f"priorities are {list(priorities.shape)} and ids {list(ids.shape)}; they must be alike")
-        if is_compiling():
-            return apart(self._send, x, ids, gates, tokens, priorities)
-        return self._send(x, ids, gates, tokens, priorities)
-
-    def _send(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None, priorities: Tensor | None) -> "Sent":
         if gates.dtype.itemsize < x.dtype.itemsize:
             gates = gates.to(x.dtype)
-        if self.capacity is None:
-            route = self._rows(x, ids, gates)
-        else:
-            route = self._slots(x, ids, gates, tokens, gates if priorities is None else priorities)
+        if self.capacity is not None:
+            most = len(x) if tokens is None else tokens
+            return self._send_slots(x, ids, gates, most, gates if priorities is None else priorities)
+        return apart(self._send_all, x, ids, gates) if is_compiling() else self._send_all(x, ids, gates)
+
+    def _send_all(self, x: Tensor, ids: Tensor, gates: Tensor) -> "Sent":
+        """Every row travels."""
+        return self._sent(x, gates, self._rows(x, ids, gates))
+
+    def _send_slots(self, x: Tensor, ids: Tensor, gates: Tensor, most: int, priorities: Tensor) -> "Sent | SentInGraph":
+        """As many rows travel to every expert; `most` is the number of tokens that this is a multiple of."""
+        top_k, local = ids.shape[1], self.experts // self.ranks
+        assert_async(((ids >= 0) & (ids < self.experts)).all(), out_of_range([], self.experts))
+        each = slots(self.capacity or 0, most, top_k, self.experts)
+        order, places, dropped = assigned(ids, priorities.detach(), self.experts, each)
+        if is_compiling():
+            return SentInGraph(x, gates, order, places, dropped, experts=self.experts, group=self.group)
+        sizes = [local * each] * self.ranks
+        counts = torch.full((local,), each * self.ranks, dtype=torch.int64, device="cpu")
+        splits = Splits(sizes, sizes, sum(sizes), counts)
+        if self.ranks > 1 and local > 1:
+            arrived = torch.arange(sum(sizes), device=x.device)
+            splits.to_experts = arrived.view(self.ranks, local, each).transpose(0, 1).flatten()
+            splits.to_sources = arrived.view(local, self.ranks, each).transpose(0, 1).flatten()
+        route = Route(
+            x.shape[1],
+            gates.dtype,
+            order // top_k,
+            order,
+            places,
+            settle=lambda: splits,
+            group=self.group,
+            dropped=dropped,
+        )
+        return self._sent(x, gates, route)
+
+    def _sent(self, x: Tensor, gates: Tensor, route: "Route") -> "Sent":
         if self.group is None:
             return Sent(route, x, gates)
         return Sent(route, _Send.apply(x, gates, route))  # type: ignore[no-untyped-call]
@@ -124,30 +151,6 @@ class Dispatch:
 
         places = inverse(order).view(ids.shape)
         return Route(x.shape[1], gates.dtype, order // ids.shape[1], order, places, settle=settle, group=self.group)
-
-    def _slots(self, x: Tensor, ids: Tensor, gates: Tensor, tokens: int | None, priorities: Tensor) -> "Route":
-        """As many rows travel to every expert."""
-        top_k, local = ids.shape[1], self.experts // self.ranks
-        assert_async(((ids >= 0) & (ids < self.experts)).all(), out_of_range([], self.experts))
-        each = slots(self.capacity or 0, len(x) if tokens is None else tokens, top_k, self.experts)
-        order, places, dropped = assigned(ids, priorities.detach(), self.experts, each)
-        sizes = [local * each] * self.ranks
-        counts = torch.full((local,), each * self.ranks, dtype=torch.int64, device="cpu")
-        splits = Splits(sizes, sizes, sum(sizes), counts)
-        if self.ranks > 1 and local > 1:
-            arrived = torch.arange(sum(sizes), device=x.device)
-            splits.to_experts = arrived.view(self.ranks, local, each).transpose(0, 1).flatten()
-            splits.to_sources = arrived.view(local, self.ranks, each).transpose(0, 1).flatten()
-        return Route(
-            x.shape[1],
-            gates.dtype,
-            order // top_k,
-            order,
-            places,
-            settle=lambda: splits,
-            group=self.group,
-            dropped=dropped,
-        )
 
 
 def out_of_range(ranks: list[int], experts: int) -> str:
@@ -375,7 +378,7 @@ class Route:
 
     def _extended(self, x: Tensor) -> Tensor:
         """With zeros at the end, which empty slots and dropped rows point to."""
-        return x if self.dropped is None else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return x if self.dropped is None else extended(x)
 
     def pack(self, x: Tensor, gates: Tensor) -> Tensor:
         """The sent rows of tokens [M, h], with their gates of [M, k] beside them: [n, h + padding]."""

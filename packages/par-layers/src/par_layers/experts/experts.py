@@ -23,6 +23,7 @@ from .products import (
     Activation,
     Segments,
     activation_of,
+    batched,
     is_one_by_one,
     linear_into,
     of_each_row,
@@ -123,9 +124,12 @@ class Experts(ParallelLayer):
             raise ValueError(
                 f"there are counts of {len(counts)} experts, but this rank has {self.local_experts} of {self.experts}"
             )
-        if is_compiling():
-            return apart(self._forward, rows, gates, counts, route)
-        return self._forward(rows, gates, counts, route)
+        if not is_compiling():
+            return self._forward(rows, gates, counts, route)
+        alike = isinstance(counts, list) and counts == [rows.shape[0] // len(counts)] * len(counts)
+        if alike and self.weight_grad_hook is None:
+            return self._batched(rows, gates)
+        return apart(self._forward, rows, gates, counts, route)
 
     def _forward(self, rows: Tensor, gates: Tensor, counts: Tensor | Sequence[int], route: Route | None) -> Tensor:
         up, up_hook = weight_and_hook(self, name=self._up)
@@ -145,6 +149,22 @@ class Experts(ParallelLayer):
             up_bias,
             down_bias,
         )
+        return y
+
+    def _batched(self, rows: Tensor, gates: Tensor) -> Tensor:
+        """As `_forward` where all experts have as many rows, in plain operations that a graph may fuse or run again."""
+        up: Tensor = getattr(self, self._up)
+        down: Tensor = self.down_proj
+        if self.transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        rows, up, up_bias = in_autocast_dtype(rows, up, self._parameters[self._up + "_bias"])
+        _, down, down_bias = in_autocast_dtype(rows, down, self.down_proj_bias)
+        wide = batched(rows, up)
+        if up_bias is not None:
+            wide = wide + up_bias.repeat_interleave(wide.shape[0] // len(up_bias), 0)
+        y = batched(scaled(self.activation.differentiable(wide), gates), down)
+        if down_bias is not None and self._adds_bias:
+            y = y + scaled(down_bias.repeat_interleave(y.shape[0] // len(down_bias), 0), gates)
         return y
 
     def extra_repr(self) -> str:

@@ -122,6 +122,12 @@ def product(x: Tensor, weight: Tensor, segments: Segments, bias: Tensor | None =
     return y
 
 
+def batched(x: Tensor, weight: Tensor) -> Tensor:
+    """As `product`, where every expert has as many rows; autograd and torch.compile go through it."""
+    experts = weight.shape[0]
+    return torch.bmm(x.view(experts, x.shape[0] // experts, x.shape[1]), weight.transpose(1, 2)).flatten(0, 1)
+
+
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Writes the product of torch.nn.Linear to `out`; of no rows, nothing."""
     if not x.shape[0]:
@@ -245,6 +251,13 @@ class Activation:
     backward: Callable[[Tensor, Tensor], Tensor] | None = None
     gated: bool = True
 
+    def differentiable(self, x: Tensor) -> Tensor:
+        """The activation [R, f] of [R, n], through which autograd and torch.compile go."""
+        if self.backward is None:
+            return self.forward(x)
+        y: Tensor = _Activated.apply(x, self.forward, self.backward)  # type: ignore[no-untyped-call]
+        return y
+
     def scaled(self, x: Tensor, gates: Tensor) -> Tensor:
         """The activation [R, f] of [R, n] times gates [R]."""
         return scaled(self.forward(x), gates)
@@ -263,6 +276,23 @@ class Activation:
             leaf = x.detach().requires_grad_()
             y = self.forward(leaf)
         return y.detach().clone(), lambda gradient: torch.autograd.grad(y, leaf, gradient)[0]
+
+
+class _Activated(torch.autograd.Function):
+    """An activation with a backward of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.way_back = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.way_back(*ctx.saved_tensors, gradient), None, None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ A row is one token for one of the experts that were chosen for it; M tokens with
 import torch
 from torch import Tensor
 
+PADDING = 16
+"""Bytes beside a row on its way to an expert: its gate is there, and `grouped_mm` finds rows aligned."""
+
 
 def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Sorts rows by expert; those of one expert stay in the order of tokens.
