@@ -22,14 +22,14 @@ class Choice:
     """What a forward has decided, that its recompute must not decide again.
 
     Args:
-        ids: The experts of each token, [M, k].
-        gates: By what rows compete for the slots of a capacity, [M, k].
+        ids: The experts of each token, [M, k]; of a block that is not ours, all that its topk found, flat.
+        gates: By what rows compete for the slots of a capacity, [M, k]; None where there is no capacity.
         shares: How busy each expert was, which recompute must not count again; None without losses.
         twice: Whether another forward drew the same key and chose otherwise.
     """
 
     ids: Tensor
-    gates: Tensor
+    gates: Tensor | None = None
     shares: Shares | None = None
     twice: bool = False
 

@@ -149,7 +149,7 @@ class Router(ParallelLayer):
             logits = _logits(x, self.weight, self.bias)
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
             drawn = draw_key() if self.training and not torch.compiler.is_compiling() else None
-            key = int(drawn) if drawn is not None and _has_numbers(drawn) else None
+            key = int(drawn) if drawn is not None and has_numbers(drawn) else None
             choice = self.replay.take(key) if key is not None and in_backward() else None
             if choice is None:
                 bias = self.e_score_correction_bias
@@ -161,7 +161,7 @@ class Router(ParallelLayer):
                 gates = gates / self._total(gates)
             if self.scale != 1.0:
                 gates = gates * self.scale
-            priorities = gates.detach() if choice is None else choice.gates
+            priorities = gates.detach() if choice is None or choice.gates is None else choice.gates
             if self.training:
                 gates = self._balanced(Routing(ids, gates, scores, logits, priorities), mask, sequences, key, choice)
             ids = ids.masked_fill(gates.detach().isnan(), self.experts)
@@ -209,8 +209,8 @@ class Router(ParallelLayer):
             again: What its first forward has decided, if this is a recompute.
         """
         choice = Choice(routing.ids, routing.priorities) if again is None else again
-        has_numbers = _has_numbers(routing.ids)
-        first = again is None and has_numbers and not in_backward()
+        is_real = has_numbers(routing.ids)
+        first = again is None and is_real and not in_backward()
         if first:
             self.tally.count(routing.ids, mask)
         gates = routing.gates
@@ -219,7 +219,7 @@ class Router(ParallelLayer):
             if self.score == "sigmoid":
                 scores = scores / self._total(scores)
             weights = self.tally.weights(len(gates), mask, sequences, scores)
-            if choice.shares is None and has_numbers:
+            if choice.shares is None and is_real:
                 choice.shares = self.tally.shares(routing.ids, scores, logits, weights)
             elif choice.shares is None:
                 choice.shares = Shares(weights.new_empty(len(weights), self.experts), weights.new_empty(len(weights)))
@@ -257,7 +257,7 @@ _TINY = 1e-20
 """Added to sums of sigmoids, which may all be 0, as DeepSeek-V3 does."""
 
 
-def _has_numbers(x: Tensor) -> bool:
+def has_numbers(x: Tensor) -> bool:
     """Whether a tensor has elements; fake ones and those of the meta device, on which models are measured, do not."""
     return type(x) is Tensor and not x.is_meta
 

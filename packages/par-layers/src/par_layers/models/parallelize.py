@@ -23,6 +23,7 @@ from .hooks import CutExperts, CutFeatures, CutVocabulary, LatentOutput, Partial
 from .linear import AdoptedColumn, AdoptedRow, Entry, Logits, adopt_linear_
 from .loss import AdoptedLoss, VocabularyLoss, shifts_labels
 from .packed.forward import deal_
+from .packed.routed import RoutedForward
 from .parallel import KEPT_AS, LogitsLayout, Parallel, parallel_of, table_of
 from .plans import families  # noqa: F401 - registers its plans
 from .plans.plans import Plan, names_around, resolve
@@ -211,7 +212,8 @@ class _Adoption:
             for name, region in self.found.regions.items():
                 self._set_counts(self.modules[name], region)
         for name, experts in self.found.experts.items():
-            deal_(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes)
+            block = self._routed(name)
+            deal_(self.modules[name], experts, self.grid.seen_as(EXPERTS), self.axes, name=name, block=block)
         self._begin_and_end(regions)
         self._adopt_dropouts(regions)
         for module in self.model.modules():
@@ -287,6 +289,18 @@ class _Adoption:
             embedding.padding_idx = local if 0 <= local < cut.rows else None
         module.register_forward_pre_hook(cut.before)
         module.register_forward_hook(cut.after)
+
+    def _routed(self, name: str) -> RoutedForward | None:
+        """What the block around packed experts computes from now on; None where they are no part of a block."""
+        containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        around = next((each for each in names_around(name) if not isinstance(self.modules[each], containers)), None)
+        if around is None:
+            return None
+        block = vars(self.modules[around]).get("forward")
+        if not isinstance(block, RoutedForward):
+            block = RoutedForward(self.modules[around], around)
+            self.modules[around].__dict__["forward"] = block
+        return block
 
     # Regions
 

@@ -9,7 +9,9 @@ from ..._collectives import copy_to, reduce_from
 from ...experts.dispatch import Dispatch
 from ...experts.entrance import cut_rows, join_rows
 from ...experts.experts import Experts
+from ...experts.replay import in_backward
 from ...modes.grid import Axes, Grid
+from .routed import RoutedForward
 
 
 class DealtForward:
@@ -23,10 +25,21 @@ class DealtForward:
         experts: Experts that compute what the module's do, with the very parameters of the module.
         grid: This rank's place, in the view "experts".
         axes: The axes of the tensor group that have several ranks.
+        name: The name of the module in the model, for messages.
+        block: What the block around it computes; None where nobody knows it.
     """
 
-    def __init__(self, module: nn.Module, experts: Experts, grid: Grid, axes: Axes) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        experts: Experts,
+        grid: Grid,
+        axes: Axes,
+        name: str = "experts",
+        block: RoutedForward | None = None,
+    ) -> None:
         self.module, self.experts, self.grid, self.axes = module, experts, grid, axes
+        self.name, self.block = name, block
         self.activation = experts.activation  # which may be a method of the module: a copy has that of its own
 
     def __getstate__(self) -> dict[str, Any]:
@@ -50,16 +63,23 @@ class DealtForward:
 
         Returns:
             The weighted sums of the experts' outputs, [M, h].
+
+        Raises:
+            ValueError: A weight is NaN on some rank, or a token has none of the experts, and then every rank raises.
         """
         x, gates, tokens = hidden_states, top_k_weights, len(hidden_states)
         group = self.grid.group(self.axes) if self.axes else None
         is_whole = self.grid.size(("expert_tensor",)) == 1
-        ids = top_k_index
+        ids = top_k_index if self.block is None else self.block.confirmed(top_k_index)
+        ids = ids.masked_fill(gates.detach().isnan(), self.experts.experts)
         if group is not None and is_whole:
             x, ids, gates = cut_rows(x, group), cut_rows(ids, group), cut_rows(gates, group)
         elif group is not None:
             x, gates = copy_to(x, group), copy_to(gates, group)
-        sent = self.dispatch.send(x, ids, gates)
+        try:
+            sent = self.dispatch.send(x, ids, gates)
+        except ValueError as error:
+            raise ValueError(f"{self.name!r}: {error}{_OTHERS if in_backward() else ''}") from None
         y = sent.combine(self._computed(*sent.receive()))
         if group is not None:
             y = join_rows(y, tokens, group) if is_whole else reduce_from(y, group)
@@ -76,7 +96,21 @@ class DealtForward:
         return (normed * gates.unsqueeze(-1)).to(rows.dtype)
 
 
-def deal_(module: nn.Module, experts: Experts, grid: Grid, axes: Axes) -> None:
+_OTHERS = (
+    "; or, as this runs again in backward, it chose experts that are not those of its forward; choose by torch.topk, "
+    "which then gives the same ones"
+)
+
+
+def deal_(
+    module: nn.Module,
+    experts: Experts,
+    grid: Grid,
+    axes: Axes,
+    *,
+    name: str = "experts",
+    block: RoutedForward | None = None,
+) -> None:
     """Makes a module's experts those of this rank, in place; its parameters are this rank's part already.
 
     Args:
@@ -84,9 +118,11 @@ def deal_(module: nn.Module, experts: Experts, grid: Grid, axes: Axes) -> None:
         experts: What `experts_like` gave for it; it gets the parameters of the module.
         grid: This rank's place, in the view "experts".
         axes: The axes of the tensor group that have several ranks.
+        name: The name of the module in the model, for messages.
+        block: What the block around it computes; None where nobody knows it.
     """
-    for name in experts._parameters.keys() - module._parameters.keys():  # biases that there are none of
-        module.register_parameter(name, None)
+    for missing in experts._parameters.keys() - module._parameters.keys():  # biases that there are none of
+        module.register_parameter(missing, None)
     experts.__dict__["_parameters"] = module._parameters
     module.__dict__["weight_grad_hook"] = None
-    module.__dict__["forward"] = DealtForward(module, experts, grid, axes)
+    module.__dict__["forward"] = DealtForward(module, experts, grid, axes, name, block)
