@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from par_layers import balance_over_
 from par_testing import once
 from par_train import Strategy
 
@@ -25,24 +26,24 @@ def make_model(family="Llama", **options):
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-def batches():
-    """Dicts, as a collator gives them: another number of tokens counts in every row."""
+def batches(ignored=True):
+    """Dicts, as a collator gives them: another number of tokens counts in every row, unless none are ignored."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         ids = torch.randint(0, WORDS, (8, 12), generator=generator)
         labels = ids.clone()
-        for row in range(8):
+        for row in range(8 if ignored else 0):
             labels[row, : row + 1] = -100
         yield {"input_ids": ids, "labels": labels}
 
 
 @functools.cache
-def one_device(family="Llama", parts=1, **options):
+def one_device(family="Llama", parts=1, ignored=True, **options):
     """Losses and weights after some steps, in plain torch; each batch in one part, or in several, one after another."""
     model = make_model(family, **dict(options)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
-    for batch in batches():
+    for batch in batches(ignored):
         every = int((batch["labels"][:, 1:] != -100).sum())
         losses.append(0.0)
         for rows in torch.arange(8).chunk(parts):
@@ -60,20 +61,20 @@ def losses_alone(family="Llama", **options):
     return one_device(family, **options)[0]
 
 
-def train(strategy, model):
-    """The same steps, under a strategy; rows are shared out over the data ranks."""
+def train(strategy, model, over="data", ignored=True):
+    """The same steps, under a strategy; rows are shared out over the ranks that see others."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     model, optimizer = strategy.initialize(model, optimizer)
     model.train()
-    replica, replicas = strategy.groups.rank("data"), strategy.groups.size("data")
+    replica, replicas = strategy.groups.rank(over), strategy.groups.size(over)
     rows = 8 // replicas
     losses = []
-    for batch in batches():
+    for batch in batches(ignored):
         part = {key: value[replica * rows : (replica + 1) * rows] for key, value in batch.items()}
         loss = strategy.execute_pipeline(iter([part]), model, None, optimizer)
         tokens = (part["labels"][:, 1:] != -100).sum()
         summed = torch.stack([loss * tokens, tokens.double()])
-        torch.distributed.all_reduce(summed, group=strategy.groups["data"])
+        torch.distributed.all_reduce(summed, group=strategy.groups[over])
         losses.append((summed[0] / summed[1]).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -147,6 +148,16 @@ def test_the_auxiliary_loss_of_routers_counts_as_on_one_device(tmp_path, family,
             model, losses = train(strategy, make_model(family, **options))
             assert losses[0] > without[0] + 0.1
             assert_as_on_one_device(strategy, model, losses, tmp_path / name, family, parts=parts, **options)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_the_auxiliary_loss_may_be_that_of_all_ranks_tokens_at_once(tmp_path):
+    """As on one device that takes the whole batch in one forward; ranks have as many targets for each token."""
+    options = {**ROUTED["Mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    with Strategy(parallel={"expert": 2}, zero=1, clip_norm=1.0) as strategy:
+        model = balance_over_(make_model("Mixtral", **options), strategy.groups)
+        model, losses = train(strategy, model, over=("data", "sequence", "expert"), ignored=False)
+        assert_as_on_one_device(strategy, model, losses, tmp_path / "saved", "Mixtral", ignored=False, **options)
 
 
 CUT = {"size": 2, "mode": "1d"}

@@ -31,6 +31,7 @@ from .layers.parameter import constant, normal, uniform
 from .layers.partial_gradients import PartialGradients
 from .models.compare import Comparison, compare
 from .models.costs import Traffic, costs
+from .models.packed.balance import balance_over_
 from .models.packed.found import experts_in
 from .models.packed.pack import PackedExperts, pack_
 from .models.parallel import Parallel, parallel_of
@@ -101,6 +102,7 @@ __all__ = [
     "all_gather_to",
     "all_to_all",
     "assign",
+    "balance_over_",
     "choose",
     "compare",
     "constant",
