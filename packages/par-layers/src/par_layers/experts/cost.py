@@ -134,12 +134,12 @@ def moe_cost(
             f"{experts} experts of {shape.intermediate} features do not divide by {p} and {split.tensor} ranks; change "
             "the sizes"
         )
-    between = _between(shape, p, routing, imbalance)
-    totals = [sum(column) for column in zip(*between, strict=True)]
+    sent = _sent(shape, p, routing, imbalance)
+    totals = [p // len(sent) * sum(column) for column in zip(*sent, strict=True)]
     if rank is None:
         rank = max(range(p), key=totals.__getitem__)
-    rows = totals[rank]
-    away, arriving = sum(between[rank]) - between[rank][rank], rows - between[rank][rank]
+    rows, mine = totals[rank], sent[rank % len(sent)]
+    away, arriving = sum(mine) - mine[rank], rows - mine[rank]
     with_gates, plain = shape.hidden * shape.element + PADDING, shape.hidden * shape.element
     counts = Fraction(0) if shape.slots is not None else Fraction(experts * COUNT * (p - 1), p)
     first = shape.intermediate * (2 if shape.gated else 1) // split.tensor
@@ -159,16 +159,16 @@ def moe_cost(
     )
 
 
-def _between(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbalance: float) -> list[list[Fraction]]:
-    """Number of rows from each rank to each, p lists of p."""
+def _sent(shape: MoEShape, p: int, routing: Literal["uniform"] | Routing, imbalance: float) -> list[list[Fraction]]:
+    """Number of rows to each of p ranks from each, p lists; a single one where all ranks send alike."""
     if shape.slots is not None:
-        return [[Fraction(shape.experts // p * shape.slots)] * p] * p
+        return [[Fraction(shape.experts // p * shape.slots)] * p]
     if isinstance(routing, str):
         if not 1 <= imbalance <= p:
             raise ValueError(f"imbalance is {imbalance}; of {p} ranks one can have 1 to {p} times the mean")
         most = Fraction(imbalance) * shape.tokens * shape.top_k / p
         rest = (Fraction(shape.tokens * shape.top_k) - most) / max(p - 1, 1)
-        return [[most, *[rest] * (p - 1)]] * p
+        return [[most, *[rest] * (p - 1)]]
     if len(routing) != p or any(len(row) != shape.experts for row in routing):
         raise ValueError(
             f"the routing has {len(routing)} rows of {sorted({len(row) for row in routing})} numbers; give one of each "

@@ -156,10 +156,10 @@ class _Costs:
 
     def _ends_of_layers(self, layers: str) -> None:
         """The sequence is cut before the first layer, gathered after the last, and around blocks in between."""
-        stack: Any = self.modules[layers]
+        names = list(self.modules[layers]._modules)  # not all numbers, where a planner has left out layers alike
         width = self.one * self.tokens * self._width()
-        self._add(f"{layers}.0", width)  # backward gathers
-        self._add(f"{layers}.{len(stack) - 1}", width)
+        self._add(f"{layers}.{names[0]}", width)  # backward gathers
+        self._add(f"{layers}.{names[-1]}", width)
         for block in self.found.blocks:
             self._add(block, 2 * self.one * self.tokens * self._width(), 2)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -134,7 +135,7 @@ class PretrainedShape:
             start, stop = stage_run(self.layers, pipeline.stages, stage)
             kinds = self._structure.kinds[start:stop]
             runs.append(tuple(sorted(Counter(kinds).items())))
-        has = [self._structure.has_experts(sample) for sample in self._structure.samples]
+        has = self._structure.have_experts
         return Part(
             blocks=sum(times for run in runs for _, times in run),
             mixtures=sum(times for run in runs for kind, times in run if has[kind]),
@@ -163,7 +164,7 @@ class PretrainedShape:
     def not_cut(self) -> str | None:
         """Why no number of tensor ranks can cut the model, and what to do; None if some can."""
         try:
-            cuts(self.model, alone({"mode": "1d"}, SMALL[0]))
+            cuts(self._structure.sampled, alone({"mode": "1d"}, SMALL[0]))
         except TypeError as error:  # there is no plan
             return str(error)
         except ValueError:  # of these sizes, for these ranks
@@ -222,8 +223,9 @@ class PretrainedShape:
         tokens = rows * local_tokens(sequence, self.context, job.documents)
         share = tokens / self.context
         layers = []
-        for sample, own in zip(self._structure.samples, rank.kinds, strict=True):
-            dealt = cut.experts.is_dealt and self._structure.has_experts(sample)
+        structure = self._structure
+        for sample, own, has in zip(structure.samples, rank.kinds, structure.have_experts, strict=True):
+            dealt = cut.experts.is_dealt and has
             layer = share * kept[sample].on_rank(cut.ranks, sequence=cut.sequence, experts=not dealt)
             layer += numbers.cast * (own.matrices + sum(own.experts) / cut.experts.parallel)
             if dealt and self.mixture is not None:
@@ -323,7 +325,7 @@ class PretrainedShape:
         In forward a matrix takes two operations for each of its elements; backward takes twice as many as forward.
         Attention is causal, so that half of its products are computed.
         """
-        layers = [times * self._flops_of_layer(kind) for run in part.runs for kind, times in run]
+        layers = [times * self._flops_of_layers[kind] for run in part.runs for kind, times in run]
         head = 2 * self.width * self.vocabulary if part.last and self._structure.head is not None else 0
         return 3.0 * (sum(layers) + head), 3.0 * part.blocks * self._flops_of_attention()
 
@@ -331,18 +333,23 @@ class PretrainedShape:
         """Floating-point operations for one token that backward does again: those of a forward of the layers."""
         if not self.checkpointing:
             return 0.0, 0.0
-        layers = [times * self._flops_of_layer(kind) for run in part.runs for kind, times in run]
+        layers = [times * self._flops_of_layers[kind] for run in part.runs for kind, times in run]
         return float(sum(layers)), self.flops(part)[1] / 3
 
-    def _flops_of_layer(self, kind: int) -> float:
-        total, structure = 0.0, self._structure
-        for name in structure.in_layer(structure.samples[kind]):
-            shape = structure.parameters[name].shape
-            if len(shape) == 3:  # the weights of all experts
-                total += 2 * shape.numel() * structure.experts_per_token / shape[0]
-            elif len(shape) == 2 and name not in structure.experts:
-                total += 2 * shape.numel()
-        return total
+    @cached_property
+    def _flops_of_layers(self) -> tuple[float, ...]:
+        """For each kind of layer the floating-point operations of its matrices for one token in forward."""
+        structure, totals = self._structure, []
+        for names in structure.of_samples:
+            total = 0.0
+            for name in names:
+                shape = structure.parameters[name].shape
+                if len(shape) == 3:  # the weights of all experts
+                    total += 2 * shape.numel() * structure.experts_per_token / shape[0]
+                elif len(shape) == 2 and name not in structure.experts:
+                    total += 2 * shape.numel()
+            totals.append(total)
+        return tuple(totals)
 
     def _flops_of_attention(self) -> float:
         config = self._structure.config

@@ -73,14 +73,14 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
         keys = {"kv_heads": dict(cut.axes)["kv_head"]} if "kv_head" in dict(cut.axes) else {}
         topology = alone({"mode": "1d", "sequence_parallel": cut.sequence, **keys}, cut.ranks, cut.experts)
         try:
-            records, traffic = cuts(structure.model, topology), costs(structure.model, topology, 1)
+            records, traffic = cuts(structure.sampled, topology), costs(structure.sampled, topology, 1)
         except (TypeError, ValueError) as error:
             return str(error)
     shapes = {name: _sizes(record) for name, record in records.items()}
     shapes = shapes or {name: [tuple(parameter.shape)] for name, parameter in structure.parameters.items()}
 
     kinds = (nn.Linear, import_module("transformers.pytorch_utils").Conv1D)
-    linears = {name for name, module in structure.model.named_modules() if isinstance(module, kinds)}
+    linears = {name for name, module in structure.sampled.named_modules() if isinstance(module, kinds)}
 
     def share(names: Collection[str], modules: tuple[str, ...]) -> Share:
         every = {name: sum(map(math.prod, shapes[name])) for name in names}
@@ -112,7 +112,8 @@ def look(structure: Structure, cut: Cut) -> RankShare | str:
     embedding, head = structure.table.rpartition(".")[0], (() if structure.head is None else (structure.head,))
     return RankShare(
         kinds=tuple(
-            share(structure.in_layer(number), (f"{structure.layers}.{number}",)) for number in structure.samples
+            share(names, (f"{structure.layers}.{number}",))
+            for number, names in zip(structure.samples, structure.of_samples, strict=True)
         ),
         ends={
             (False, False): share(of_stages["middle"], ()),

@@ -35,6 +35,7 @@ class Structure:
         layers: The name of the list of layers.
         kinds: The kind of every layer.
         samples: For each kind the first layer of it.
+        sampled: The model with these layers alone, under their names: what is asked of it is the same, and sooner.
         ends: The names of the parameters outside of the layers that the first, a middle and the last stage have; or why
             there are no stages.
 
@@ -56,6 +57,7 @@ class Structure:
         self.kinds = self._kinds_of_layers()
         self.samples = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
         self.ends = self._ends_of_stages()
+        self.sampled = self._with_samples_alone()
 
     @property
     def experts_per_token(self) -> int:
@@ -93,16 +95,30 @@ class Structure:
             gated=total == 3 * down,
         )
 
-    def has_experts(self, number: int) -> bool:
-        """Whether a layer has experts."""
-        return any(name.startswith(f"{self.layers}.{number}.") for name in self.packed)
+    @cached_property
+    def of_samples(self) -> tuple[tuple[str, ...], ...]:
+        """For each kind of layer the names of the parameters of its sample."""
+        return tuple(
+            tuple(name for name in self.parameters if name.startswith(f"{self.layers}.{number}."))
+            for number in self.samples
+        )
+
+    @cached_property
+    def have_experts(self) -> tuple[bool, ...]:
+        """For each kind of layer whether it has experts."""
+        return tuple(any(name in self.experts for name in names) for names in self.of_samples)
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, own in self.parameters.items() if own is parameter)
 
-    def in_layer(self, number: int) -> list[str]:
-        """The names of the parameters of a layer."""
-        return [name for name in self.parameters if name.startswith(f"{self.layers}.{number}.")]
+    def _with_samples_alone(self) -> Any:
+        """A copy of the model whose list of layers lacks all but the samples, which keep their numbers."""
+        kept = {id(each): each for each in (*self.model.parameters(), *self.model.buffers())}
+        sampled = copy.deepcopy(self.model, kept)
+        layers = sampled.get_submodule(self.layers)
+        for number in {*range(len(self.kinds))}.difference(self.samples):
+            delattr(layers, str(number))
+        return sampled
 
     def _kinds_of_layers(self) -> list[int]:
         """The kind of every layer: alike are those whose parameters have the same names and shapes, but for both ends.
