@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -87,7 +87,7 @@ class GPTPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """The sizes as plain values."""
-        return {**vars(self.shape), "parameters": self.shape.parameters}
+        return {**asdict(self.shape), "parameters": self.shape.parameters}
 
     def part(self, pipeline: Pipe, place: Place) -> Part:
         """What a rank of a pipeline has."""

@@ -7,7 +7,7 @@ pipelines give that line.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from par_pipeline import Schedule, schedule, simulate
 
@@ -55,7 +55,7 @@ class Place:
     neighbours: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # which is looked up by identity: `pipe` makes one of each
 class Pipe:
     """A schedule on some number of ranks.
 
@@ -97,7 +97,7 @@ def stage_run(layers: int, stages: int, stage: int) -> tuple[int, int]:
     return start, start + stage_size(layers, stages, stage)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def pipe(name: str, ranks: int, microbatches: int) -> Pipe:
     """What a schedule costs.
 
@@ -122,7 +122,7 @@ def pipe(name: str, ranks: int, microbatches: int) -> Pipe:
     return _simulated(name, ranks, microbatches)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _simulated(name: str, ranks: int, microbatches: int) -> Pipe:
     """A schedule as the simulator runs it, on few ranks with no more microbatches than make a difference."""
     made = schedule(name, ranks, min(microbatches, ENOUGH * ranks) if ranks <= EXACT else microbatches)

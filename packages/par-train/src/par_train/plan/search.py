@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import product
 from typing import Any
 
 from par_groups import Topology
@@ -20,7 +20,7 @@ from .experts.spread import expert_config, expert_configs, misfit_of_experts
 from .inputs import NUMBERS, Job, Machine
 from .model import PlannedModel
 from .pipeline import SCHEDULES, pipe
-from .predict import Prediction, attentions_of, misfit_of_sequence, planned, predict
+from .predict import Frame, Prediction, attentions_of, misfit_of_sequence, planned
 from .sequence import sequence_of
 from .shape import Shape, averaged_ranks, cut_of
 from .tiers import cheapest
@@ -65,7 +65,8 @@ def rank(
     Raises:
         ValueError: The model's activations cannot be known.
     """
-    search, bounds = _Search(shape, machine, top), _bounds(shape, world, job, machine, sequence)
+    model = planned(shape)
+    search, bounds = _Search(model, machine, top), _bounds(model, world, job, machine, sequence)
     for bound in sorted(bounds, key=lambda one: one.seconds):
         if bound.seconds > search.slowest:
             break
@@ -74,7 +75,7 @@ def rank(
         if bound.memory > search.room:
             break
         search.look_at(bound, search.room)
-    frames = sum(len(bound.frames) for bound in bounds)
+    frames = sum(len(bound.jobs) for bound in bounds)
     if search.best:
         return Ranking(best=tuple(search.found), nearest=None, frames=frames)
     return Ranking(best=(), nearest=search.nearest, frames=frames, short=search.short)
@@ -84,13 +85,13 @@ class _Search:
     """What was found so far.
 
     Args:
-        shape: The model's sizes.
+        model: The model.
         machine: What the job runs on.
         top: Number of topologies to find.
     """
 
-    def __init__(self, shape: Shape | PlannedModel, machine: Machine, top: int) -> None:
-        self._shape, self._machine, self._top = shape, machine, top
+    def __init__(self, model: PlannedModel, machine: Machine, top: int) -> None:
+        self._model, self._machine, self._top = model, machine, top
         self._elsewhere = bool(machine.host_memory or machine.disk)
         self.best: dict[str, Prediction] = {}
         self.nearest: Prediction | None = None
@@ -115,24 +116,26 @@ class _Search:
 
     def look_at(self, bound: "_Bound", room: float) -> None:
         """Considers the frames of a topology that take no more than some bytes, and are of use."""
-        for frame in bound.frames if bound.memory <= room else ():
-            least_seconds, least_memory = _least(self._shape, bound.topology, frame, self._machine)
+        for job in bound.jobs if bound.memory <= room else ():
+            frame = Frame(self._model, bound.topology, job, self._machine)
+            least_seconds, least_memory = _least(frame, job)
             if least_memory <= room and least_seconds <= self.slowest:
-                self._consider(least_seconds, bound.topology, frame)
+                self._consider(least_seconds, frame, job)
 
-    def _consider(self, least_seconds: float, topology: Topology, frame: Job) -> None:
+    def _consider(self, least_seconds: float, frame: Frame, job: Job) -> None:
         """Predicts all variants of a frame, and keeps the best one that fits and the one with the least memory."""
+        topology = frame.topology
         best, (name, ranks) = self.best, (topology.to_json(), topology.size("pipeline"))
         # More than this topology's best, or of a new one more than all that are wanted, is of no use.
         within = best[name].seconds if name in best else self.slowest
-        stages = variants(topology, frame, elsewhere=self._elsewhere)
-        for variant, way in product(stages, best_modes(self._shape, topology, frame, self._machine)):
+        stages = variants(topology, job, elsewhere=self._elsewhere)
+        for variant, way in product(stages, best_modes(frame, job)):
             within = min(within, best[name].seconds) if name in best else within
             try:
                 idle = pipe(variant.schedule, ranks, variant.microbatches).idle / variant.microbatches
                 if least_seconds * (1 + idle) > within:
                     continue
-                made, problem = cheapest(self._shape, way, variant, self._machine, within)
+                made, problem = cheapest(way, variant, within)
             except ValueError:  # a schedule that does not take these sizes
                 continue
             if problem is not None and not best:
@@ -148,43 +151,39 @@ class _Search:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A topology with its frames, and seconds and bytes of the device below which none of them comes."""
+    """A topology with the jobs of its frames, and seconds and bytes of the device below which none of them comes."""
 
     topology: Topology
-    frames: tuple[Job, ...]
+    jobs: tuple[Job, ...]
     seconds: float
     memory: float
 
 
-def _bounds(shape: Shape | PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None) -> list[_Bound]:
+def _bounds(model: PlannedModel, world: int, job: Job, machine: Machine, sequence: int | None) -> list[_Bound]:
     """Every topology. The fewest microbatches send the fewest messages, and no number of them changes what is sent."""
     bounds: list[_Bound] = []
-    for topology, frames in groupby(configurations(shape, world, job, sequence), key=operator.itemgetter(0)):
-        jobs = tuple(frame for _, frame in frames)
+    for topology, jobs in _frames(model, world, job, sequence):
         fewest = min(jobs, key=lambda frame: frame.microbatches)
-        seconds, memory = _least(shape, topology, fewest, machine, activations=False)
+        seconds, memory = _least(Frame(model, topology, fewest, machine), fewest, activations=False)
         bounds.append(_Bound(topology, jobs, seconds, memory))
     return bounds
 
 
-def _least(
-    shape: Shape | PlannedModel, topology: Topology, frame: Job, machine: Machine, *, activations: bool = True
-) -> tuple[float, float]:
+def _least(frame: Frame, job: Job, *, activations: bool = True) -> tuple[float, float]:
     """Seconds, and bytes of the device, below which no variant of a frame comes.
 
     The highest useful stage takes the least state, what computes most again the least activations, and the mode
     "gather" keeps least until backward; the time of what each variant does alike is that of every variant.
 
     Args:
-        shape: The model's sizes.
-        topology: The axes.
-        frame: The job.
-        machine: What it runs on.
+        frame: The frame.
+        job: Its job.
         activations: Whether activations count.
     """
-    again, elsewhere = planned(shape).recomputes[-1], bool(machine.host_memory or machine.disk)
-    zero = _last_stage(topology, frame, elsewhere=elsewhere)
-    first = predict(shape, topology, replace(frame, zero=zero, recompute=again), machine)
+    machine, topology = frame.machine, frame.topology
+    again, elsewhere = frame.model.recomputes[-1], bool(machine.host_memory or machine.disk)
+    zero = _last_stage(topology, job, elsewhere=elsewhere)
+    first = frame.predict(replace(job, zero=zero, recompute=again))
     fullest = max(first.ranks, key=lambda one: one.memory.total)
     seconds, memory = first.busiest.seconds, fullest.memory
     least_kept = memory.activations / (_LEAST_KEPT if topology.size("pipeline") > 1 else 1) if activations else 0.0
@@ -211,7 +210,14 @@ def configurations(
         job: The job, of which batch, precision and documents are kept; the schedule becomes "1f1b", and the stage 0.
         sequence: Number of ranks that each sequence is cut over, in the mode "gather"; None: as many as are of use.
     """
-    model = planned(shape)
+    for topology, jobs in _frames(planned(shape), world, job, sequence):
+        yield from ((topology, each) for each in jobs)
+
+
+def _frames(
+    model: PlannedModel, world: int, job: Job, sequence: int | None
+) -> Iterator[tuple[Topology, tuple[Job, ...]]]:
+    """Every topology, with a job for each number of microbatches; arguments as those of `configurations`."""
     for tensor in tensor_configs(model, world, job.precision):
         left = world // tensor.get("size", 1)
         for pipeline, ranks in product(
@@ -232,10 +238,13 @@ def configurations(
                     continue
                 if misfit_of_sequence(model, cut, sequence_of(topology)) is not None:
                     break
-                for microbatches in _divisors(rows):
-                    enough = microbatches >= min(pipeline, rows)
-                    if enough and model.misfit(cut, rows // microbatches) is None:
-                        yield topology, replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
+                jobs = tuple(
+                    replace(job, zero=0, schedule="1f1b", microbatches=microbatches)
+                    for microbatches in _divisors(rows)
+                    if microbatches >= min(pipeline, rows) and model.misfit(cut, rows // microbatches) is None
+                )
+                if jobs:
+                    yield topology, jobs
 
 
 def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
@@ -249,26 +258,27 @@ def sequence_sizes(model: PlannedModel, world: int) -> list[int]:
     return [size for size in _divisors(world) if size == 1 or (size <= most and model.context % size == 0)]
 
 
-def best_modes(shape: Shape | PlannedModel, topology: Topology, frame: Job, machine: Machine) -> list[Topology]:
-    """Those of `sequence_modes` that may be best: no other one waits less and takes less memory, in whatever schedule.
+def best_modes(frame: Frame, job: Job) -> list[Frame]:
+    """A frame in those of `sequence_modes` that may be best: no other one waits less and takes less memory.
+
+    That is so in whatever schedule.
 
     Args:
-        shape: The model's sizes.
-        topology: Sizes, and the mode "gather".
-        frame: The job.
-        machine: What it runs on.
+        frame: The frame, in the mode "gather".
+        job: Its job.
     """
-    ways = sequence_modes(shape, topology, machine)
+    ways = sequence_modes(frame.model, frame.topology, frame.machine)
     if len(ways) == 1:
-        return ways
-    costs: dict[tuple[float, float, float], Topology] = {}
+        return [frame]
+    costs: dict[tuple[float, float, float], Frame] = {}
     for way in ways:
         try:
-            made = predict(shape, way, frame, machine)
+            in_mode = Frame(frame.model, way, job, frame.machine)
+            made = in_mode.predict(job)
         except ValueError:  # heads that this mode cannot share out
             continue
         taken = made.busiest.seconds["sequence"], made.memory.activations, made.memory.attention
-        costs.setdefault(taken, way)
+        costs.setdefault(taken, in_mode)
     return [
         way for mine, way in costs.items() if not any(its != mine and all(map(operator.le, its, mine)) for its in costs)
     ]

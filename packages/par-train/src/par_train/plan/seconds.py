@@ -97,39 +97,31 @@ def wiring_of(topology: Topology, cut: Cut, sequence: SequenceCut, machine: Mach
     return Wiring(world=topology.world_size, data=data, cut=cut, sequence=sequence, links=links)
 
 
-def seconds_of(
+def seconds_within(
     model: PlannedModel,
     wiring: Wiring,
     job: Job,
     machine: Machine,
-    pipeline: Pipe,
     *,
     part: Part,
     moves: Sequence[Move],
     attentions: Mapping[Attention, int],
-    away: Away | None = None,
 ) -> dict[str, float]:
-    """Seconds of a step on one rank, by the names in `TERMS`.
+    """Seconds of all microbatches of a step on one rank: what it computes and waits for, whatever the schedule.
 
     Args:
-        model: The model.
+        model: The model, as it computes again what the job says.
         wiring: The topology, and what connects its ranks.
         job: The job.
         machine: What it runs on.
-        pipeline: The pipeline.
         part: What the rank has of the model.
-        moves: What it receives.
+        moves: What it receives within microbatches.
         attentions: Its attentions, and how many are alike.
-        away: What lies elsewhere; None: nothing does.
+
+    Returns:
+        By the names in `TERMS`, those from "compute" to "pipeline".
     """
     cut, sequence, links = wiring.cut, wiring.sequence, wiring.links
-
-    def time_of(axis: str, what: str | None = None) -> float:
-        """Seconds of what goes over an axis, one operation after the other."""
-        link = links[axis]
-        chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
-        return sum(move.bytes / link.rate + move.operations * machine.latency * link.hops for move in chosen)
-
     rows = job.batch // wiring.data
     peak = machine.flops * machine.efficiency * cut.ranks * sequence.ranks
     found = [
@@ -146,9 +138,9 @@ def seconds_of(
         a_layer = 6 * model.mixture.expert * part.mixtures * tokens_a_second
         of_experts = (imbalance - 1) * model.mixture.top_k * a_layer
         shared = model.mixture.shared * a_layer  # is computed while rows travel, forward and backward
-        there = time_of("expert_parallel", "dispatch") / 2
+        there = _time_of(moves, "expert_parallel", wiring, machine, "dispatch") / 2
         over_experts = max(0.0, there - shared / 3) + max(0.0, there - shared * 2 / 3)
-        over_experts += time_of("expert_parallel", "combine") + time_of("expert_parallel", "counts")
+        over_experts += sum(_time_of(moves, "expert_parallel", wiring, machine, what) for what in ("combine", "counts"))
     compute = matrices + attention + of_experts
     again_matrices, again_attention = (rows * model.context * flops / peak for flops in model.flops_again(part))
     again = again_matrices + (attention / 3 if again_attention else 0.0)
@@ -164,32 +156,64 @@ def seconds_of(
         }
         starts = sum(hops[move.what] * move.operations for move in moves if move.axis == "sequence")
         over_sequence = max(0.0, keys - attention) + heads + starts * machine.latency
-    tensor, pipe_messages = time_of("tensor"), time_of("pipeline")
+    tensor = _time_of(moves, "tensor", wiring, machine)
     if model.checkpointing:  # ranks send each other in the forward that runs again what they sent in the first
         again += (tensor + over_experts) / 2
-    one_microbatch = compute / job.microbatches  # two thirds of it backward
-    shared_over = ("data", "expert_data") if cut.experts.is_dealt else ("data",)
-    gradients, flags, parameters = (
-        sum(time_of(axis, what) for axis in shared_over) for what in ("gradients", "flags", "parameters")
-    )
-    if job.zero < 3:  # gradients hide behind the last backward; parameters come when the optimizer has stepped
-        exposed = max(0.0, gradients - one_microbatch * 2 / 3) + parameters
-    else:  # parameters are gathered while the model computes
-        exposed = max(0.0, gradients + parameters - one_microbatch)
-    waits = 0.0 if away is None else _seconds_away(away, job, machine, wiring.world, compute)
     return {
         "compute": compute,
         "again": again,
         "tensor": tensor,
         "sequence": over_sequence,
         "experts": over_experts,
-        "pipeline": pipe_messages,
-        "bubble": (compute + again + tensor + over_sequence + over_experts + pipe_messages)
-        / job.microbatches
-        * pipeline.idle,
-        "data": exposed + flags,
-        "away": waits,
+        "pipeline": _time_of(moves, "pipeline", wiring, machine),
     }
+
+
+def seconds_of(
+    within: Mapping[str, float],
+    wiring: Wiring,
+    job: Job,
+    machine: Machine,
+    pipeline: Pipe,
+    *,
+    shared: Sequence[Move],
+    away: Away | None = None,
+) -> dict[str, float]:
+    """Seconds of a step on one rank, by the names in `TERMS`.
+
+    Args:
+        within: Those of its microbatches, as `seconds_within` gives them.
+        wiring: The topology, and what connects its ranks.
+        job: The job.
+        machine: What it runs on.
+        pipeline: The pipeline.
+        shared: What the rank receives of those that share its parameters.
+        away: What lies elsewhere; None: nothing does.
+    """
+    compute = within["compute"]
+    one_microbatch = compute / job.microbatches  # two thirds of it backward
+    shared_over = ("data", "expert_data") if wiring.cut.experts.is_dealt else ("data",)
+    gradients, flags, parameters = (
+        sum(_time_of(shared, axis, wiring, machine, what) for axis in shared_over)
+        for what in ("gradients", "flags", "parameters")
+    )
+    if job.zero < 3:  # gradients hide behind the last backward; parameters come when the optimizer has stepped
+        exposed = max(0.0, gradients - one_microbatch * 2 / 3) + parameters
+    else:  # parameters are gathered while the model computes
+        exposed = max(0.0, gradients + parameters - one_microbatch)
+    return {
+        **within,
+        "bubble": sum(within.values()) / job.microbatches * pipeline.idle,
+        "data": exposed + flags,
+        "away": 0.0 if away is None else _seconds_away(away, job, machine, wiring.world, compute),
+    }
+
+
+def _time_of(moves: Sequence[Move], axis: str, wiring: Wiring, machine: Machine, what: str | None = None) -> float:
+    """Seconds of what goes over an axis, one operation after the other."""
+    link = wiring.links[axis]
+    chosen = [move for move in moves if move.axis == axis and what in (None, move.what)]
+    return sum(move.bytes / link.rate + move.operations * machine.latency * link.hops for move in chosen)
 
 
 def _seconds_away(away: Away, job: Job, machine: Machine, world: int, compute: float) -> float:

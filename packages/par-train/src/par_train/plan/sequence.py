@@ -131,6 +131,7 @@ class Reach:
     work: float = 1.0
 
 
+@lru_cache(maxsize=4096)
 def local_tokens(sequence: SequenceCut, length: int, documents: tuple[int, ...] | None = None) -> int:
     """Number of tokens of a row that each rank has; rows that do not divide are filled up.
 

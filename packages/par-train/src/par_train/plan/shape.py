@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from par_groups import Topology
@@ -82,7 +82,7 @@ class Shape:
         """Number of features of queries, keys and values together."""
         return self.width + 2 * self.keys * (self.width // self.heads)
 
-    @property
+    @cached_property
     def mixture(self) -> Mixture | None:
         """The layer of experts that takes the place of the MLP, if there is one."""
         if not self.experts:
@@ -179,6 +179,11 @@ class Cut:
     matrix: int = 1
     axes: tuple[tuple[str, int], ...] = ()
     experts: Spread = ALONE
+
+    @cached_property
+    def dense(self) -> "Cut":
+        """The same for layers without experts, which is alike wherever experts lie."""
+        return replace(self, experts=ALONE)
 
     @property
     def batch(self) -> int:
@@ -312,7 +317,7 @@ def count(shape: Shape, cut: Cut, part: Part) -> Count:
         "norm": 2 * h // cut.features if part.last else 0,
         "head": head if own_head else 0,
     }
-    blocks = [_block(shape, cut)] * (part.blocks - part.mixtures)
+    blocks = [_block(shape, cut.dense)] * (part.blocks - part.mixtures)
     if shape.mixture is not None:
         blocks += [_block_with_experts(shape, shape.mixture, cut)] * part.mixtures
     return Count(

@@ -8,26 +8,18 @@ taken.
 import math
 from dataclasses import replace
 
-from par_groups import Topology
-
 from .._units import format_bytes
 from ..memory.tiers import TooSmallError, called, share_out
 from .inputs import Job, Machine
-from .model import PlannedModel
-from .predict import MARGIN, Prediction, RankPrediction, planned, predict
-from .shape import Shape
+from .predict import MARGIN, Frame, Prediction, RankPrediction
 
 
-def cheapest(
-    shape: Shape | PlannedModel, topology: Topology, job: Job, machine: Machine, within: float = math.inf
-) -> tuple[Prediction, TooSmallError | None]:
+def cheapest(frame: Frame, job: Job, within: float = math.inf) -> tuple[Prediction, TooSmallError | None]:
     """The fastest way in which a configuration fits a machine.
 
     Args:
-        shape: The model's sizes.
-        topology: The axes.
+        frame: The model, its topology, and the machine.
         job: The job; what it says of recomputation and of tiers is left out.
-        machine: The machine.
         within: Seconds; a way that takes longer is of no use, and what cannot be as fast is not looked at closely.
 
     Returns:
@@ -37,13 +29,13 @@ def cheapest(
     Raises:
         ValueError: Sizes that do not go together.
     """
-    kinds = planned(shape).recomputes
+    machine, kinds = frame.machine, frame.model.recomputes
 
     def with_all_there(recompute: str) -> Prediction:
         made = replace(job, recompute=recompute, host=0.0, disk=0.0, parameters_host=0.0, parameters_disk=0.0)
-        return predict(shape, topology, made, machine)
+        return frame.predict(made)
 
-    if not any(machine.rooms(topology.world_size).values()):
+    if not any(machine.rooms(frame.topology.world_size).values()):
         least = with_all_there(kinds[-1])
         if not least.fits(machine):  # nor does what computes less again
             return least, _too_small(least, machine)
@@ -60,7 +52,7 @@ def cheapest(
         least = made
         for first in {source.name: None for source in made.ranks[0].sources}:
             try:
-                away = predict(shape, topology, away_of(made, machine, first), machine)
+                away = frame.predict(away_of(made, machine, first))
             except TooSmallError as error:
                 problem = error
                 continue

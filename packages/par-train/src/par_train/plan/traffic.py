@@ -189,9 +189,9 @@ def pipeline_traffic(
 @lru_cache(maxsize=4096)
 def _microbatch_bytes(shape: Shape, cut: Cut, numbers: Numbers, part: Part, tokens: int) -> float:
     """Bytes over the tensor axis for forward and backward of one microbatch."""
-    total = (part.blocks - part.mixtures) * _block_bytes(shape, cut, numbers, tokens)
+    total = (part.blocks - part.mixtures) * _block_bytes(shape, cut.dense, numbers, tokens)
     if shape.mixture is not None:
-        attention = _block_bytes(shape, cut, numbers, tokens, halves=1)
+        attention = _block_bytes(shape, cut.dense, numbers, tokens, halves=1)
         total += part.mixtures * (attention + tensor_bytes(shape.mixture, cut.experts, numbers, tokens))
     if part.first:
         table = TableShape(tokens=tokens, features=shape.width, vocabulary=_table_rows(shape, cut))
@@ -226,12 +226,11 @@ def _partial_gradients(shape: Shape, cut: Cut, part: Part) -> float:
 
     Those of weights are summed over the depth, those of biases, norms and positions over the tokens.
     """
-    h = shape.width
-    linears = sum((_cost(cut, linear).once for linear in _linears(shape, 1)), Fraction(0))
+    h, linears = shape.width, _once_of_linears(shape, cut.dense)
     column_biases = all_reduced(cut.inner_tokens, (shape.attended + shape.mlp) / cut.inner)
     row_biases = all_reduced(cut.tokens, 2 * h / cut.features)
     norm = float(_cost(cut, NormShape(tokens=1, features=h)).once)
-    total = part.blocks * (float(linears) + column_biases + row_biases + 2 * norm)
+    total = part.blocks * (linears + column_biases + row_biases + 2 * norm)
     if shape.mixture is not None:  # in mode 1d, where of these the biases of rows alone are partial, one of them less
         total += part.mixtures * (partial_elements(shape.mixture, cut.experts) - row_biases / 2)
     if part.first:
@@ -242,6 +241,12 @@ def _partial_gradients(shape: Shape, cut: Cut, part: Part) -> float:
         if not (shape.tied and part.first):  # else it is the table, which is summed once
             total += float(_cost(cut, _classifier(shape, cut, 1)).once)
     return total
+
+
+@lru_cache(maxsize=4096)
+def _once_of_linears(shape: Shape, cut: Cut) -> float:
+    """Elements that are received once a step to sum partial gradients of the weights of a block's linear layers."""
+    return float(sum((_cost(cut, linear).once for linear in _linears(shape, 1)), Fraction(0)))
 
 
 def _microbatch_operations(shape: Shape, cut: Cut, numbers: Numbers, part: Part) -> int:

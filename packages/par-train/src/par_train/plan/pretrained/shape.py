@@ -380,7 +380,9 @@ class PretrainedShape:
 
     def _rank(self, cut: Cut) -> RankShare | str:
         """What a rank has under a cut, or why it cannot be cut so."""
-        cut = replace(cut, experts=replace(cut.experts, parallel=1, own=1, copies=1))
         if cut not in self._ranks:
-            self._ranks[cut] = look(self._structure, cut)
+            alike = replace(cut, experts=replace(cut.experts, parallel=1, own=1, copies=1))
+            if alike not in self._ranks:
+                self._ranks[alike] = look(self._structure, alike)
+            self._ranks[cut] = self._ranks[alike]
         return self._ranks[cut]
